@@ -25,6 +25,8 @@ class VLSettings(TypedDict, total=False):
     """model. Default: 0.0."""
     target_modules: str
     """or a comma-separated list of module names. Default: 'all-linear'."""
+    target_parameters: str
+    """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
     """model. Default: False."""
     embedded_family: str
@@ -307,6 +309,8 @@ class VLSettings(TypedDict, total=False):
     """samples of a kind kept to replace those without advantage; 0: off. Default: 0."""
     routing_replay: str
     """off | rollout | old; whose choice of experts is used again. Default: 'off'."""
+    router_aux_loss_coef: float
+    """weight of the loss that balances a mixture's experts. Default: 0.0."""
     overlong_buffer: bool
     """algorithm. Default: False."""
     overlong_buffer_len: int
@@ -911,6 +915,8 @@ class SFTSettings(TypedDict, total=False):
     """model. Default: 0.0."""
     target_modules: str
     """or a comma-separated list of module names. Default: 'all-linear'."""
+    target_parameters: str
+    """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
     """model. Default: False."""
     embedded_family: str

@@ -204,6 +204,27 @@ class Perception(LossTerm):
         return loss, {"perception_kl": kl.detach()}
 
 
+class Balance(LossTerm):
+    """router_aux_loss_coef times the load-balancing loss of Switch Transformer (arXiv 2101.03961), as in transformers;
+    1 where all experts are used alike. That of a micro-batch counts by its share of the tokens."""
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+
+    def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
+        """Raises ValueError for an actor that does not bring it."""
+        output = call(inputs)
+        if output.router_loss is None:
+            raise ValueError("router_aux_loss_coef needs a mixture of experts")
+        return output, {"router_loss": output.router_loss.reshape(1, 1)}  # of every token
+
+    def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
+        """`router_loss`."""
+        mask, tokens = inputs.action_mask, needed(inputs.extra, "router_loss", "router_aux_loss_coef")
+        loss = token_mean(tokens, mask, denominators)
+        return self.coefficient * loss, {"router_loss": loss.detach()}
+
+
 def needed(extra: Mapping[str, T], name: str, setting: str) -> T:
     """A tensor that a setting asks for. Raises ValueError where the forward brought none."""
     if name not in extra:
@@ -220,3 +241,8 @@ def entropy_bonus(config: AlgorithmConfig) -> EntropyBonus | None:
 def perception(config: AlgorithmConfig) -> Perception | None:
     """For `papo_coef`."""
     return Perception(config) if config.papo_coef > 0 else None
+
+
+def balance(config: AlgorithmConfig) -> Balance | None:
+    """For `router_aux_loss_coef`."""
+    return Balance(config.router_aux_loss_coef) if config.router_aux_loss_coef > 0 else None

@@ -74,6 +74,7 @@ class AlgorithmConfig(Section):
     teacher_coef: NonNegativeFloat = 0.0  # weight of log teacher - log policy in each token's advantage
     selective_replay: NonNegativeInt = 0  # samples of a kind kept to replace those without advantage; 0: off
     routing_replay: Annotated[str, one_of("off", "rollout", "old")] = "off"  # whose choice of experts is used again
+    router_aux_loss_coef: NonNegativeFloat = 0.0  # weight of the loss that balances a mixture's experts
     overlong_buffer: bool = False
     overlong_buffer_len: PositiveInt = 1024
     overlong_buffer_penalty_factor: NonNegativeFloat = 1.0

@@ -166,6 +166,7 @@ policy_masks.add(
 
 for _entry in (
     LossTerm("entropy", f"{ALGORITHMS}.loss_terms:entropy_bonus", "`entropy_coef`: a bonus for entropy"),
+    LossTerm("balance", f"{ALGORITHMS}.loss_terms:balance", "`router_aux_loss_coef`: experts in equal use"),
     LossTerm("perception", f"{ALGORITHMS}.loss_terms:perception", "`papo_coef`: PAPO's perception loss"),
 ):
     loss_terms.add(_entry)

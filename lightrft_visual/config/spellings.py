@@ -317,8 +317,8 @@ BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
 
 # Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
 COMMA_LISTS = (
-    "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "trainable_models", "freeze_prefix",
-    "remote_rm_url", "reward_pretrain", "plugins",
+    "prompt_data", "prompt_data_probs", "eval_data", "target_modules", "target_parameters", "trainable_models",
+    "freeze_prefix", "remote_rm_url", "reward_pretrain", "plugins",
 )  # fmt: skip
 
 # Settings that name files or folders, in which a leading ~ is the home folder; the others of COMMA_LISTS name modules.

@@ -85,6 +85,7 @@ class ModelConfig(Section):
     lora_alpha: int = 16
     lora_dropout: Annotated[float, within("[0, 1)")] = 0.0
     target_modules: str = "all-linear"  # or a comma-separated list of module names
+    target_parameters: str = ""  # LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj
     trust_remote_code: bool = False
     # qwen2 reads text only; janus also draws, by engine hf
     embedded_family: Annotated[str, one_of("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2", "janus")] = (
@@ -92,8 +93,10 @@ class ModelConfig(Section):
     )
 
     def check(self) -> None:
-        """LoRA's scale."""
+        """LoRA's scale, and what it adapts."""
         require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
+        adapts = not self.target_parameters or (self.lora_rank > 0 and self.lora_dropout == 0)
+        require(adapts, "target_parameters needs a lora_rank above 0 and a lora_dropout of 0")
 
 
 # How the rows of prompt_data are written; docs/coming_from.md says which system writes which.

@@ -172,6 +172,7 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
         model.lora_alpha,
         lora_dropout=model.lora_dropout,
         target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        target_parameters=[name.strip() for name in model.target_parameters.split(",") if name] or None,
         exclude_modules=rf"(.*\.)?({below})(\..*)?" if frozen else None,
         task_type="CAUSAL_LM",
     )

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from deepspeed.utils import set_z3_leaf_module
 from torch.overrides import TorchFunctionMode
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..errors import ConfigError
 from ..experience.types import ModelInputs
@@ -34,14 +36,18 @@ class Routers:
     """
 
     def __init__(self, base: nn.Module, experts: int):
-        self.mode, self.wanted, self._inside = "off", None, False
+        self.mode, self.balances, self.wanted, self._inside = "off", False, None, False
+        self.experts, self._count, self._real, self._softmax = experts, 0, None, False
         self.dtype = torch.uint8 if experts <= 256 else torch.int16
         blocks = sparse_blocks(base)
         self._made: list[T | None] = [None] * len(blocks)
+        self._numbers = [int(number) for name in blocks for number in name.split(".") if number.isdigit()]
+        self._scores: list[T] = []  # of the last training pass
         self._passes: list[list[T]] = []
         self._counts: list[T] = []  # (choices that differ, choices compared)
-        for layer, block in enumerate(blocks):
+        for layer, block in enumerate(blocks.values()):
             choice = _Choice(experts, partial(self._chosen, layer))
+            set_z3_leaf_module(block, True)  # ranks use different experts: ZeRO-3 gathers a block as one
             block.register_forward_pre_hook(partial(_entered, choice))
             block.register_forward_hook(partial(_left, choice), always_call=True)
         base.register_forward_pre_hook(self._begun)
@@ -50,13 +56,12 @@ class Routers:
     @classmethod
     def of(cls, base: nn.Module) -> Routers | None:
         """None for a model without sparse blocks."""
-        text = base.config.get_text_config()
-        experts = next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
+        experts = count_experts(base.config)
         return cls(base, experts) if experts and sparse_blocks(base) else None
 
-    def use(self, mode: str) -> None:
-        """What recorded choices are for, from here on."""
-        self.mode = mode
+    def use(self, mode: str, balances: bool = False) -> None:
+        """What recorded choices are for, and whether training passes have a `balance`, from here on."""
+        self.mode, self.balances = mode, balances
 
     def notes(self, inputs: ModelInputs) -> bool:
         """Whether the choices of a pass are wanted in its output."""
@@ -72,8 +77,29 @@ class Routers:
         """
         table = laid_out(inputs)
         if table is not None:
+            if table.shape[2] > len(self._made):  # vLLM counts dense layers too
+                table = table[:, :, self._numbers]
             table = F.pad(table, (0, 0, 0, 0, 0, width - table.shape[1]), value=FREE)[:, own].flatten(0, 1)
         self.wanted = table
+        if self.balances:
+            mask = inputs.attention_mask != 0
+            self._real = F.pad(mask, (0, width - mask.shape[1]))[:, own]
+
+    def balance(self) -> T | None:
+        """The load-balancing loss () of the training pass that has just run, as in transformers; else None.
+
+        Raises ConfigError for routers that do not choose by a softmax, which that loss is not for.
+        """
+        scores, self._scores = self._scores, []
+        if not scores:
+            return None
+        if not self._softmax:
+            total = scores[0].detach().sum(dim=1)
+            self._softmax = bool(torch.allclose(total, torch.ones_like(total), atol=1e-3))
+        if not self._softmax:
+            raise ConfigError("router_aux_loss_coef: this model's routers do not choose by a softmax")
+        logits = tuple(each.clamp_min(torch.finfo(each.dtype).tiny).log() for each in scores)
+        return load_balancing_loss_func(logits, self.experts, self._count, self._real)
 
     @contextmanager
     def recorded(self) -> Iterator[list[T]]:
@@ -94,13 +120,16 @@ class Routers:
     def _chosen(self, layer: int, scores: T, own: Any) -> Any:
         """What stands for torch.topk's `own` answer."""
         if self._inside:
-            self._made[layer] = own.indices.to(self.dtype)
+            self._made[layer], self._count = own.indices.to(self.dtype), own.indices.shape[1]
+            if self.balances and torch.is_grad_enabled():
+                self._scores.append(scores)
         if self.wanted is None:
             return own
-        if self.wanted.shape[0] != len(scores) or self.wanted.shape[2] != own.indices.shape[1]:
+        fitting = len(scores), len(self._made), own.indices.shape[1]
+        if self.wanted.shape != fitting:
+            found = tuple(self.wanted.shape)
             raise ConfigError(
-                f"recorded experts of {tuple(self.wanted.shape)} (tokens, layers, k) do not fit {len(scores)} tokens "
-                f"with {own.indices.shape[1]} experts each"
+                f"the record of experts has shape {found}; (tokens, layers, k) of this pass are {fitting}"
             )
         wanted = self.wanted[:, layer].long()
         known = wanted[:, :1] != FREE
@@ -113,7 +142,7 @@ class Routers:
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
     def _begun(self, module: nn.Module, args: Any) -> None:
-        self._inside, self._made = True, [None] * len(self._made)
+        self._inside, self._made, self._scores = True, [None] * len(self._made), []
 
     def _over(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
@@ -146,9 +175,16 @@ def _left(choice: _Choice, module: nn.Module, args: Any, output: Any) -> None:
     choice.__exit__(None, None, None)
 
 
-def sparse_blocks(base: nn.Module) -> list[nn.Module]:
-    """The modules that hold experts and what chooses among them."""
-    return [m for m in base.modules() if hasattr(m, "experts") and (hasattr(m, "gate") or hasattr(m, "router"))]
+def count_experts(config: Any) -> int:
+    """That a layer chooses among, by a transformers configuration; 0 of a dense model."""
+    text = config.get_text_config()
+    return next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
+
+
+def sparse_blocks(base: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold experts and what chooses among them, by name."""
+    named = base.named_modules()
+    return {n: m for n, m in named if hasattr(m, "experts") and (hasattr(m, "gate") or hasattr(m, "router"))}
 
 
 def _real_tokens(inputs: ModelInputs) -> list[T]:

@@ -22,6 +22,7 @@ from ..errors import NonFiniteError, RolloutError
 from ..experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule, collate
 from ..experience.types import Experience, ModelInputs
 from ..models.loading import Checkpoint
+from ..models.routing import count_experts
 from ..runtime import collectives
 from .engine import RolloutEngine, RolloutStage, diverged
 
@@ -32,6 +33,8 @@ Score = Callable[[ModelInputs, ScoringRule], T]
 PROBE_TOKENS = 8
 # Of the largest difference of a token's log-prob in float32, of the mean difference in bfloat16.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
+# Of the mean of a mixture of experts: rounding sends single tokens to other experts, which differ by a lot.
+MOE_BF16_TOLERANCE = 0.1
 STALE = "stale weight or cache (it vanishes when all weights are loaded again)"
 REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
@@ -59,12 +62,12 @@ class ParityGate:
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, **parts: Any) -> ParityGate:
         """The gate of a run: tolerance and figure follow from its precision. parts: the other fields."""
-        tolerance = config.rollout.parity_tolerance
+        tolerance, moe = config.rollout.parity_tolerance, count_experts(checkpoint.config) > 0
         if tolerance is None:
-            tolerance = BF16_TOLERANCE if config.model.bf16 else FP32_TOLERANCE
-        pad_id = checkpoint.tokenizer.pad_token_id
+            tolerance = (MOE_BF16_TOLERANCE if moe else BF16_TOLERANCE) if config.model.bf16 else FP32_TOLERANCE
+        pad_id, averages = checkpoint.tokenizer.pad_token_id, config.model.bf16 or moe
         parts["sampling"] = SamplingSettings.from_config(config.rollout)
-        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, averages=config.model.bf16, **parts)
+        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, averages=averages, **parts)
 
     def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
         """The figure, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""

@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 
 from ..errors import RolloutError
-from ..runtime.checkpoint.manifest import is_adapted
+from ..runtime.checkpoint.manifest import is_adapted, plain_name
 from ..runtime.deepspeed import TrainEngine
 
 if TYPE_CHECKING:
@@ -102,16 +102,18 @@ def _plain(model: nn.Module) -> Iterator[_Weight]:
 def _merged(model: PeftModel) -> Iterator[_Weight]:
     from peft.tuners.lora import LoraLayer
 
-    base = model.get_base_model()
-    adapters = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    base, adapters = model.get_base_model(), {}
+    for module in base.modules():
+        if isinstance(module, LoraLayer):  # of experts each adapts a parameter, and they stand around each other
+            name = getattr(module, "parameter_name", "weight")
+            adapters[id(getattr(module.get_base_layer(), name))] = module
     for name, parameter in base.named_parameters():
         if ".lora_" in name:
             continue
-        owner = name.removesuffix(".base_layer.weight")
-        layer = adapters.get(owner) if owner != name else None
+        layer = adapters.get(id(parameter))
         own = layer.named_parameters() if layer is not None else ()
         together = [parameter, *(part for key, part in own if not key.startswith("base_layer."))]
-        yield _Weight(name.replace(".base_layer.", "."), together, partial(_sum, parameter, layer))
+        yield _Weight(plain_name(name), together, partial(_sum, parameter, layer))
 
 
 def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:

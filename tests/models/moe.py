@@ -17,6 +17,7 @@ from lightrft_visual.models.routing import sparse_blocks
 from lightrft_visual.models.tiny.vlm import build_tiny_model
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families.qwen import QwenVL
+from lightrft_visual.runtime.checkpoint.export import export_hf
 
 KIND = "qwen3_vl_moe"
 
@@ -39,11 +40,12 @@ def moe_checkpoint(folder: Path) -> Checkpoint:
     """Inside `moe_family`; 3 of 24 experts, so that some choices hang on rounding. Its vocabulary is an odd one."""
     config, processor, _ = STOCK[KIND]()
     config.text_config.num_experts, config.text_config.num_experts_per_tok = 24, 3
+    config.text_config.moe_intermediate_size = 128  # so that no weight of experts is square
+    config.text_config.norm_topk_prob = True  # published configurations have it, and vLLM reads it
     torch.manual_seed(0)
     model = build_tiny_model(config)
     perturb(model, 0, 0.1)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    export_hf(model, processor, folder)
     return open_checkpoint(str(folder), ModelConfig(), DataConfig())
 
 
@@ -52,7 +54,7 @@ def rounded_routers(actor: Actor) -> Iterator[None]:
     """Inside, routers read what they read in bfloat16, as an engine in another precision would."""
     handles = [
         block.gate.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().to(args[0]),))
-        for block in sparse_blocks(actor.backbone.base)
+        for block in sparse_blocks(actor.backbone.base).values()
     ]
     try:
         yield

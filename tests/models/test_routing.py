@@ -166,8 +166,17 @@ def test_checkpointed_layers_run_again_through_the_recorded_experts(rig, rounded
 def test_a_record_that_does_not_fit_is_refused(rig, rounded):
     rig.actor.backbone.routers.use("rollout")
     wrong = replace(rounded[0], experts=rounded[0].experts[:, :, :1])
-    with pytest.raises(ConfigError, match="do not fit .* tokens with 3 experts each"):
+    with pytest.raises(ConfigError, match=r"\(tokens, layers, k\) of this pass are \(\d+, 2, 3\)"):
         rig.actor(inputs_of(rig, [wrong]), RULE)
+
+
+def test_a_record_that_counts_dense_layers_is_read_by_the_layers_numbers(rig, rounded):
+    routers = rig.actor.backbone.routers
+    routers.use("rollout")
+    plain = rig.actor(inputs_of(rig, rounded), RULE).log_probs
+    wider = [torch.cat([each.experts, torch.zeros_like(each.experts[:, :1])], dim=1) for each in rounded]
+    found = rig.actor(inputs_of(rig, [replace(r, experts=own) for r, own in zip(rounded, wider)]), RULE).log_probs
+    assert torch.equal(plain, found)
 
 
 def test_a_dense_model_has_no_routers(tmp_path):

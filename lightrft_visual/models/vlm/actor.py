@@ -234,11 +234,12 @@ class Backbone:
 @dataclass
 class ActorOutput:
     """log_probs and entropy (nats), each (B, A) float32 with 0 where the action mask is false. experts: of each sample
-    (tokens, layers, k), where the routers note their choices."""
+    (tokens, layers, k), where the routers note their choices. router_loss: (), where they are to be balanced."""
 
     log_probs: T
     entropy: T | None
     experts: list[T] | None = None
+    router_loss: T | None = None
 
 
 class Actor(nn.Module):
@@ -293,7 +294,9 @@ class Actor(nn.Module):
             (log_probs, entropy), experts = scores, hidden.experts
         else:
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
-        return ActorOutput(_scatter(log_probs, mask), _scatter(entropy, mask) if with_entropy else None, experts)
+        entropy = _scatter(entropy, mask) if with_entropy else None
+        balance = None if self.backbone.routers is None else self.backbone.routers.balance()
+        return ActorOutput(_scatter(log_probs, mask), entropy, experts, balance)
 
     def _score_either(
         self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool

@@ -25,7 +25,7 @@ DECIDED_BY = {
     "mm_processor_kwargs": "min_pixels and max_pixels", "trust_remote_code": "trust_remote_code",
     "enforce_eager": "engine_enforce_eager", "max_num_seqs": "engine_max_num_seqs",
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
-    "quantization": "engine_quantization",
+    "quantization": "engine_quantization", "enable_return_routed_experts": "routing_replay rollout",
 }  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
@@ -51,7 +51,7 @@ class VLLMSettings:
 
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
     arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
-    sees, not ranks of the run; host_cache: bytes of keys and values on a host without accelerator, all of them written
+    sees, not ranks of the run; tells_experts: completions say which experts each token went through; host_cache: bytes of keys and values on a host without accelerator, all of them written
     at the start.
     """
 
@@ -73,6 +73,7 @@ class VLLMSettings:
     trust_remote_code: bool = False
     vision: bool = True
     own_ranks: bool = False
+    tells_experts: bool = False
     host_cache: int = MOST_HOST_CACHE
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class VLLMSettings:
             trust_remote_code=config.model.trust_remote_code,
             vision=checkpoint.vision,
             own_ranks=config.distributed.split,
+            tells_experts=config.algorithm.routing_replay == "rollout",
             host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
             extra=dict(rollout.engine_kwargs),
@@ -181,6 +183,10 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "trust_remote_code": s.trust_remote_code,
         "disable_log_stats": True,
     }
+    if s.tells_experts:
+        if "enable_return_routed_experts" not in known:
+            raise ConfigError("routing_replay rollout: this vLLM cannot say which experts it chose; use old")
+        arguments["enable_return_routed_experts"] = True
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
         arguments["enable_chunked_prefill"] = False
@@ -238,7 +244,9 @@ def _check_by_vllm(arguments: dict[str, Any]) -> _Checked:
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
-        raise ConfigError(f"vLLM refuses this engine: {error}") from error
+        asked = arguments.get("enable_return_routed_experts")
+        hint = "; without that: --routing_replay old, or --engine_type hf" if asked else ""
+        raise ConfigError(f"vLLM refuses this engine: {error}{hint}") from error
     second = config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
     return _Checked(second, config.model_config.using_transformers_backend())
 

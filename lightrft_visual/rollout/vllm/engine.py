@@ -14,6 +14,7 @@ from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
+from ...runtime.checkpoint.export import as_published
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
@@ -200,7 +201,14 @@ class VLLMEngine:
         prompt = list(output.prompt_token_ids)
         prompt = prompt[: len(prompt) - continued]
         return [
-            Completion(token_ids, self._log_probs(one, settings), text, one.finish_reason == "length", prompt)
+            Completion(
+                token_ids,
+                self._log_probs(one, settings),
+                text,
+                one.finish_reason == "length",
+                prompt,
+                experts=experts_of(one),
+            )  # fmt: skip
             for one, token_ids, text in zip(output.outputs, tokens, texts)
         ]
 
@@ -219,11 +227,13 @@ class VLLMEngine:
         """
         if self.asleep:
             self.wake()
+        kind = self.llm.llm_engine.model_config.hf_config.model_type
+        published = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
         if self.ranks is not None:
-            self.ranks.update(named_tensors)
+            self.ranks.update(published)
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-        self.llm.apply_model(_refresh_tied_head)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": published})
+        self.llm.apply_model(_repack)
         self.lacks_weights = False
         self.reset_caches()
 
@@ -260,6 +270,14 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def experts_of(one: Any) -> torch.Tensor | None:
+    """(tokens, layers, k) that vLLM says a completion's prompt and tokens went through; None where it says nothing."""
+    found = getattr(one, "routed_experts", None)
+    if found is None:
+        return None
+    return torch.from_numpy(found.astype("uint8" if found.dtype.itemsize == 1 else "int16"))  # its memory is vLLM's
+
+
 @contextmanager
 def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
     """Inside, every finished output of vLLM's engine goes to `finished` at the step that ends it."""
@@ -291,10 +309,15 @@ def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:
     return VLLMEngine(VLLMSettings.from_config(config, checkpoint))
 
 
-def _refresh_tied_head(model: torch.nn.Module) -> None:
-    """Repack `lm_head` after a reload: on CPU its packed copy of tied embeddings would stay at the old weights."""
+def _repack(model: torch.nn.Module) -> None:
+    """On CPU the head and experts compute with packed copies, which a reload leaves as they were: those of a head that
+    is tied to the embeddings at the old weights, those of experts in the plain order of a checkpoint."""
     if get_accelerator().device_name() != "cpu":
         return
     for name, module in model.named_modules():
-        if name.split(".")[-1] == "lm_head" and hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if method is not None and name.split(".")[-1] == "lm_head":
+            method.process_weights_after_loading(module)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and hasattr(kernel.fused_experts, "process_weights_after_loading"):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import CheckpointError
 from ..files import follow_umask
-from .manifest import is_adapted
+from .manifest import is_adapted, plain_name
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,7 +46,7 @@ def check_complete(model: PreTrainedModel, state_dict: StateDict) -> None:
     peft may have put its layers into the model: their base weights count under their own names, the adapter's not.
     """
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    expected = [name.replace(".base_layer.", ".") for name in model.state_dict() if ".lora_" not in name]
+    expected = [plain_name(name) for name in model.state_dict() if ".lora_" not in name]
     missing = [name for name in expected if name not in state_dict and name not in tied]
     if missing:
         raise CheckpointError(f"{len(missing)} weights of the model are not in the export: {', '.join(missing[:3])}")
@@ -70,7 +70,11 @@ def export_hf(
     check_gathered(weights)
     check_complete(model, weights)
     weights = {name: to_cpu(tensor, dtype) for name, tensor in weights.items()}
-    model.save_pretrained(str(folder), state_dict=dict(weights))  # it empties the dict that it gets
+    kind, plain = model.config.model_type, {}
+    if kind in TRANSPOSED:
+        weights = {name: as_published(kind, name, tensor) for name, tensor in weights.items()}
+        plain["save_original_format"] = False  # transformers would turn them back
+    model.save_pretrained(str(folder), state_dict=dict(weights), **plain)  # it empties the dict that it gets
     note_dtype(Path(folder) / "config.json", weights)
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.save_pretrained(str(folder))
@@ -78,6 +82,16 @@ def export_hf(
         processor.save_pretrained(str(folder))
     follow_umask(Path(folder))
     return Path(folder)
+
+
+# Weights that published checkpoints hold with their last two dimensions the other way round than transformers' modules.
+TRANSPOSED = {"qwen3_vl_moe": (".experts.gate_up_proj", ".experts.down_proj")}
+
+
+def as_published(model_type: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight of a transformers module as published checkpoints of its type hold it, and vLLM's loader reads it."""
+    turned = name.endswith(TRANSPOSED.get(model_type, ()))
+    return tensor.transpose(-1, -2).contiguous() if turned else tensor
 
 
 def note_dtype(path: Path, weights: StateDict) -> None:

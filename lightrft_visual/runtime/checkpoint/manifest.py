@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,11 @@ def is_adapted(model: nn.Module) -> bool:
     """Whether a model is a `PeftModel`; where nobody has imported peft there is none."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight without the layers that peft has put around it."""
+    return re.sub(r"\.base_layer(?=\.)", "", name)
 
 
 MANIFEST = "manifest.json"

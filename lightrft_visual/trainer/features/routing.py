@@ -23,9 +23,9 @@ class RoutingHook(StepHook):
 
     name = "routing"
 
-    def __init__(self, routers: Routers, mode: str) -> None:
+    def __init__(self, routers: Routers, mode: str, balances: bool = False) -> None:
         self.routers, self.mode = routers, mode
-        routers.use(mode)
+        routers.use(mode, balances)
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Raises RolloutError where the engine recorded nothing that could be used again."""
@@ -43,10 +43,12 @@ class RoutingHook(StepHook):
 
 def build(parts: Any) -> RoutingHook | None:
     """For a mixture of experts. Raises ConfigError where another model, or ranks that divide sequences, cannot do what
-    `routing_replay` asks for."""
-    mode, routers = parts.config.algorithm.routing_replay, parts.actor.module.backbone.routers
-    if routers is None and mode != "off":
-        raise ConfigError(f"routing_replay {mode} is for mixtures of experts: this model has no routers; leave it out")
-    if mode == "old" and parts.config.distributed.sp_size > 1:
-        raise ConfigError("routing_replay old: with sp_size no rank sees all choices of a sequence; use rollout")
-    return None if routers is None else RoutingHook(routers, mode)
+    `routing_replay` or `router_aux_loss_coef` ask for."""
+    algorithm, routers = parts.config.algorithm, parts.actor.module.backbone.routers
+    mode, balances = algorithm.routing_replay, algorithm.router_aux_loss_coef > 0
+    asked = f"routing_replay {mode}" if mode != "off" else "router_aux_loss_coef" if balances else None
+    if routers is None and asked:
+        raise ConfigError(f"{asked} is for mixtures of experts: this model has no routers; leave it out")
+    if parts.config.distributed.sp_size > 1 and (mode == "old" or balances):
+        raise ConfigError(f"{asked}: with sp_size no rank sees all choices of a sequence; leave it out")
+    return None if routers is None else RoutingHook(routers, mode, balances)

@@ -380,6 +380,8 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    if config.model.target_parameters and config.distributed.zero_stage == 3:
+        raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
     _check_kinds(config, checkpoint)
     _check_heads(config, checkpoint)
 

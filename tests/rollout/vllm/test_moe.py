@@ -1,0 +1,100 @@
+"""A mixture of experts in vLLM: the trainer's weights get into its fused experts, and what it says of its choices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import Rig, environment_restored
+from moe import moe_checkpoint, moe_family
+from tiny_models import actor_of, mixed_prompts
+
+from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import SamplingSettings
+from lightrft_visual.rollout.parity import ParityGate
+from lightrft_visual.rollout.vllm.arguments import VLLMSettings, check_engine, engine_arguments, prepare_environment
+from lightrft_visual.rollout.vllm.engine import VLLMEngine
+
+PLAIN = SamplingSettings(n=2, max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    with moe_family():
+        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def rig(checkpoint):
+    with environment_restored():
+        settings = VLLMSettings(
+            model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64,
+            banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
+        )  # fmt: skip
+        engine = VLLMEngine(settings)
+        yield Rig(checkpoint, actor_of(checkpoint), engine)
+        engine.close()
+
+
+def config_of(mode: str, **model) -> RunConfig:
+    rollout = RolloutConfig(prompt_max_len=64, generate_max_len=64)
+    config = RunConfig(rollout=rollout, algorithm=AlgorithmConfig(routing_replay=mode))
+    config.model.bf16 = bool(model.get("bf16"))
+    return config
+
+
+def test_fused_experts_follow_the_trainer_as_loaded_and_after_each_sync(rig):
+    """What the trainer holds is [experts, out, in], what vLLM's loader takes [experts, in, out]."""
+    found = [rig.difference(mixed_prompts(), PLAIN)]
+    for _ in range(2):
+        rig.move()
+        rig.sync()
+        found.append(rig.difference(mixed_prompts(), PLAIN))
+    assert max(found) <= 1e-5, found
+
+
+def test_a_recorded_reply_of_vllms_is_what_the_trainer_replays(rig):
+    """The form of `CompletionOutput.routed_experts`; its numbers are those of engine hf, as this build gives none."""
+    (prompt,) = rig.stage.requests(mixed_prompts().select([1]))
+    tokens, drawn = list(prompt.token_ids), [60, 61, 62]
+    told = np.zeros((len(tokens) + len(drawn) - 1, 2, 3), dtype=np.uint8) + np.array([5, 0, 7], dtype=np.uint8)
+    log_probs = SimpleNamespace(token_ids=drawn, logprobs=[-1.0] * 3)
+    reply = SimpleNamespace(
+        prompt_token_ids=tokens,
+        outputs=[
+            SimpleNamespace(token_ids=drawn, logprobs=log_probs, finish_reason="length", routed_experts=each)
+            for each in (told, None)
+        ],
+    )
+    with_record, without = rig.engine.completions(reply, PLAIN, continued=0)
+    assert torch.equal(with_record.experts, torch.from_numpy(told)) and without.experts is None
+    told[:] = 0  # vLLM's own memory
+    assert with_record.experts[0, 0].tolist() == [5, 0, 7]
+
+
+def test_routing_replay_asks_vllm_for_its_choices(checkpoint):
+    with environment_restored():
+        prepare_environment()
+        asked = {
+            mode: engine_arguments(VLLMSettings.from_config(config_of(mode), checkpoint), on_cpu=False)
+            for mode in ("off", "old", "rollout")
+        }
+    name = "enable_return_routed_experts"
+    assert asked["rollout"][name] is True and name not in asked["off"] and name not in asked["old"]
+
+
+def test_an_engine_that_cannot_tell_its_choices_is_refused_before_it_is_built(checkpoint):
+    with environment_restored(), pytest.raises(ConfigError, match="(?s)Model Runner V2.*routing_replay old"):
+        check_engine(config_of("rollout"), checkpoint)
+
+
+def test_the_parity_gate_holds_a_mixture_to_bounds_of_its_own(checkpoint):
+    gates = [
+        ParityGate.from_config(config_of("off", bf16=bf16), checkpoint, stage=None, engine=None, score=None,
+                               reload=None, device=None)
+        for bf16 in (False, True)
+    ]  # fmt: skip
+    assert [(gate.averages, gate.tolerance) for gate in gates] == [(True, 1e-4), (True, 0.1)]
