@@ -51,8 +51,8 @@ class VLLMSettings:
 
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
     arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
-    sees, not ranks of the run; tells_experts: completions say which experts each token went through; host_cache: bytes of keys and values on a host without accelerator, all of them written
-    at the start.
+    sees, not ranks of the run; tells_experts: completions say which experts each token went through; host_cache: bytes
+    of keys and values on a host without accelerator, all of them written at the start.
     """
 
     model: str
