@@ -80,10 +80,8 @@ class Routers:
             if table.shape[2] > len(self._made):  # vLLM counts dense layers too
                 table = table[:, :, self._numbers]
             table = F.pad(table, (0, 0, 0, 0, 0, width - table.shape[1]), value=FREE)[:, own].flatten(0, 1)
-        self.wanted = table
-        if self.balances:
-            mask = inputs.attention_mask != 0
-            self._real = F.pad(mask, (0, width - mask.shape[1]))[:, own]
+        self.wanted, mask = table, inputs.attention_mask != 0
+        self._real = F.pad(mask, (0, width - mask.shape[1]))[:, own].flatten()
 
     def balance(self) -> T | None:
         """The load-balancing loss () of the training pass that has just run, as in transformers; else None.
@@ -123,33 +121,44 @@ class Routers:
             self._made[layer], self._count = own.indices.to(self.dtype), own.indices.shape[1]
             if self.balances and torch.is_grad_enabled():
                 self._scores.append(scores)
-        if self.wanted is None:
+        if self._real is None:
             return own
-        fitting = len(scores), len(self._made), own.indices.shape[1]
-        if self.wanted.shape != fitting:
-            found = tuple(self.wanted.shape)
-            raise ConfigError(
-                f"the record of experts has shape {found}; (tokens, layers, k) of this pass are {fitting}"
-            )
-        wanted = self.wanted[:, layer].long()
-        known = wanted[:, :1] != FREE
-        if self._inside and torch.is_grad_enabled():
-            other = (own.indices.sort(dim=1).values != wanted.sort(dim=1).values).any(dim=1)
-            self._counts.append(torch.stack([(other & known[:, 0]).sum(), known.sum()]))
-        if self.mode == "off":
-            return own
-        indices = torch.where(known, wanted, own.indices)
+        indices = own.indices
+        if self.wanted is not None:
+            wanted = self._compared(layer, indices)
+            indices = indices if self.mode == "off" else torch.where(wanted != FREE, wanted, indices)
+        # What stands in padding decides how an expert's tokens lie beside each other, and so how they are rounded.
+        first = torch.arange(indices.shape[1], device=indices.device)
+        indices = torch.where(self._real.unsqueeze(1), indices, first)
         return torch.return_types.topk((scores.gather(1, indices), indices))
+
+    def _compared(self, layer: int, own: T) -> T:
+        """The record of a layer (tokens, k), counted against the model's own choice. ConfigError where it is of another
+        pass or model."""
+        fitting = len(own), len(self._made), own.shape[1]
+        if self.wanted.shape != fitting:
+            told = f"a record of experts has the shape {tuple(self.wanted.shape)}"
+            raise ConfigError(f"{told}; (tokens, layers, k) of this pass are {fitting}")
+        wanted = self.wanted[:, layer].long()
+        if self._inside and torch.is_grad_enabled():
+            known = wanted[:, 0] != FREE
+            other = (own.sort(dim=1).values != wanted.sort(dim=1).values).any(dim=1)
+            self._counts.append(torch.stack([(other & known).sum(), known.sum()]))
+        return wanted
 
     def _begun(self, module: nn.Module, args: Any) -> None:
         self._inside, self._made, self._scores = True, [None] * len(self._made), []
 
     def _over(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
-        if self._passes and output is not None:  # None: the pass has failed
-            if any(each is None for each in self._made):
-                raise ConfigError("the experts of this model are chosen in a way that cannot be recorded")
+        if not torch.is_grad_enabled():  # decoding goes on from here
+            self.wanted = self._real = None
+        if not self._passes or output is None:  # None: the pass has failed
+            return
+        if all(each is not None for each in self._made):
             self._passes[-1].append(torch.stack(self._made, dim=1))
+        elif self.mode != "off":
+            raise ConfigError(f"routing_replay {self.mode}: this model chooses its experts in a way that is not known")
 
 
 class _Choice(TorchFunctionMode):

@@ -136,7 +136,7 @@ class TransformersEngine:
             return self._sampled(samples, settings)
         with routers.recorded() as passes:
             made = self._sampled(samples, settings)
-        if samples:
+        if samples and passes:
             different = {id(each.prompt): len(each.prompt.token_ids + each.prompt.continued) for each in samples}
             prompts = [list(different).index(id(each.prompt)) for each in samples]
             chosen = of_responses(passes, list(different.values()), prompts, [len(each.token_ids) for each in made])

@@ -63,7 +63,7 @@ def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(checkpoint, in
     read = SimpleNamespace(action_mask=mask, extra={"router_loss": extra["router_loss"].expand(mask.shape)})
     share, metrics = term.share(read, "token-mean", LossDenominators(4 * tokens, 4, 6))
     torch.testing.assert_close(share, 0.5 * output.router_loss / 4)
-    assert metrics["router_loss"] == pytest.approx(float(output.router_loss) / 4)
+    assert metrics["router_loss"] == pytest.approx(output.router_loss.item() / 4)
 
 
 def test_checkpointed_layers_give_the_same_balance_and_gradients(checkpoint, inputs):
