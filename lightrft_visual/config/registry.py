@@ -447,6 +447,7 @@ for _name, _target, _about in (
     ("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files"),
     ("pixel", "pixel:Pixel", "simple rules over pixels"),
     ("source_likeness", "source_likeness:SourceLikeness", "colours as in the image that it was made from"),
+    ("judge", "judge:Judge", "any vision-language model in the run, by a template with a schema of the reply"),
     ("vlm_judge", "vlm_judge:VLMJudge", "a vision-language model behind an OpenAI-compatible server"),
     ("multi", "multi:MultiScorer", "a weighted sum of others"),
     ("environment", "environment:EnvironmentReward", "what the environment gave in the turns of an episode"),

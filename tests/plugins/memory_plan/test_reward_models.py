@@ -56,6 +56,7 @@ def test_a_scorer_of_several_models_has_a_line_of_each() -> None:
         ("hpsv3", [], 2 * 8.29e9),
         ("hpsv3", ["--kwargs.hpsv3.bf16", "false"], 4 * 8.29e9),
         ("videoalign", [], 2 * 2.21e9),
+        ("judge", ["--kwargs.judge.model", "Qwen/Qwen2.5-VL-3B-Instruct"], 2 * 3.75e9),
     ],
 )
 def test_a_scorer_in_half_precision_takes_half_of_the_memory(scorer, flags, size) -> None:

@@ -1,0 +1,190 @@
+"""Any vision-language model in this process as a judge: asked by a template, answered in numbers that are checked.
+
+The model waits on the host while the policy generates and trains. A question about the same images is asked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from ...errors import ConfigError, refused_as
+from ...runtime.offload import on_device
+from ..batch import Failed, RewardBatch
+from ..remote.client import BadReply
+from ..remote.judge import SCORE_PATTERN, Judging
+from .image_scoring import in_batches, load_checkpoint
+
+Messages = list[dict[str, Any]]
+TEMPLATE = ("question", "system", "reply", "pattern", "low", "high", "max_tokens")  # what a file of one may hold
+
+
+@dataclass(frozen=True)
+class Schema(Judging):
+    """With `reply`, the fields of a JSON object that the answer ends with: {name: [lowest, highest]}. The score is
+    their mean in 0..1. Without, a number that `pattern` finds."""
+
+    reply: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, ends in self.reply.items():
+            if not isinstance(ends, Sequence) or len(ends) != 2 or not ends[0] < ends[1]:
+                raise ConfigError(f"judge: reply.{name} is {ends!r}; it must be [lowest, highest]")
+
+    @property
+    def asked(self) -> str:
+        """What the question ends with: the form of the reply."""
+        fields = ", ".join(f'"{name}": <number from {low:g} to {high:g}>' for name, (low, high) in self.reply.items())
+        return f"\n\nEnd with one JSON object and nothing else: {{{fields}}}" if self.reply else ""
+
+    def messages(self, batch: RewardBatch, index: int, image_part: Any) -> Messages:
+        """See `Judging.messages`."""
+        found = super().messages(batch, index, image_part)
+        found[-1]["content"][-1]["text"] += self.asked
+        return found
+
+    def fields(self, text: str) -> dict[str, float]:
+        """{field: number in 0..1}. Raises BadReply where one is missing, no number or out of its range."""
+        if not self.reply:
+            return {"score": self.read(text)}
+        start, end = text.rfind("{"), text.rfind("}")
+        try:
+            given = json.loads(text[start : end + 1])
+        except ValueError:
+            raise BadReply("the judge's reply ends with no JSON object") from None
+        found = {}
+        for name, (low, high) in self.reply.items():
+            value = given.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise BadReply(f"the judge's {name} is no number from {low:g} to {high:g}")
+            found[name] = (value - low) / (high - low)
+        return found
+
+
+class Judge:
+    """The mean of what the model replies, in 0..1; each field is a metric. What is not in the schema is a failure.
+
+    model: a folder or hub name. template: a question with {prompt}, {response}, {reference}, {low} and {high}, or a
+    YAML file of `question`, `system`, `reply`, `pattern`, `low`, `high`, `max_tokens`. reply, low, high, pattern,
+    max_tokens, system: likewise, over those of the file. batch_size: samples at once. cache: replies that are kept.
+
+    Further metrics, a sample: `judge_asked` (0 where the reply was known), `judge_tokens` and `judge_seconds`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        template: str | None = None,
+        reply: Mapping[str, Sequence[float]] | None = None,
+        system: str | None = None,
+        pattern: str | None = None,
+        low: float | None = None,
+        high: float | None = None,
+        max_tokens: int | None = None,
+        batch_size: int = 8,
+        cache: int = 100_000,
+        bf16: bool = True,
+        offload: bool = True,
+    ) -> None:
+        given = {
+            "reply": reply,
+            "system": system,
+            "pattern": pattern,
+            "low": low,
+            "high": high,
+            "max_tokens": max_tokens,
+        }
+        self.schema = Schema(**template_of(template) | {k: v for k, v in given.items() if v is not None})
+        self.batch_size, self.cache, self.offload = batch_size, cache, offload
+        self._known: OrderedDict[bytes, tuple[dict[str, float] | str, int]] = OrderedDict()
+        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self._model = load_checkpoint(AutoModelForImageTextToText.from_pretrained, model, "judge", dtype=dtype)
+
+    def __call__(self, batch: RewardBatch, device: Any) -> dict[str, list[Any]]:
+        started = time.perf_counter()
+        asked = [self.schema.messages(batch, index, _shown) for index in range(len(batch))]
+        keys = [_key(messages) for messages in asked]
+        new = {key: messages for key, messages in zip(keys, asked) if key not in self._known}
+        for key, text, tokens in self._replies(new, device):
+            try:
+                self._known[key] = self.schema.fields(text), tokens
+            except BadReply as problem:
+                self._known[key] = str(problem), tokens
+        replies = [self._known[key] for key in keys]
+        for key in keys:
+            self._known.move_to_end(key)
+        while len(self._known) > self.cache:
+            self._known.popitem(last=False)
+        first = [key in new and keys.index(key) == index for index, key in enumerate(keys)]
+        return self._scores(replies, first, (time.perf_counter() - started) / max(1, len(batch)))
+
+    def _scores(
+        self, replies: Sequence[tuple[dict[str, float] | str, int]], first: Sequence[bool], seconds: float
+    ) -> dict[str, list[Any]]:
+        scores = [Failed(f) if isinstance(f, str) else sum(f.values()) / len(f) for f, _ in replies]
+        fields = {
+            name: [None if isinstance(found, str) else found[name] for found, _ in replies]
+            for name in self.schema.reply
+        }
+        tokens = [float(count) if new else 0.0 for (_, count), new in zip(replies, first)]
+        costs = {"judge_asked": [float(new) for new in first], "judge_tokens": tokens}
+        return {"rewards": scores, **fields, **costs, "judge_seconds": [seconds] * len(replies)}
+
+    @torch.no_grad()
+    def _replies(self, asked: Mapping[bytes, Messages], device: Any) -> list[tuple[bytes, str, int]]:
+        """(key, text, its tokens) of each, greedily, questions of like length together."""
+        found = []
+        keys = sorted(asked, key=lambda key: len(str(asked[key])))
+        if not keys:
+            return []
+        with on_device(self._model, device, self.offload) as model:
+            for part in in_batches(self.batch_size, len(keys)):
+                inputs = self._processor.apply_chat_template(
+                    [asked[keys[i]] for i in part], add_generation_prompt=True, tokenize=True, return_dict=True,
+                    return_tensors="pt", padding=True,
+                ).to(device)  # fmt: skip
+                made = model.generate(**inputs, do_sample=False, max_new_tokens=self.schema.max_tokens)
+                made = made[:, inputs["input_ids"].shape[1] :]
+                texts = self._processor.batch_decode(made, skip_special_tokens=True)
+                pad = self._processor.tokenizer.pad_token_id
+                found += [(keys[i], text, int((row != pad).sum())) for i, text, row in zip(part, texts, made)]
+        return found
+
+
+def template_of(template: str | None) -> dict[str, Any]:
+    """The settings of a template that is a YAML file, or the question that it is."""
+    if template is None or not template.endswith((".yaml", ".yml")):
+        return {"question": template, "pattern": SCORE_PATTERN}
+    with refused_as(ConfigError, f"judge: the template {template} cannot be read"):
+        found = yaml.safe_load(Path(template).read_text())
+    if not isinstance(found, Mapping) or set(found) - set(TEMPLATE):
+        raise ConfigError(f"judge: the template {template} may hold {', '.join(TEMPLATE)}")
+    return dict(found)
+
+
+def _shown(image: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image.convert("RGB")}
+
+
+def _key(messages: Messages) -> bytes:
+    """A hash of what is asked and of the pixels that are shown."""
+    digest = hashlib.sha256()
+    for message in messages:
+        parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+        for part in parts:
+            image = part.get("image")
+            said = part["text"].encode() if image is None else repr(image.size).encode() + image.tobytes()
+            digest.update(f"{message['role']} {'text' if image is None else 'image'} {len(said)} ".encode() + said)
+    return digest.digest()

@@ -1,0 +1,99 @@
+"""A judge in the run: a tiny Qwen2-VL that is asked by a template, and what becomes of its replies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
+from lightrft_visual.rewards.batch import Failed, batch_from_media
+from lightrft_visual.rewards.functions.judge import Judge, Schema
+
+IMAGES = [Image.effect_noise((90, 60), 90).convert("RGB"), Image.new("RGB", (40, 80), "green")]
+REPLY = {"colour": [0, 10], "form": [1, 5]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("judge")
+    build_tiny_checkpoint(str(path), "qwen2_vl")
+    return str(path)
+
+
+def answering(judge, answers):
+    """The judge, whose model says `answers` one by one; how many it was asked at a time."""
+    asked, left = [], iter(answers)
+    judge._replies = lambda new, device: asked.append(len(new)) or [(key, next(left), 3) for key in new]
+    return asked
+
+
+@torch.no_grad()
+def test_replies_are_those_of_each_question_alone_however_they_are_batched(folder):
+    judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=6, batch_size=3)
+    batch = batch_from_media(["a cat", "two red circles on a table", "a dog"], [*IMAGES, IMAGES[0]])
+    asked = {bytes([i]): judge.schema.messages(batch, i, lambda x: {"type": "image", "image": x}) for i in range(3)}
+    found = {key[0]: text for key, text, _ in judge._replies(asked, "cpu")}
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    for index, (prompt, image) in enumerate(zip(batch.prompts, [*IMAGES, IMAGES[0]])):
+        content = [{"type": "image"}, {"type": "text", "text": f"{prompt}?"}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = processor(text=[text], images=[image], return_tensors="pt")
+        made = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, inputs["input_ids"].shape[1] :]
+        assert found[index] == processor.decode(made, skip_special_tokens=True)
+
+
+def test_a_question_about_the_same_pixels_is_asked_once_and_the_cost_is_shown(folder):
+    settings = {"model": folder, "template": "{prompt}?", "reply": REPLY, "bf16": False}
+    recipe = recipe_from_components({"judge": 1.0}, {"judge": settings})
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    (source,) = engine._by_identity.values()
+    asked = answering(
+        source.function, ['{"colour": 10, "form": 3}', '{"colour": 0, "form": 1}', '{"colour": 5, "form": 5}']
+    )
+    first = engine.score_media(["a", "a", "b"], images=[IMAGES[0], IMAGES[0].copy(), IMAGES[0]])
+    assert asked == [2] and first.score.tolist() == [0.75, 0.75, 0.0]
+    parts = first.components
+    assert parts["judge_asked"].tolist() == [1, 0, 1] and parts["judge_tokens"].tolist() == [3, 0, 3]
+    assert (
+        parts["colour"].tolist() == [1, 1, 0] and parts["form"].tolist() == [0.5, 0.5, 0] and "judge_seconds" in parts
+    )
+    again = engine.score_media(["b", "b"], images=IMAGES)
+    assert (
+        asked == [2, 1] and again.score.tolist() == [0.0, 0.75] and again.components["judge_asked"].tolist() == [0, 1]
+    )
+
+
+def test_the_oldest_reply_is_forgotten_first(folder):
+    judge = Judge(folder, "{prompt}", bf16=False, cache=2)
+    asked = answering(judge, ["score: 1", "score: 2", "score: 3", "score: 4"])
+    for prompts in (["a", "b"], ["a", "c"], ["a"], ["b"]):
+        judge(batch_from_media(prompts), "cpu")
+    assert asked == [2, 1, 0, 1]
+
+
+def test_a_reply_outside_the_schema_is_counted_and_masked(folder):
+    judge = Judge(folder, reply=REPLY, bf16=False)
+    answering(
+        judge, ['{"colour": 11, "form": 1}', "good", 'So: {"colour": 5, "form": 3}', '{"colour": true, "form": 1}']
+    )
+    found = judge(batch_from_media(list("abcd")), "cpu")
+    assert [isinstance(score, Failed) for score in found["rewards"]] == [True, True, False, True]
+    assert "colour is no number from 0 to 10" in found["rewards"][0].reason and "no JSON" in found["rewards"][1].reason
+    assert found["rewards"][2] == 0.5 and found["colour"] == [None, None, 0.5, None]
+
+
+def test_the_question_says_the_schema_and_a_file_holds_a_template(tmp_path, folder):
+    (tmp_path / "ask.yaml").write_text("question: '{prompt}, {low:g} to {high:g}'\nhigh: 4\nreply: {good: [0, 4]}\n")
+    judge = Judge(folder, str(tmp_path / "ask.yaml"), bf16=False, high=5)
+    (message,) = judge.schema.messages(batch_from_media(["a {cat}"]), 0, None)
+    text = message["content"][-1]["text"]
+    assert text.startswith("a {cat}, 0 to 5") and text.endswith('{"good": <number from 0 to 4>}')
+    (tmp_path / "ask.yaml").write_text("questions: x\n")
+    with pytest.raises(ConfigError, match="may hold question"):
+        Judge(folder, str(tmp_path / "ask.yaml"))
+    with pytest.raises(ConfigError, match="lowest, highest"):
+        Schema(reply={"good": [3, 1]})
