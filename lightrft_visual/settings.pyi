@@ -143,6 +143,8 @@ class VLSettings(TypedDict, total=False):
     """of a prompt's responses, from a noisy image. Default: 0.0."""
     noisy_rollout_strength: int
     """of the noise at first: a step of 1,000. Default: 500."""
+    balance_rollouts: bool
+    """ranks generate for each other, by the length that responses are expected to have. Default: False."""
     dynamic_sampling: bool
     """DAPO: resample until the batch holds only groups with different rewards. Default: False."""
     dynamic_sampling_max_tries: int

@@ -45,6 +45,7 @@ class EpisodeConfig(Section):
             ("max_staleness", config.asynchronous.max_staleness > 0),
             ("partial_rollouts", config.asynchronous.partial_rollouts),
             ("noisy_rollout_share", rollout.noisy_rollout_share > 0),
+            ("balance_rollouts", rollout.balance_rollouts),
             ("use_fire", rollout.use_fire),
             ("min_new_tokens above 1", rollout.min_new_tokens > 1),
             ("engine sglang", rollout.engine_type == "sglang"),

@@ -186,6 +186,10 @@ for _entry in (  # in the order in which they follow a step
     Hook(
         "noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noisy images", kinds=("vl",)
     ),
+    Hook(
+        "balanced_rollouts", f"{_features}.balanced_rollouts:build", "`balance_rollouts`: prompts dealt by length",
+        kinds=("vl",),
+    ),
     Hook("staleness", f"{_features}.rollouts_ahead:build", "`max_staleness`: the age of tokens"),
     Hook("guard", f"{_features}.guard:build", "gold, learnt bands, alarms"),
     Hook(

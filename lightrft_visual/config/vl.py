@@ -183,6 +183,7 @@ class RolloutConfig(Section):
     guidance_log_probs: Annotated[str, one_of("guided", "conditional")] = "guided"
     noisy_rollout_share: Annotated[float, within("[0, 1)")] = 0.0  # of a prompt's responses, from a noisy image
     noisy_rollout_strength: Annotated[int, within("[1, 999]")] = 500  # of the noise at first: a step of 1,000
+    balance_rollouts: bool = False  # ranks generate for each other, by the length that responses are expected to have
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
     dynamic_sampling_max_tries: PositiveInt = 4
     parity_every: NonNegativeInt = 50  # steps between the gate's probes; every rollout is compared anyway. 0: no gate
@@ -321,6 +322,7 @@ class RunConfig(Section):
         for name, used in (
             ("dynamic_sampling", rollout.dynamic_sampling),
             ("noisy_rollout_share", rollout.noisy_rollout_share),
+            ("balance_rollouts", rollout.balance_rollouts),
         ):
             require(not used, f"max_staleness above 0 generates ahead, and {name} cannot be part of that; leave it out")
         require(

@@ -1,0 +1,54 @@
+"""Prompts dealt to ranks by expected length, for generation alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launched import run_ranks
+
+from lightrft_visual.trainer.features.balanced_rollouts import BalancedRolloutsHook, deal
+
+BENCH = Path(__file__).parents[3] / "scripts" / "bench"
+COSTS = st.lists(st.lists(st.floats(1, 256), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@given(COSTS)
+def test_each_prompt_is_dealt_once_and_no_rank_exceeds_the_mean_by_more_than_a_prompt(costs):
+    dealt = deal(costs)
+    assert sorted(pair for each in dealt for pair in each) == [(r, i) for r in range(len(costs)) for i in range(3)]
+    loads = [sum(costs[home][index] for home, index in each) for each in dealt]
+    assert max(loads) <= sum(loads) / len(loads) + max(map(max, costs)) + 1e-6
+
+
+def test_prompts_of_one_length_stay_at_home():
+    assert deal([[5.0] * 3, [5.0] * 3]) == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
+
+
+def test_expected_lengths_are_running_means_by_label_and_of_a_new_label_the_mean_of_all():
+    hook = BalancedRolloutsHook(longest=99)
+    assert hook.expected("a") == 99
+    hook._learn([{"a": (10, 2)}, {"a": (20, 1), "b": (40, 2)}])
+    assert (hook.expected("a"), hook.expected("b"), hook.expected("c")) == (10, 20, 15)
+    hook._learn([{"a": (40, 2)}])
+    assert hook.expected("a") == pytest.approx(0.7 * 10 + 0.3 * 20)
+    other = BalancedRolloutsHook(longest=99)
+    other.load_state_dict(hook.state_dict())
+    assert other.means == hook.means
+
+
+def test_two_ranks_generate_the_same_responses_and_after_one_round_as_many_tokens(tmp_path):
+    run_ranks("balanced_rollouts.py", str(tmp_path), "--lengths", "2", "8", "32", folder=BENCH)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    loads = {name: [[each[name][number]["tokens"] for each in ranks] for number in range(4)] for name in ranks[0]}
+    assert all(max(pair) <= 1.1 * sum(pair) / 2 for pair in loads["balanced"][1:])
+    assert any(max(pair) > 1.1 * sum(pair) / 2 for pair in loads["plain"][1:])
+    for rank in ranks:
+        for plain, balanced in zip(rank["plain"], rank["balanced"]):
+            assert [each[0::3] for each in balanced["responses"]] == [each[0::3] for each in plain["responses"]]
+            assert [each[1] for each in balanced["responses"]] == [each[1] for each in plain["responses"]]
+            for ours, theirs in zip(balanced["responses"], plain["responses"]):
+                assert ours[2] == pytest.approx(theirs[2], abs=1e-5)
