@@ -68,7 +68,7 @@ class VLSettings(TypedDict, total=False):
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
-    """auto | plain | verl | conversations | messages | question | input_label; of the rows, see
+    """auto | plain | verl | conversations | messages | question | input_label | geometry3k; of the rows, see
     docs/coming_from.md. Default: 'auto'."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
@@ -511,9 +511,9 @@ class DiffusionSettings(TypedDict, total=False):
     tokenizer_path: str | None
     """of the text encoder; only for a .json file of parts."""
     family: str
-    """auto | sd3 | flux | flux2_klein | flux2 | wan | wan_i2v | z_image | qwen_image | qwen_image_edit |
-    qwen_image_edit_plus | cosmos_predict2 | sd15; checked against the pipeline's class; auto takes what the
-    pipeline is. Default: 'auto'."""
+    """auto | sd3 | flux | flux_kontext | flux2_klein | flux2 | wan | wan_i2v | z_image | qwen_image |
+    qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15; checked against the pipeline's class;
+    auto takes what the pipeline is. Default: 'auto'."""
     bf16: bool
     """model. Default: False."""
     lora_rank: int
@@ -956,7 +956,7 @@ class SFTSettings(TypedDict, total=False):
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
-    """auto | plain | verl | conversations | messages | question | input_label; of the rows, see
+    """auto | plain | verl | conversations | messages | question | input_label | geometry3k; of the rows, see
     docs/coming_from.md. Default: 'auto'."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""

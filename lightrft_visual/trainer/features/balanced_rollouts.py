@@ -6,7 +6,6 @@ of a run without, and so are the responses, whose seeds are their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,11 +63,10 @@ class BalancedRolloutsHook(StepHook):
             outgoing[home].append((index, [replace(each, prompt=None) for each in group]))
         arrived = sorted(pair for sent in collectives.exchange_objects(outgoing) for pair in sent)
         rollouts[:] = [replace(each, prompt=self._own[index]) for index, group in arrived for each in group]
-        tokens, responses = Counter(), Counter()
+        lengths: dict[str | None, list[int]] = {}
         for each in rollouts:
-            tokens[each.prompt.label] += len(each.token_ids)
-            responses[each.prompt.label] += 1
-        self._seen, self._own = {label: (tokens[label], responses[label]) for label in tokens}, []
+            lengths.setdefault(each.prompt.label, []).append(len(each.token_ids))
+        self._seen, self._own = {label: (sum(own), len(own)) for label, own in lengths.items()}, []
         return rollouts
 
     def expected(self, label: str | None) -> float:
