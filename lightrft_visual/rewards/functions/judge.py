@@ -14,18 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ...errors import ConfigError, refused_as
-from ...runtime.offload import on_device
 from ..batch import Failed, RewardBatch
 from ..remote.client import BadReply
 from ..remote.judge import SCORE_PATTERN, Judging
-from .image_scoring import in_batches, load_checkpoint
+from .judge_engines import Messages, TransformersReplies, VLLMReplies
 
-Messages = list[dict[str, Any]]
 TEMPLATE = ("question", "system", "reply", "pattern", "low", "high", "max_tokens")  # what a file of one may hold
 
 
@@ -79,6 +75,9 @@ class Judge:
     YAML file of `question`, `system`, `reply`, `pattern`, `low`, `high`, `max_tokens`. reply, low, high, pattern,
     max_tokens, system: likewise, over those of the file. batch_size: samples at once. cache: replies that are kept.
 
+    engine: `hf`, or `vllm` with `mem_util` of the device and at most `max_length` tokens; on CUDA it sleeps between
+    calls where `offload` is set. vLLM lets one engine of a process sleep: beside a policy that sleeps, only `hf` can.
+
     Further metrics, a sample: `judge_asked` (0 where the reply was known), `judge_tokens` and `judge_seconds`.
     """
 
@@ -96,6 +95,9 @@ class Judge:
         cache: int = 100_000,
         bf16: bool = True,
         offload: bool = True,
+        engine: str = "hf",
+        mem_util: float = 0.3,
+        max_length: int = 8192,
     ) -> None:
         given = {
             "reply": reply,
@@ -106,18 +108,19 @@ class Judge:
             "max_tokens": max_tokens,
         }
         self.schema = Schema(**template_of(template) | {k: v for k, v in given.items() if v is not None})
-        self.batch_size, self.cache, self.offload = batch_size, cache, offload
+        if engine not in ("hf", "vllm"):
+            raise ConfigError(f"scorer judge: engine is {engine!r}; it must be hf or vllm")
+        self.cache, own = cache, (model, bf16, self.schema.max_tokens, batch_size, offload)
+        self._replies = VLLMReplies(*own, mem_util, max_length) if engine == "vllm" else TransformersReplies(*own)
         self._known: OrderedDict[bytes, tuple[dict[str, float] | str, int]] = OrderedDict()
-        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        self._model = load_checkpoint(AutoModelForImageTextToText.from_pretrained, model, "judge", dtype=dtype)
 
     def __call__(self, batch: RewardBatch, device: Any) -> dict[str, list[Any]]:
         started = time.perf_counter()
         asked = [self.schema.messages(batch, index, _shown) for index in range(len(batch))]
         keys = [_key(messages) for messages in asked]
         new = {key: messages for key, messages in zip(keys, asked) if key not in self._known}
-        for key, text, tokens in self._replies(new, device):
+        replied = self._replies(list(new.values()), device) if new else []
+        for key, (text, tokens) in zip(new, replied):
             try:
                 self._known[key] = self.schema.fields(text), tokens
             except BadReply as problem:
@@ -142,25 +145,9 @@ class Judge:
         costs = {"judge_asked": [float(new) for new in first], "judge_tokens": tokens}
         return {"rewards": scores, **fields, **costs, "judge_seconds": [seconds] * len(replies)}
 
-    @torch.no_grad()
-    def _replies(self, asked: Mapping[bytes, Messages], device: Any) -> list[tuple[bytes, str, int]]:
-        """(key, text, its tokens) of each, greedily, questions of like length together."""
-        found = []
-        keys = sorted(asked, key=lambda key: len(str(asked[key])))
-        if not keys:
-            return []
-        with on_device(self._model, device, self.offload) as model:
-            for part in in_batches(self.batch_size, len(keys)):
-                inputs = self._processor.apply_chat_template(
-                    [asked[keys[i]] for i in part], add_generation_prompt=True, tokenize=True, return_dict=True,
-                    return_tensors="pt", padding=True,
-                ).to(device)  # fmt: skip
-                made = model.generate(**inputs, do_sample=False, max_new_tokens=self.schema.max_tokens)
-                made = made[:, inputs["input_ids"].shape[1] :]
-                texts = self._processor.batch_decode(made, skip_special_tokens=True)
-                pad = self._processor.tokenizer.pad_token_id
-                found += [(keys[i], text, int((row != pad).sum())) for i, text, row in zip(part, texts, made)]
-        return found
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        self._replies.close()
 
 
 def template_of(template: str | None) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""What a judge in the run answers with: transformers, or an engine of vLLM beside the trainer in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from ...runtime.offload import on_device
+from .image_scoring import in_batches, load_checkpoint
+
+Messages = list[dict[str, Any]]
+Reply = tuple[str, int]  # text, tokens
+
+
+class TransformersReplies:
+    """By transformers: the weights wait on the host between calls where `offload` is set."""
+
+    def __init__(self, model: str, bf16: bool, max_tokens: int, batch_size: int, offload: bool) -> None:
+        self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
+        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self._model = load_checkpoint(AutoModelForImageTextToText.from_pretrained, model, "judge", dtype=dtype)
+
+    @torch.no_grad()
+    def __call__(self, asked: Sequence[Messages], device: Any) -> list[Reply]:
+        """Greedily, questions of like length together; in the order of `asked`."""
+        found: dict[int, Reply] = {}
+        order = sorted(range(len(asked)), key=lambda index: len(str(asked[index])))
+        with on_device(self._model, device, self.offload) as model:
+            for part in in_batches(self.batch_size, len(order)):
+                inputs = self._processor.apply_chat_template(
+                    [asked[order[i]] for i in part], add_generation_prompt=True, tokenize=True, return_dict=True,
+                    return_tensors="pt", padding=True,
+                ).to(device)  # fmt: skip
+                made = model.generate(**inputs, do_sample=False, max_new_tokens=self.max_tokens)
+                made = made[:, inputs["input_ids"].shape[1] :]
+                texts = self._processor.batch_decode(made, skip_special_tokens=True)
+                pad = self._processor.tokenizer.pad_token_id
+                found |= {order[i]: (text, int((row != pad).sum())) for i, text, row in zip(part, texts, made)}
+        return [found[index] for index in range(len(asked))]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class VLLMReplies:
+    """By vLLM, each rank an engine of its own; on CUDA it sleeps between calls where `sleep` is set.
+
+    mem_util: share of the device while it is awake. max_length: tokens of question, images and reply.
+    """
+
+    def __init__(
+        self, model: str, bf16: bool, max_tokens: int, batch_size: int, sleep: bool, mem_util: float, max_length: int
+    ) -> None:
+        from ...rollout.vllm.arguments import VLLMSettings, host_cache
+        from ...rollout.vllm.engine import VLLMEngine
+
+        config = load_checkpoint(AutoConfig.from_pretrained, model, "judge")
+        room = host_cache(config.get_text_config(), 2 if bf16 else 4, batch_size, max_length)
+        settings = VLLMSettings(
+            model, max_length, "bfloat16" if bf16 else "float32", memory_utilization=mem_util, enable_sleep=sleep,
+            max_num_seqs=batch_size, host_cache=room,
+        )  # fmt: skip
+        self.max_tokens, self._engine = max_tokens, VLLMEngine(settings)
+        self._engine.sleep()
+
+    def __call__(self, asked: Sequence[Messages], device: Any) -> list[Reply]:
+        """Greedily, all at once."""
+        from vllm import SamplingParams
+
+        self._engine.wake()
+        try:
+            parameters = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+            made = self._engine.llm.chat([_for_vllm(each) for each in asked], parameters, use_tqdm=False)
+        finally:
+            self._engine.sleep()
+        return [(each.outputs[0].text, len(each.outputs[0].token_ids)) for each in made]
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._engine.close()
+
+
+def _for_vllm(messages: Messages) -> Messages:
+    def part(each: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "image_pil", "image_pil": each["image"]} if "image" in each else dict(each)
+
+    return [
+        {**m, "content": [part(each) for each in m["content"]] if isinstance(m["content"], list) else m["content"]}
+        for m in messages
+    ]
