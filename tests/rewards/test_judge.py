@@ -27,7 +27,13 @@ def folder(tmp_path_factory):
 def answering(judge, answers):
     """The judge, whose model says `answers` one by one; how many it was asked at a time."""
     asked, left = [], iter(answers)
-    judge._replies = lambda new, device: asked.append(len(new)) or [(next(left), 3) for _ in new]
+
+    def replies(new, device):
+        asked.append(len(new))
+        return [(next(left), 3) for _ in new]
+
+    replies.marks = judge._replies.marks
+    judge._replies = replies
     return asked
 
 
@@ -35,8 +41,7 @@ def answering(judge, answers):
 def test_replies_are_those_of_each_question_alone_however_they_are_batched(folder):
     judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=6, batch_size=3)
     batch = batch_from_media(["a cat", "two red circles on a table", "a dog"], [*IMAGES, IMAGES[0]])
-    asked = [judge.schema.messages(batch, i, lambda x: {"type": "image", "image": x}) for i in range(3)]
-    found = [text for text, _ in judge._replies(asked, "cpu")]
+    found = [text for text, _ in judge._replies([judge.asked(batch, i) for i in range(3)], "cpu")]
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     for index, (prompt, image) in enumerate(zip(batch.prompts, [*IMAGES, IMAGES[0]])):
         content = [{"type": "image"}, {"type": "text", "text": f"{prompt}?"}]
@@ -65,6 +70,26 @@ def test_a_question_about_the_same_pixels_is_asked_once_and_the_cost_is_shown(fo
     assert (
         asked == [2, 1] and again.score.tolist() == [0.0, 0.75] and again.components["judge_asked"].tolist() == [0, 1]
     )
+
+
+@torch.no_grad()
+def test_a_model_that_says_seven_of_nine_gives_that_score(folder, tmp_path):
+    """One coordinate of its hidden state is what its embeddings have there, largest of the token 7."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    words, language = model.get_input_embeddings().weight, model.model.language_model
+    for weight in (words, model.get_output_embeddings().weight):
+        weight[:, 0] = 1
+        weight[processor.tokenizer.convert_tokens_to_ids("7"), 0] = 2
+    language.norm.weight.zero_()
+    language.norm.weight[0] = 1
+    for layer in language.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "pattern": r"(\d)", "high": 9, "max_tokens": 1, "bf16": False}
+    engine = RewardComputationEngine(reward_recipe=recipe_from_components({"judge": 1.0}, {"judge": settings}))
+    found = engine.score_media(["a", "b"], images=IMAGES)
+    assert found.score.tolist() == pytest.approx([7 / 9] * 2) and found.components["judge_tokens"].tolist() == [1, 1]
 
 
 def test_the_oldest_reply_is_forgotten_first(folder):
@@ -99,6 +124,15 @@ def test_the_question_says_the_schema_and_a_file_holds_a_template(tmp_path, fold
         Schema(reply={"good": [3, 1]})
 
 
+def test_marks_of_the_judged_text_are_left_out_of_the_question(folder):
+    """A prompt of a vision-language run is rendered, with a place for each image."""
+    judge = Judge(folder, "{prompt}", bf16=False, max_tokens=2)
+    rendered = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Find x.<|im_end|>"
+    batch = batch_from_media([rendered], IMAGES[:1])
+    assert judge.asked(batch, 0)[-1]["content"][-1]["text"] == "user\nFind x."
+    assert len(judge._replies([judge.asked(batch, 0)], "cpu")) == 1
+
+
 @pytest.mark.slow
 def test_vllm_replies_as_transformers_does(folder):
     pytest.importorskip("vllm")
@@ -106,7 +140,6 @@ def test_vllm_replies_as_transformers_does(folder):
     found = []
     for engine in ("hf", "vllm"):
         judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=4, engine=engine, max_length=1024)
-        asked = [judge.schema.messages(batch, i, lambda x: {"type": "image", "image": x}) for i in range(3)]
-        found.append([text for text, _ in judge._replies(asked, "cpu")])
+        found.append([text for text, _ in judge._replies([judge.asked(batch, i) for i in range(3)], "cpu")])
         judge.close()
     assert found[0] == found[1]

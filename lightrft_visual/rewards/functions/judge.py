@@ -116,7 +116,7 @@ class Judge:
 
     def __call__(self, batch: RewardBatch, device: Any) -> dict[str, list[Any]]:
         started = time.perf_counter()
-        asked = [self.schema.messages(batch, index, _shown) for index in range(len(batch))]
+        asked = [self.asked(batch, index) for index in range(len(batch))]
         keys = [_key(messages) for messages in asked]
         new = {key: messages for key, messages in zip(keys, asked) if key not in self._known}
         replied = self._replies(list(new.values()), device) if new else []
@@ -132,6 +132,15 @@ class Judge:
             self._known.popitem(last=False)
         first = [key in new and keys.index(key) == index for index, key in enumerate(keys)]
         return self._scores(replies, first, (time.perf_counter() - started) / max(1, len(batch)))
+
+    def asked(self, batch: RewardBatch, index: int) -> Messages:
+        """Chat messages about one sample. Marks in its text, such as its own template's places of images, are left out:
+        the judge would take them for places of more images."""
+        messages = self.schema.messages(batch, index, _shown)
+        part = messages[-1]["content"][-1]
+        for mark in self._replies.marks:
+            part["text"] = part["text"].replace(mark, "")
+        return messages
 
     def _scores(
         self, replies: Sequence[tuple[dict[str, float] | str, int]], first: Sequence[bool], seconds: float

@@ -21,6 +21,7 @@ class TransformersReplies:
     def __init__(self, model: str, bf16: bool, max_tokens: int, batch_size: int, offload: bool) -> None:
         self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
         self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
+        self.marks = marks_of(self._processor.tokenizer)
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._model = load_checkpoint(AutoModelForImageTextToText.from_pretrained, model, "judge", dtype=dtype)
 
@@ -65,6 +66,7 @@ class VLLMReplies:
             max_num_seqs=batch_size, host_cache=room,
         )  # fmt: skip
         self.max_tokens, self._engine = max_tokens, VLLMEngine(settings)
+        self.marks = marks_of(self._engine.tokenizer)
         self._engine.sleep()
 
     def __call__(self, asked: Sequence[Messages], device: Any) -> list[Reply]:
@@ -82,6 +84,12 @@ class VLLMReplies:
     def close(self) -> None:
         """Give its memory back."""
         self._engine.close()
+
+
+def marks_of(tokenizer: Any) -> list[str]:
+    """Tokens with a meaning of their own, such as a place for an image: a question holds those of its template only."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
 
 
 def _for_vllm(messages: Messages) -> Messages:
