@@ -165,6 +165,8 @@ class VLSettings(TypedDict, total=False):
     """behind the prompt, sampled and observed ones; default: max_turns * generate_max_len."""
     env_timeout: float
     """seconds of one reset or step. Default: 60.0."""
+    max_environments: int
+    """that a rank keeps at once, each in a process; further episodes wait for one. Default: 128."""
     on_environment_error: str
     """mask | end | stop; mask: the sample teaches nothing; end: the episode ends with what it has; stop: the
     run ends. Default: 'mask'."""

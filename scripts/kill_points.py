@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Kill runs of two ranks (kill -9) at every place of a step and of a save, resume them, and compare with a whole run.
 
-    python scripts/kill_points.py                  21 places of GRPO and 21 of Flow-GRPO, one markdown table each
+    python scripts/kill_points.py                  21 places of GRPO, 24 with episodes, 21 of Flow-GRPO; a table each
     python scripts/kill_points.py --only flow_grpo --out /tmp/kills
 
 At each place one rank dies, or the other, or both in turns; what only rank 0 does kills rank 0. The ranks that are left
@@ -22,6 +22,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in (".", "faults", "distributed"))]
 
 from kill_points import (  # noqa: E402
+    EPISODES_TWO_FLAGS,
     FLOW_GRPO_TWO_FLAGS,
     READING_TWO_FLAGS,
     KilledRuns,
@@ -30,7 +31,7 @@ from kill_points import (  # noqa: E402
     gain,
     last_checkpoint,
 )
-from killed_run import DRAWING_TWO, READING_TWO, Place  # noqa: E402
+from killed_run import DRAWING_TWO, EPISODES_TWO, READING_TWO, Place  # noqa: E402
 from small_pipeline import given_flags  # noqa: E402
 from whole_runs import rollouts  # noqa: E402
 
@@ -78,12 +79,16 @@ def go_through(kind: str, runs: KilledRuns, places: dict[str, Place], folder: Pa
 def main() -> None:
     """Read the command line and go through both kinds of run, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("grpo", "flow_grpo"))
+    parser.add_argument("--only", choices=("grpo", "episodes", "flow_grpo"))
     parser.add_argument("--out", type=Path, default=None, help="where runs and logs are kept")
     arguments = parser.parse_args()
     out = arguments.out or Path(tempfile.mkdtemp(prefix="kill_points_"))
     cache, processes, good = Path(os.environ.get("LIGHTRFT_CACHE", out / "cache")), forkserver(), True
-    kinds = {"grpo": (False, READING_TWO_FLAGS, READING_TWO), "flow_grpo": (True, FLOW_GRPO_TWO_FLAGS, DRAWING_TWO)}
+    kinds = {
+        "grpo": (False, READING_TWO_FLAGS, READING_TWO),
+        "episodes": (False, EPISODES_TWO_FLAGS, EPISODES_TWO),
+        "flow_grpo": (True, FLOW_GRPO_TWO_FLAGS, DRAWING_TWO),
+    }
     for kind, (draws, flags, places) in kinds.items():
         if arguments.only in (None, kind):
             folder = out / kind

@@ -162,7 +162,11 @@ def _nested(term: LossTerm, call: Call, seed: int, extra: dict[str, T]) -> Call:
 
 def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
     """Those that the settings ask for."""
-    found = (entry.load()(config) for entry in registry.loss_terms)
+    found = (
+        entry.load()(config)
+        for entry in registry.loss_terms
+        if not entry.settings or any(getattr(config, name) for name in entry.settings)
+    )
     return [term for term in found if term is not None]
 
 
@@ -171,8 +175,8 @@ class EntropyBonus(LossTerm):
 
     needs_entropy = True
 
-    def __init__(self, coefficient: float) -> None:
-        self.coefficient = coefficient
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.coefficient = config.entropy_coef  # which `entropy_target` may raise from 0
 
     def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
         """Its metric is the policy loss's own `entropy`."""
@@ -208,8 +212,8 @@ class Balance(LossTerm):
     """router_aux_loss_coef times the load-balancing loss of Switch Transformer (arXiv 2101.03961), as in transformers;
     1 where all experts are used alike. That of a micro-batch counts by its share of the tokens."""
 
-    def __init__(self, coefficient: float) -> None:
-        self.coefficient = coefficient
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.coefficient = config.router_aux_loss_coef
 
     def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
         """Args: as of `LossTerm.forward`. Raises ValueError for an actor that does not bring it."""
@@ -230,19 +234,3 @@ def needed(extra: Mapping[str, T], name: str, setting: str) -> T:
     if name not in extra:
         raise ValueError(f"{setting} needs {name}, which this batch does not have")
     return extra[name]
-
-
-def entropy_bonus(config: AlgorithmConfig) -> EntropyBonus | None:
-    """For `entropy_coef`, which `entropy_target` may raise from 0."""
-    steered = config.entropy_target is not None
-    return EntropyBonus(config.entropy_coef) if steered or config.entropy_coef != 0 else None
-
-
-def perception(config: AlgorithmConfig) -> Perception | None:
-    """For `papo_coef`."""
-    return Perception(config) if config.papo_coef > 0 else None
-
-
-def balance(config: AlgorithmConfig) -> Balance | None:
-    """For `router_aux_loss_coef`."""
-    return Balance(config.router_aux_loss_coef) if config.router_aux_loss_coef > 0 else None

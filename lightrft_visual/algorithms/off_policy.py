@@ -60,14 +60,12 @@ def vespo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     return TokenLoss(-phi * inputs.advantages * inputs.log_probs, clipped)
 
 
-def off_policy_sequences(inputs: LossInputs, config: AlgorithmConfig) -> T | None:
+def off_policy_sequences(inputs: LossInputs, config: AlgorithmConfig) -> T:
     """Off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556), for `off_policy_delta`: the tokens that stay.
 
     Those of negative advantage go where the sequence's mean of log q - log p is above the bound: mistakes that the
     policy would hardly make any more.
     """
-    if config.off_policy_delta is None:
-        return None
     distance = sample_mean(drawn_log_probs(inputs) - inputs.log_probs.detach(), inputs.action_mask)
     return (inputs.advantages >= 0) | (distance <= config.off_policy_delta).unsqueeze(1)
 

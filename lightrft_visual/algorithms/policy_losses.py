@@ -250,7 +250,8 @@ def _kept_tokens(
     """(the tokens (B, A) whose policy term is kept, None for all; the share that each mask of the registry takes)."""
     kept, metrics = inputs.policy_mask, {}
     for entry in registry.policy_masks:
-        mask = entry.load()(inputs, config)
+        asked = not entry.setting or getattr(config, entry.setting) is not None
+        mask = entry.load()(inputs, config) if asked else None
         if mask is not None:
             metrics[f"{entry.name}_frac"] = token_mean((~mask).float(), inputs.action_mask, denominators)
             kept = mask if kept is None else kept & mask

@@ -50,7 +50,12 @@ class PolicyLoss(Choice):
 @dataclass(frozen=True)
 class PolicyMask(Choice):
     """target: a function of (LossInputs, AlgorithmConfig) to the tokens (B, A) whose policy term is kept, or to None
-    where the settings do not ask for it. Denominators still count all tokens."""
+    where the settings do not ask for it. Denominators still count all tokens.
+
+    setting: of the algorithm, which is None where the mask is not asked for; "" where the target itself looks.
+    """
+
+    setting: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,12 @@ class DiffusionFamily(Choice):
 @dataclass(frozen=True)
 class LossTerm(Choice):
     """target: a function of AlgorithmConfig to an `algorithms.loss_terms.LossTerm`, or to None where the settings do
-    not ask for it."""
+    not ask for it.
+
+    settings: of the algorithm, one of which is set, and not 0, where it is asked for; () where the target itself looks.
+    """
+
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -160,15 +160,27 @@ for _entry in (
 
 policy_masks.add(
     PolicyMask(
-        "off_policy", f"{_far}:off_policy_sequences", "`off_policy_delta`: DeepSeek-V3.2's off-policy sequence mask"
+        "off_policy",
+        f"{_far}:off_policy_sequences",
+        "`off_policy_delta`: DeepSeek-V3.2's off-policy sequence mask",
+        setting="off_policy_delta",
     )
 )
 
 for _entry in (
-    LossTerm("entropy", f"{ALGORITHMS}.loss_terms:entropy_bonus", "`entropy_coef`: a bonus for entropy"),
-    LossTerm("balance", f"{ALGORITHMS}.loss_terms:balance", "`router_aux_loss_coef`: experts in equal use"),
-    LossTerm("perception", f"{ALGORITHMS}.loss_terms:perception", "`papo_coef`: PAPO's perception loss"),
-):
+    LossTerm(
+        "entropy", f"{ALGORITHMS}.loss_terms:EntropyBonus", "`entropy_coef`: a bonus for entropy",
+        settings=("entropy_coef", "entropy_target"),
+    ),
+    LossTerm(
+        "balance", f"{ALGORITHMS}.loss_terms:Balance", "`router_aux_loss_coef`: experts in equal use",
+        settings=("router_aux_loss_coef",),
+    ),
+    LossTerm(
+        "perception", f"{ALGORITHMS}.loss_terms:Perception", "`papo_coef`: PAPO's perception loss",
+        settings=("papo_coef",),
+    ),
+):  # fmt: skip
     loss_terms.add(_entry)
 
 _features = f"{TRAINER}.features"

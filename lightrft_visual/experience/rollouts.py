@@ -412,13 +412,14 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         if rollout.episode is not None:
             own = torch.tensor(rollout.episode.turn_ids)
             action_mask[index, : len(own)] = own >= 0
+    episodes = any(rollout.episode is not None for rollout in rollouts)
     info: dict[str, Any] = {
         "response_length": action_mask.sum(dim=1).float(),
         "total_length": attention_mask.sum(dim=1).float(),
         "truncated": torch.tensor([float(rollout.truncated) for rollout in rollouts]),
         "loss_part": torch.tensor([float(rollout.prompt.loss_part) for rollout in rollouts]),
         "distorted": torch.tensor([float(rollout.distorted) for rollout in rollouts]),
-    }
+    } | (_episodes(rollouts) if episodes else {})
     if any(rollout.experts is not None for rollout in rollouts):
         info["experts"] = [rollout.experts for rollout in rollouts]
     shared: dict[str, Any] = dict.fromkeys(
@@ -427,7 +428,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "sequences": sequences,
         "attention_mask": attention_mask,
         "action_mask": action_mask,
-        "info": info | _episodes(rollouts) | _rewards(rollouts),
+        "info": info | _rewards(rollouts),
         "rollout_log_probs": _padded([rollout.log_probs for rollout in rollouts], action_mask, 0.0),
         "token_versions": _padded([rollout.versions for rollout in rollouts], action_mask, -1),
         "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
@@ -453,9 +454,6 @@ def add_rewards(batch: Experience | ExperienceVL, rollouts: list[Rollout]) -> No
 
 def _episodes(rollouts: list[Rollout]) -> dict[str, Any]:
     """turns, turn_gamma (B); turn_ids: of each sample a tensor of its own length."""
-    episodes = [rollout.episode for rollout in rollouts]
-    if all(each is None for each in episodes):
-        return {}
     found = [Episode([Turn("")], [0] * len(r.token_ids)) if r.episode is None else r.episode for r in rollouts]
     return {
         "turns": torch.tensor([float(len(each.turns)) for each in found]),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -171,7 +172,7 @@ class _Movable:
     @torch.no_grad()
     def to_device(self: _Batch, device: torch.device | str) -> _Batch:
         """Move every tensor, `info` included, to `device` in place; returns self."""
-        return self._apply(lambda tensor: to_device(tensor, device))
+        return self._apply(partial(to_device, device=device))
 
     def pin_memory(self: _Batch) -> _Batch:
         """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""
@@ -356,7 +357,7 @@ class ModelInputs:
 
     def to(self, device: torch.device | str) -> ModelInputs:
         """The same inputs with every tensor on `device`; a new object, the batch stays where it is."""
-        moved = map_tensors(vars(self), lambda tensor: to_device(tensor, device))
+        moved = map_tensors(vars(self), partial(to_device, device=device))
         return ModelInputs(**moved)
 
     @property

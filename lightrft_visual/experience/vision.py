@@ -145,7 +145,8 @@ class VisionTensors:
 
     def joined(self) -> Named:
         """What the forward takes: every name that has rows."""
-        whole = {name: self.get(name) for name in self.names if self.has_any(name)}
+        found = {name: self.get(name) for name in self.names}
+        whole = {name: rows for name, rows in found.items() if rows is not None and len(rows)}
         for name, grids in PATCHES.items():
             parts = [known_on_host(part[name]) for part in self.parts if name in part]
             if grids in whole and parts and all(part is not None for part in parts):
@@ -268,8 +269,8 @@ def check_alike(samples: Sequence[Sample]) -> None:
         for name, value in part.items():
             _check_lengths(part, name, index)
             like = first.setdefault(name, value)
-            padded = value.dim() == like.dim() and _is_sized(part)
-            if (value.shape[1:] != like.shape[1:] and not padded) or value.dtype != like.dtype:
+            alike = value.shape[1:] == like.shape[1:] or (value.dim() == like.dim() and _is_sized(part))
+            if not alike or value.dtype != like.dtype:
                 raise DataError(
                     f"sample {index}: {shown(name)} is {value.dtype} {tuple(value.shape)}, which cannot be put behind "
                     f"{like.dtype} {tuple(like.shape)}"

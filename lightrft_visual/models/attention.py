@@ -326,7 +326,12 @@ def window_attention(
     plan = _known.get(cu_seq_lens_q)
     if plan is None:
         plan = _known[cu_seq_lens_q] = _parts_by_length(cu_seq_lens_q)
-    made = [_attend_parts(query, key, value, *batch, scaling, dropout) for batch in plan.batches]
+    made = []
+    for parts, length, tokens in plan.batches:  # (parts * length, heads, D): parts of one length, each over itself
+        flattened = (each.squeeze(0) if tokens is None else each.squeeze(0)[:, tokens] for each in (query, key, value))
+        q, k, v = (each.unflatten(1, (parts, length)).transpose(0, 1) for each in flattened)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+        made.append(attended.transpose(1, 2).flatten(0, 1))
     together = made[0] if plan.back is None else torch.cat(made)[plan.back]
     return together.unsqueeze(0), None
 
@@ -346,16 +351,6 @@ def _parts_by_length(ends: T) -> _PartsByLength:
     back = torch.cat(list(tokens.values())).argsort()
     batches = [(len(parts[length]), length, each.to(ends.device)) for length, each in tokens.items()]
     return _PartsByLength(batches, back.to(ends.device))
-
-
-def _attend_parts(
-    query: T, key: T, value: T, parts: int, length: int, tokens: T | None, scale: float | None, dropout: float
-) -> T:
-    """(parts * length, heads, D): the attention of parts of one length, each over itself."""
-    flattened = (each.squeeze(0) if tokens is None else each.squeeze(0)[:, tokens] for each in (query, key, value))
-    q, k, v = (each.unflatten(1, (parts, length)).transpose(0, 1) for each in flattened)
-    made = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    return made.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(WINDOWS, window_attention)

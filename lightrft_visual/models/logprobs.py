@@ -237,7 +237,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
                 logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, ctx.soft_cap)
-                slope = _soft_cap_slope(logits, scale[part], ctx.soft_cap)
+                slope = None if ctx.soft_cap is None else _soft_cap_slope(logits, scale[part], ctx.soft_cap)
                 grad = _logit_gradient(
                     logits.sub_(log_norm[part].unsqueeze(1)),
                     targets[part],
@@ -312,10 +312,8 @@ def _chunk_logits(
     return logits
 
 
-def _soft_cap_slope(logits: T, scale: T, soft_cap: float | None) -> T | None:
-    """d (scaled, capped logits) / d (logits of the head), (n, V); 0 at banned ones. None without a cap."""
-    if soft_cap is None:
-        return None
+def _soft_cap_slope(logits: T, scale: T, soft_cap: float) -> T:
+    """d (scaled, capped logits) / d (logits of the head), (n, V); 0 at banned ones."""
     capped = (logits / (soft_cap * scale.unsqueeze(1))).clamp_(-1, 1)
     return capped.square_().neg_().add_(1).mul_(scale.unsqueeze(1))
 

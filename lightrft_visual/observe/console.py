@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 import time
@@ -50,8 +51,8 @@ def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str
     phases = {n[5:]: float(s) for n, s in metrics.items() if n.startswith("time_") and n != "time_step"}
     seconds = float(metrics.get("time_step", sum(phases.values())))
     if seconds > 0:
-        largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
-        shares = " ".join(f"{name} {share / seconds:.0%}" for name, share in largest if share > 0)
+        largest = heapq.nlargest(3, phases, key=phases.__getitem__)
+        shares = " ".join(f"{name} {phases[name] / seconds:.0%}" for name in largest if phases[name] > 0)
         if metrics.get("tokens", 0) > 0:
             parts.append(f"{short(float(metrics['tokens']) / seconds)} tok/s")
         parts.append(f"{seconds:.2f}s" + (f" ({shares})" if shares else ""))

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +85,7 @@ def largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
+@dataclass
 class MetricsAccumulator:
     """Collects one step's metrics over micro-batches; `reduce` gives the same dict on every rank.
 
@@ -93,11 +94,10 @@ class MetricsAccumulator:
     denominator is 0 (nothing was counted) is left out of the result rather than reported as 0.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._totals: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, list[torch.Tensor]] = {}
-        self._moments: dict[str, Moments] = {}
+    _sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _moments: dict[str, Moments] = field(default_factory=dict)
 
     def add(self, name: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Add one part of a ratio. Without a denominator: one observation of a mean."""

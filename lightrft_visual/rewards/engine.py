@@ -315,7 +315,9 @@ class RewardComputationEngine:
             if self._aggregate is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
-                score, valid = weighted_sum(columns, len(batch), self._unweighted(batch))
+                unweighted = torch.zeros(len(batch), dtype=torch.bool)
+                unweighted = unweighted if self.recipe is None else self._unweighted(self.recipe, batch.labels)
+                score, valid = weighted_sum(columns, len(batch), unweighted)
                 named = named_components(columns)
         if self.recipe is not None and self.recipe.average:
             named["avg"] = score
@@ -371,13 +373,9 @@ class RewardComputationEngine:
                     job.indices.append(index)
         return list(jobs.values())
 
-    def _unweighted(self, batch: RewardBatch) -> T:
+    def _unweighted(self, recipe: Recipe, labels: Sequence[str | None]) -> T:
         """(B) bool: samples whose recipe has no weight but zero; an empty sum is 0, not a failure."""
-        if self.recipe is None:
-            return torch.zeros(len(batch), dtype=torch.bool)
-        found = [
-            all(self._weight(e.name, e.weight) == 0 for e in self.recipe.for_label(label)) for label in batch.labels
-        ]
+        found = [all(self._weight(e.name, e.weight) == 0 for e in recipe.for_label(label)) for label in labels]
         return torch.tensor(found).bool()
 
     def _aggregate_by_hand(

@@ -8,6 +8,7 @@ one episode; its tokens of observations are holes of the action mask.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -39,12 +40,14 @@ class EpisodeLimits:
     """How long an episode may be, and what is done about failures; see `config.environment.EpisodeConfig`.
 
     max_tokens: behind the prompt. on_error: mask, end or stop. gamma: discount of a reward by each turn before it.
+    environments: that there are at once; further episodes begin when others are over.
     """
 
     max_turns: int
     max_tokens: int
     on_error: str = "mask"
     gamma: float = 1.0
+    environments: int = 128
 
 
 class Admission(Protocol):
@@ -151,7 +154,7 @@ class _Round:
             for copy in range(settings.n)
         ]
         self.numbers = stage.numbers(len(self.conversations))
-        self.active = set(range(len(self.conversations)))
+        self.left, self.active = set(range(len(self.conversations))), set[int]()  # not over, and begun of them
         self.changed = False  # whether an environment gave another beginning, or none
         self.made: dict[int, Rollout] = {}
 
@@ -159,25 +162,29 @@ class _Round:
 
     def run(self) -> None:
         """Until no rank has an active episode, where the engine keeps ranks in step."""
-        self._reset()
-        opened = getattr(self.stage.engine, "admission", None)
+        opened, most = getattr(self.stage.engine, "admission", None), self.stage.limits.environments
         admission = None if opened is None else opened(self.settings)
-        if admission is None:
-            self._run_rounds()
-        else:
+        if admission is not None:
             try:
-                self._run_freely(admission)
+                self._run_freely(admission, most)
             finally:
                 admission.close()
+            return
+        n, prompts, start = self.settings.n, max(1, most // self.settings.n), 0
+        while self._any_rank(start < len(self.requests)):
+            requests = self.requests[start : start + prompts]
+            self._reset(range(start * n, (start + len(requests)) * n))
+            self._run_rounds(requests)
+            start += prompts
 
-    def _run_rounds(self) -> None:
-        """All active episodes generate together, then all their environments step."""
+    def _run_rounds(self, prompts: list[PromptFeatures]) -> None:
+        """The episodes of some prompts: all that are active generate together, then all their environments step."""
         engine = self.stage.engine
         first = True
         while self._any_rank(bool(self.active)):
             keys = sorted(self.active)
             if first and not self._any_rank(self.changed):
-                completions = self._first_round(keys)
+                completions = self._first_round(keys, prompts)
             else:
                 requests = [self._request(key) for key in keys]
                 found = engine.generate(requests, replace(self.settings, n=1))
@@ -189,59 +196,79 @@ class _Round:
             for future, key in steps.items():
                 self._stepped(key, future)
 
-    def _first_round(self, keys: list[int]) -> list[Completion]:
+    def _first_round(self, keys: list[int], prompts: list[PromptFeatures]) -> list[Completion]:
         """As without an environment: the samples of a prompt are one request."""
         limit = self._limit(self.conversations[keys[0]]) if keys else 0
-        requests = [replace(each, limit=limit) for each in self.requests]
+        requests = [replace(each, limit=limit) for each in prompts]
         found = self.stage.engine.generate(requests, self.settings)
         for request, completions in zip(requests, found):
             for completion in completions:
                 check_prompt_ids(request, completion)
         return [completion for completions in found for completion in completions]
 
-    def _run_freely(self, admission: Admission) -> None:
-        """Each episode goes on as soon as its environment has answered."""
+    def _run_freely(self, admission: Admission, most: int) -> None:
+        """Each episode goes on as soon as its environment has answered; `most` at once."""
         asked: dict[int, PromptFeatures] = {}
         stepping: dict[Future[StepResult], int] = {}
+        resetting: dict[Future[Observation | None], int] = {}
+        waiting = deque(range(most, len(self.conversations)))
+        self._reset(range(min(most, len(self.conversations))))
 
         def ask(key: int) -> None:
             asked[key] = self._request(key)
             admission.add(key, asked[key])
 
+        def refill() -> None:
+            while waiting and len(self.active) + len(resetting) < most:
+                key = waiting.popleft()
+                resetting[self._asked_to_begin(key)] = key
+
         for key in sorted(self.active):
             ask(key)
-        while admission.busy or stepping:
+        refill()
+        while admission.busy or stepping or resetting:
             for key, completion in admission.step() if admission.busy else ():
                 check_prompt_ids(asked.pop(key), completion)
                 stepping[self._sampled(key, completion)] = key
-            done, _ = wait(stepping, timeout=0 if admission.busy else None, return_when=FIRST_COMPLETED)
-            for future in sorted(done, key=lambda each: stepping[each]):
-                key = stepping.pop(future)
-                self._stepped(key, future)
+            going = {**stepping, **resetting}
+            done, _ = wait(going, timeout=0 if admission.busy else None, return_when=FIRST_COMPLETED)
+            for future in sorted(done, key=going.__getitem__):
+                key = going[future]
+                if resetting.pop(future, None) is None:
+                    del stepping[future]
+                    self._stepped(key, future)
+                else:
+                    self._started(key, future)
                 if key in self.active:
                     ask(key)
+            refill()
 
     # -- one episode -----------------------------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        """Every environment begins; what one says of the beginning takes the place of the prompt."""
-        futures = []
-        for number, conversation in zip(self.numbers, self.conversations):
-            futures.append(self.stage.host.reset(number, _sample_of(conversation)))
-        for key, future in enumerate(futures):
-            try:
-                found = future.result()
-                if found is not None:
-                    self.changed = True
-                    self._begin(self.conversations[key], found)
-            except EnvironmentFailure as error:
-                self.changed = True
-                self._failed(key, error)
+    def _reset(self, keys: Sequence[int]) -> None:
+        """These environments begin."""
+        self.changed = False
+        futures = [self._asked_to_begin(key) for key in keys]
+        for key, future in zip(keys, futures, strict=True):
+            self._started(key, future)
 
-    def _begin(self, conversation: Conversation, observation: Observation) -> None:
-        conversation.prompt = self.stage.renderer.begin(conversation.prompt, observation)
-        tokenizer = self.stage.data_processor.tokenizer
-        conversation.start = list(tokenizer(conversation.prompt.text)["input_ids"])
+    def _asked_to_begin(self, key: int) -> Future[Observation | None]:
+        return self.stage.host.reset(self.numbers[key], _sample_of(self.conversations[key]))
+
+    def _started(self, key: int, future: Future[Observation | None]) -> None:
+        """Its environment has begun; what it says of the beginning takes the place of the prompt."""
+        conversation = self.conversations[key]
+        self.active.add(key)
+        try:
+            found = future.result()
+            if found is not None:
+                self.changed = True
+                conversation.prompt = self.stage.renderer.begin(conversation.prompt, found)
+                tokenizer = self.stage.data_processor.tokenizer
+                conversation.start = list(tokenizer(conversation.prompt.text)["input_ids"])
+        except EnvironmentFailure as error:
+            self.changed = True
+            self._failed(key, error)
 
     def _limit(self, conversation: Conversation) -> int:
         return self.stage.limits.max_tokens - len(conversation.token_ids)
@@ -301,10 +328,11 @@ class _Round:
 
     def _over(self, key: int) -> None:
         self.active.discard(key)
+        self.left.discard(key)
         self.stage.host.end(self.numbers[key])
         n = self.settings.n
         group = range(key - key % n, key - key % n + n)
-        if self.finished is not None and not self.active.intersection(group):
+        if self.finished is not None and not self.left.intersection(group):
             self.finished(group.start, [self._rollout(each) for each in group])
 
     # -- what comes out --------------------------------------------------------------------------------------------

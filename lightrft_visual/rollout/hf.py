@@ -33,15 +33,11 @@ T = torch.Tensor
 
 @dataclass
 class _Sample:
-    """One response in the making: its prompt, and which of the n it is."""
+    """One response in the making: its prompt, which of the n it is, and the most tokens of its text."""
 
     prompt: PromptFeatures
     copy: int
-
-    def most(self, settings: SamplingSettings) -> int:
-        """Tokens of the text."""
-        limit = self.prompt.limit
-        return settings.max_new_tokens if limit is None else min(limit, settings.max_new_tokens)
+    most: int
 
 
 class TransformersEngine:
@@ -88,17 +84,21 @@ class TransformersEngine:
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
         # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
+        most = settings.max_new_tokens
         order = [number for draws in (False, True) for number, each in enumerate(prompts) if each.draws is draws]
         samples = [
-            _Sample(prompts[number], prompts[number].copy + copy) for number in order for copy in range(settings.n)
+            _Sample(prompt, prompt.copy + copy, min(most, most if prompt.limit is None else prompt.limit))
+            for prompt in (prompts[number] for number in order)
+            for copy in range(settings.n)
         ]
         size = self.micro_batch_size
+        decode = self._decode if self.actor.backbone.routers is None else self._decode_with_experts
         rounds = self._most(math.ceil(len(samples) / size))
         made: list[list[Completion]] = [[] for _ in prompts]
         with self._evaluating():
             for start in range(0, rounds * size, size):
                 positions = (order[index // settings.n] for index in range(start, len(samples)))
-                for number, completion in zip(positions, self._decode(samples[start : start + size], settings)):
+                for number, completion in zip(positions, decode(samples[start : start + size], settings)):
                     made[number].append(completion)
                     if finished is not None and len(made[number]) == settings.n:
                         finished(number, made[number])
@@ -129,13 +129,10 @@ class TransformersEngine:
         finally:
             actor.train(training)
 
-    def _decode(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
-        """Sample the responses of one micro-batch; of a mixture of experts with the experts of their tokens."""
-        routers = self.actor.backbone.routers
-        if routers is None:
-            return self._sampled(samples, settings)
-        with routers.recorded() as passes:
-            made = self._sampled(samples, settings)
+    def _decode_with_experts(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
+        """As `_decode`, of a mixture of experts with the experts of their tokens."""
+        with self.actor.backbone.routers.recorded() as passes:
+            made = self._decode(samples, settings)
         if samples and passes:
             different = {id(each.prompt): len(each.prompt.token_ids + each.prompt.continued) for each in samples}
             prompts = [list(different).index(id(each.prompt)) for each in samples]
@@ -144,11 +141,11 @@ class TransformersEngine:
                 completion.experts = experts
         return made
 
-    def _sampled(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
-        """No rows: keep the other ranks company."""
+    def _decode(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
+        """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
         actor = self.actor
         device = actor.banned_ids.device
-        longest = [actor.drawing.tokens if each.prompt.draws else each.most(settings) for each in samples]
+        longest = [actor.drawing.tokens if each.prompt.draws else each.most for each in samples]
         lengths = torch.tensor(longest or [0], device=device)
         limit = self._most(int(lengths.max()))
         choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
@@ -161,7 +158,7 @@ class TransformersEngine:
             tokens.append(chosen)
             log_probs.append(log_prob)
             done |= torch.isin(chosen, actor.eos_ids) | (lengths <= step + 1)
-            if step + 1 == limit or self._all_done(done):
+            if step + 1 == limit or not self._most(int((~done).any())):
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             hidden = actor.backbone.decode(chosen[choice.sources], mask, positions, cache)
@@ -206,9 +203,9 @@ class TransformersEngine:
     def _completion(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
         if sample.prompt.draws:
             return self._drawn(sample, drawn, scores, settings, image)
-        ends, most = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero(), sample.most(settings)
-        truncated = not len(ends) or int(ends[0]) >= most
-        length = min(len(drawn), most) if truncated else int(ends[0]) + 1
+        ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
+        truncated = not len(ends) or int(ends[0]) >= sample.most
+        length = min(len(drawn), sample.most) if truncated else int(ends[0]) + 1
         ids = drawn[:length].tolist()
         shown = ids if truncated else ids[:-1]
         return Completion(
@@ -233,12 +230,6 @@ class TransformersEngine:
     def _most(self, count: int) -> int:
         """The largest `count` of all ranks where they must stay in step."""
         return int(collectives.all_reduce_max(torch.tensor([count])).item()) if self.in_step else count
-
-    def _all_done(self, done: T) -> bool:
-        waiting = (~done).any()
-        if self.in_step:
-            waiting = collectives.all_reduce_max(waiting.float().reshape(1)) > 0
-        return not bool(waiting)
 
 
 class OwnWeightsEngine(TransformersEngine):

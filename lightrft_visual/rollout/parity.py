@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,6 +174,7 @@ class ParityGate:
         return "dtype (engine and trainer at different precision)"
 
 
+@dataclass
 class RolloutCheck:
     """What the engine sampled against the trainer's own scores, over one step's rollouts of all ranks.
 
@@ -181,28 +183,30 @@ class RolloutCheck:
     of short answers one rare token is a large part of it.
     """
 
-    def __init__(self, gate: ParityGate | None, probe: PromptBatch | None, temperature: float) -> None:
-        self.gate, self.probe, self.temperature = gate, probe, temperature
-        # (4): largest difference of a token, total of all, tokens, those whose own score is not finite
-        self._sums: T | None = None
-        self._largest: list[tuple[T, T, Callable[[int], str]]] = []  # of each micro-batch that can tell of its tokens
+    gate: ParityGate | None
+    probe: PromptBatch | None
+    temperature: float
+    # (4): largest difference of a token, total of all, tokens, those whose own score is not finite
+    sums: T = field(default_factory=partial(torch.zeros, 4, dtype=torch.float64))
+    # of each micro-batch that can tell of its tokens
+    _largest: list[tuple[T, T, Callable[[int], str]]] = field(default_factory=list)
 
     @property
     def largest(self) -> float:
         """Difference of a token."""
-        return 0.0 if self._sums is None else self._sums[0].item()
+        return self.sums[0].item()
 
     @property
     def compared(self) -> bool:
         """Whether there was anything to compare."""
-        return self._sums is not None and self._sums[2].item() > 0
+        return self.sums[2].item() > 0
 
     @property
     def difference(self) -> float:
         """The gate's: what it holds against its tolerance."""
-        if self.gate is None or not self.gate.averages or self._sums is None:
+        if self.gate is None or not self.gate.averages:
             return self.largest
-        _, total, tokens, _ = self._sums.tolist()
+        _, total, tokens, _ = self.sums.tolist()
         return total / max(tokens, 1.0)
 
     @torch.no_grad()
@@ -221,38 +225,27 @@ class RolloutCheck:
         if told is not None:
             self._largest.append((difference.max(), difference.argmax(), told))
         broken = (mask & ~ours.isfinite()).sum().double()
-        found = torch.stack([difference.max(), difference.sum(), mask.sum().double(), broken])
-        self._sums = found if self._sums is None else _joined_sums(self._sums, found)
-
-    @property
-    def told(self) -> T:
-        """(4) float64: what this rank tells the others to settle; see `settle`."""
-        return torch.zeros(4, dtype=torch.float64) if self._sums is None else self._sums
+        found = torch.stack([difference.sum(), mask.sum().double(), broken])
+        before = self.sums.to(found.device)
+        self.sums = torch.cat([torch.maximum(before[:1], difference.max()), before[1:] + found])
 
     def settle(self, heard: T | None = None) -> None:
         """The differences over all ranks; raises RolloutError where the gate refuses its figure of them, and
         NonFiniteError where the trainer's own scores are not finite.
 
         To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 4): what
-        every rank `told`; without it the ranks tell each other now, which is a collective.
+        every rank's `sums` were; without it the ranks tell each other now, which is a collective.
         """
-        ranks = (collectives.all_gather_numbers(self.told) if heard is None else heard).cpu()
-        self._sums = torch.cat([ranks[:, :1].amax(dim=0), ranks[:, 1:].sum(dim=0)])
+        ranks = (collectives.all_gather_numbers(self.sums) if heard is None else heard).cpu()
+        self.sums = torch.cat([ranks[:, :1].amax(dim=0), ranks[:, 1:].sum(dim=0)])
         if self.gate is not None:
-            if self._sums[3]:
+            if self.sums[3]:
                 raise diverged("the trainer's own log-probs of this rollout")
-            self.gate.check_rollouts(self.difference, self.probe, self.temperature, self._where())
-
-    def _where(self) -> str:
-        """The token of this rank that differs most."""
-        if not self._largest:
-            return ""
-        _, position, told = max(self._largest, key=lambda each: each[0].item())
-        return f", most in {told(int(position))} of this rank"
-
-
-def _joined_sums(one: T, other: T) -> T:
-    return torch.cat([torch.maximum(one[:1], other[:1]), one[1:] + other[1:]])
+            where = ""
+            if self._largest:
+                _, position, told = max(self._largest, key=lambda each: each[0].item())
+                where = f", most in {told(int(position))} of this rank"
+            self.gate.check_rollouts(self.difference, self.probe, self.temperature, where)
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T) -> float:

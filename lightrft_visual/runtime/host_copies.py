@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -30,12 +32,12 @@ def on_host(tensor: T) -> T:
     return tensor.detach().cpu() if known is None else known
 
 
+@dataclass
 class HostCopies:
     """Copies to the host that do not wait for the device, but those of large tensors; they hold numbers once `wait`
     has."""
 
-    def __init__(self) -> None:
-        self._begun = False
+    _begun: bool = False
 
     def of(self, tensor: T) -> T:
         """The tensor on the host, from `wait` on; itself where it is there."""

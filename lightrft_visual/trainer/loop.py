@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ class PolicyTrainer(ABC):
         self.hooks.build(parts, callbacks)
         self.hooks.setup(
             HookContext(
-                parts, lambda: self.step, self.settings.total_steps, self.state, self.recorder, self.console,
-                self.timer, self.report,
+                parts, partial(getattr, self, "step"), self.settings.total_steps, self.state, self.recorder,
+                self.console, self.timer, self.report,
             )
         )  # fmt: skip
         watchdog.follow(self.timer)

@@ -29,6 +29,7 @@ READING_TWO_FLAGS = [
     *READING_FLAGS,
     *"--micro_rollout_batch_size 8 --max_eval_samples 4 --eval_steps 1 --report true".split(),
 ]
+EPISODES_TWO_FLAGS = [*READING_TWO_FLAGS, *"--prompt_data embedded_zoom".split()]
 FLOW_GRPO_TWO_FLAGS = [*DRAWING_FLAGS, *"--diffusion_algorithm flow_grpo --micro_rollout_batch_size 2".split()]
 FLOW_GRPO_TWO_FLAGS += "--max_eval_samples 2 --eval_steps 1 --report true".split()
 

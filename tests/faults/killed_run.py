@@ -78,6 +78,12 @@ READING_TWO = {
     **LOGGED,
     **SAVING,
 }
+EPISODES_TWO = {
+    "environments begun": Place("rollout.episodes:_Round._reset", "after"),
+    "an action taken": Place("rollout.episodes:_Round._stepped", "after", call=3),
+    "an observation read": Place("rollout.episodes:_Round._observed", "after"),
+    **READING_TWO,
+}
 DRAWING_TWO = {
     "generating": Place("trainer.diffusion.maker:DiffusersEngine.generate", "before"),
     **DRAWING,

@@ -34,6 +34,25 @@ class Scripted(Environment):
         return kinds[(self.turn - 1) % 4], float(self.turn), False, {}
 
 
+def most_begun(stage: EpisodeStage) -> list[int]:
+    """[environments that there were at once at most, those that have not ended], kept up to date from here on."""
+    host, begun, counts = stage.host, set(), [0, 0]
+    reset, end = host.reset, host.end
+
+    def counted_reset(episode, row):
+        begun.add(episode)
+        counts[:] = max(counts[0], len(begun)), len(begun)
+        return reset(episode, row)
+
+    def counted_end(episode):
+        begun.discard(episode)
+        counts[1] = len(begun)
+        end(episode)
+
+    host.reset, host.end = counted_reset, counted_end
+    return counts
+
+
 def enders(checkpoint: Checkpoint) -> list[int]:
     """Banned tokens that leave three, the end token one of them, so that turns end."""
     allowed = {50, 60, checkpoint.tokenizer.eos_token_id}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from episode_rig import batch_of, rig_of, stage_of
+from episode_rig import batch_of, most_begun, rig_of, stage_of
 from PIL import Image
 from tiny_models import checkpoint_of, clip, inputs_of, picture
 
@@ -338,3 +338,13 @@ def test_rewards_of_turns_add_up_with_those_of_others():
     weighed = replace(rollout, reward=3.0 * 2.0, components={"environment": 2.0}, weights={"environment": 3.0})
     episode.add_reward(weighed)
     assert weighed.reward == 6.0
+
+
+def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):
+    stage, finished = stage_of(rig, limits=EpisodeLimits(6, 400, environments=4)), []
+    begun = most_begun(stage)
+    requests = stage.requests(batch_of(TURNS))
+    few = stage.draw(requests, SETTINGS, finished=lambda first, group: finished.append((first, len(group))))
+    assert begun == [3, 0]  # one prompt after the other, with all of its samples
+    assert [each.token_ids for each in few] == [each.token_ids for each in rollouts]
+    assert sorted(finished) == [(0, 3), (3, 3), (6, 3), (9, 3)]

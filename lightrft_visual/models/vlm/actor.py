@@ -294,9 +294,12 @@ class Actor(nn.Module):
             (log_probs, entropy), experts = scores, hidden.experts
         else:
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
-        entropy = _scatter(entropy, mask) if with_entropy else None
         balance = None if self.backbone.routers is None else self.backbone.routers.balance()
-        return ActorOutput(_scatter(log_probs, mask), entropy, experts, balance)
+        spread = [
+            torch.zeros(mask.shape, dtype=each.dtype, device=each.device).masked_scatter(mask, each)
+            for each in ((log_probs, entropy) if with_entropy else (log_probs,))
+        ]
+        return ActorOutput(spread[0], spread[1] if with_entropy else None, experts, balance)
 
     def _score_either(
         self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool
@@ -344,11 +347,6 @@ def _temperature(columns: T, rule: ScoringRule) -> float | T:
         return rule.temperature
     temperature = torch.full_like(columns, rule.temperature, dtype=torch.float32)
     return temperature.masked_fill(columns == 0, rule.first_token_temperature)
-
-
-def _scatter(values: T, mask: T) -> T:
-    """(N) values at the true places of mask (B, A), zeros elsewhere; differentiable."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 class Critic(nn.Module):

@@ -72,12 +72,17 @@ class SharedSequence:
             [[samples[index] for index in each] for each in groups], len(ids)
         )
         device = inputs.sequences.device
+        media = []  # of each prompt once, then those of each completion, in the order of the row
+        for members in groups:
+            prompt = parts_of(vision[members[0]])[0]
+            behind = [part for index in members for part in parts_of(vision[index])[1:]]
+            media.append(InParts([prompt, *behind]) if behind else prompt)
         return cls(
             columns=to_device(columns, device),
             indices=to_device(indices, device),
             lengths=lengths,
             continues=continues,
-            vision=VisionTensors([_media_in_order([vision[index] for index in members]) for members in groups]),
+            vision=VisionTensors(media),
             saved=sum(each.stop - each.start for each in samples) - len(columns),
         )
 
@@ -101,8 +106,8 @@ class SharedSequence:
         device = inputs.sequences.device
         tokens = on_host(inputs.sequences).flatten()[on_host(self.columns)].unsqueeze(0)
         row = to_device(tokens, device), to_device(torch.ones_like(tokens), device)
-        table, routing = laid_out(inputs), None
-        if table is not None:
+        routing = None
+        if inputs.routing is not None and (table := laid_out(inputs)) is not None:
             routing = list(table.flatten(0, 1)[self.columns].split(self.lengths))
         return ModelInputs(*row, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing)
 
@@ -132,12 +137,6 @@ def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], 
         for each in members:
             indices[each.start : each.middle] = torch.arange(begins, begins + each.middle - each.start)
     return torch.cat(columns), indices, lengths, continues
-
-
-def _media_in_order(members: list[Sample]) -> Sample:
-    """The media of a prompt once, then those of each completion, in the order of the row."""
-    prompt, behind = parts_of(members[0])[0], [part for each in members for part in parts_of(each)[1:]]
-    return InParts([prompt, *behind]) if behind else prompt
 
 
 def _samples(inputs: ModelInputs) -> list[_Sample] | None:

@@ -111,23 +111,19 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
     within ±MAX_SCORE: that is a bug of the function and must not reach training. lenient: a sample with such a score is
     failed instead.
     """
-    scores, metrics = split_result(result, name)
+    scores, metrics = result, {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        scores, metrics = result
+    elif isinstance(result, Mapping):
+        key = next((k for k in SCORE_KEYS if k in result), None)
+        if key is None:
+            raise RewardError(f"reward function {name} returned a dict without scores: give it one of {SCORE_KEYS}")
+        scores = result[key]
+        metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
+        metrics |= result.get("extra_logs") or {}
     values, failed, reasons = read_scores(scores, name, size, lenient)
     extras = {metric_name(key): read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()}
     return Scores(values, failed, extras, reasons)
-
-
-def split_result(result: Any, name: str) -> tuple[Any, Mapping[str, Any]]:
-    """Scores and metrics of any accepted form."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result
-    if not isinstance(result, Mapping):
-        return result, {}
-    key = next((k for k in SCORE_KEYS if k in result), None)
-    if key is None:
-        raise RewardError(f"reward function {name} returned a dict without scores: give it one of {SCORE_KEYS}")
-    metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
-    return result[key], {**metrics, **(result.get("extra_logs") or {})}
 
 
 def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:

@@ -224,13 +224,13 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
             sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
 
 
+@dataclass
 class AsRewardError(contextlib.AbstractContextManager):
     """Whatever a user's code raises in here is a RewardError that says of `what` what it raised, with the user's own
     lines: CancelledError, GeneratorExit and panics of extensions included, but Ctrl-C in the main thread and SIGTERM.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    what: str
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

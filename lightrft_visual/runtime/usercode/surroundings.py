@@ -17,6 +17,7 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,7 +46,7 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_recursion_limit(), _folder(), _streams(), _warnings(), _torch_modes(), _umask(), _random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(), _torch_modes(), _random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
@@ -88,11 +89,12 @@ def _folder() -> Watch:
     yield "changes the working directory"
 
 
+@dataclass(eq=False)
 class BorrowedStream:
     """A stream of the run in a user's hands: all but closing it reaches the stream, which others hold as well."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.closed = stream, False
+    stream: TextIO
+    closed: bool = False
 
     def close(self) -> None:
         """Only remembered."""
@@ -164,21 +166,17 @@ def _torch_modes() -> Watch:
     yield f"changes torch's {' and '.join(changed)}" if changed else None
 
 
-def _umask() -> Watch:
-    before = os.umask(0o077)  # it can only be read by setting it
-    os.umask(before)
-    yield None
-    yield None if os.umask(before) == before else "changes the umask"
-
-
-def _recursion_limit() -> Watch:
-    before = sys.getrecursionlimit()
+def _limits() -> Watch:
+    """The umask and the recursion limit."""
+    before, mask = sys.getrecursionlimit(), os.umask(0o077)  # a umask can only be read by setting it
+    os.umask(mask)
     entered = max(before, _users.get("recursion limit", before))
     sys.setrecursionlimit(entered)
     yield None
     _users["recursion limit"] = now = sys.getrecursionlimit()
     sys.setrecursionlimit(before)
-    yield None if now == entered else "changes the recursion limit"
+    changed = ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
+    yield f"changes the {' and the '.join(changed)}" if changed else None
 
 
 def _random_states() -> Watch:

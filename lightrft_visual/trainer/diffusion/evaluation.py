@@ -14,22 +14,18 @@ from ...observe.guard.divergence import (
     coverage,
     diversity,
     drift,
-    gathered,
     groups_of,
-    image_statistics,
     paired_scores_of,
     thumbnails,
 )
 from ...observe.images import SHEET_IMAGES
-from ...observe.metrics import MetricsAccumulator
-from ...observe.recorder import Record, gather_all, records_from_media
+from ...observe.recorder import gather_all, records_from_media
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
-from ..hooks import StepData
 from ..loop import Evaluated
-from .maker import Drawn, score_samples
-from .stages import DiffusionSampling, DrawingBatch, drawing_batch
+from .maker import score_samples
+from .stages import DiffusionSampling, drawing_batch
 
 T = torch.Tensor
 
@@ -55,51 +51,6 @@ class DrawingGold:
         if self.references is not None:
             found["eval_coverage"] = coverage(thumbs, groups, self.references(prompts), groups)
         return found
-
-
-@dataclass
-class DrawingWatched:
-    """For `features.guard`. gold: the judge, if there is one."""
-
-    gold: DrawingGold | None
-
-    def add_statistics(self, step: StepData) -> None:
-        """Of the step's images; of pairs of a file there are none. A collective."""
-        if isinstance(step.rollouts, Drawn):
-            add_image_metrics(step.metrics, step.rollouts.requests, step.rollouts.media)
-
-    def gold_of(self, drawn: Drawn) -> RewardOutput:
-        """All its scores."""
-        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
-
-    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
-        """`gold`: the mean over the samples that could be scored. A collective."""
-        drawn = step.rollouts
-        step.metrics.add_mean("gold", scores.score, scores.valid)
-        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
-
-    def close(self) -> None:
-        """Release the judge's workers."""
-        if self.gold is not None:
-            self.gold.rewards.close()
-
-
-def records_of_drawn(drawn: Drawn) -> list[Record]:
-    """One record for each image or video of this rank, with its reward and components."""
-    batch, scored = drawn.requests, drawn.scored
-    records = records_from_media(
-        batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid, group_ids=batch.group_ids
-    )
-    for record, sample_id in zip(records, batch.sample_ids.tolist()):
-        record["sample_id"] = sample_id
-    return records
-
-
-def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:
-    """See `image_statistics`; of all ranks' media (B, 3, …) in 0..1. A collective."""
-    thumbs, groups = gathered(media, requests.group_ids, collectives.all_gather_object)
-    for name, value in image_statistics(thumbs, groups).items():
-        metrics.add(name, value)
 
 
 def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> PairedScores:

@@ -14,14 +14,17 @@ from ...config.registry import DiffusionAlgorithm
 from ...data.drawing_prompts import DrawPrompts
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
-from ...observe.recorder import Record
+from ...observe.guard.divergence import PairedScores, gathered, image_statistics
+from ...observe.metrics import MetricsAccumulator
+from ...observe.recorder import Record, records_from_media
+from ...rewards.batch import RewardOutput
 from ...runtime import collectives
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
-from ..hooks import Hooks
+from ..hooks import Hooks, StepData
 from ..loop import LoopSettings
-from .evaluation import DiffusionEvaluation, DrawingWatched, records_of_drawn
-from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward
+from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
+from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward, score_samples
 from .stages import DrawingBatch, k_repeat_prompts
 
 
@@ -60,6 +63,51 @@ class PairSource(DrawingSource):
     def next(self, step: int, total_steps: int) -> int:
         """The seed of step number `step`."""
         return derive_seed(self.config.train.seed, "k_repeat", step)
+
+
+@dataclass
+class DrawingWatched:
+    """For `features.guard`. gold: the judge, if there is one."""
+
+    gold: DrawingGold | None
+
+    def add_statistics(self, step: StepData) -> None:
+        """Of the step's images; of pairs of a file there are none. A collective."""
+        if isinstance(step.rollouts, Drawn):
+            add_image_metrics(step.metrics, step.rollouts.requests, step.rollouts.media)
+
+    def gold_of(self, drawn: Drawn) -> RewardOutput:
+        """All its scores."""
+        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
+
+    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
+        """`gold`: the mean over the samples that could be scored. A collective."""
+        drawn = step.rollouts
+        step.metrics.add_mean("gold", scores.score, scores.valid)
+        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
+
+    def close(self) -> None:
+        """Release the judge's workers."""
+        if self.gold is not None:
+            self.gold.rewards.close()
+
+
+def records_of_drawn(drawn: Drawn) -> list[Record]:
+    """One record for each image or video of this rank, with its reward and components."""
+    batch, scored = drawn.requests, drawn.scored
+    records = records_from_media(
+        batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid, group_ids=batch.group_ids
+    )
+    for record, sample_id in zip(records, batch.sample_ids.tolist()):
+        record["sample_id"] = sample_id
+    return records
+
+
+def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:
+    """See `image_statistics`; of all ranks' media (B, 3, …) in 0..1. A collective."""
+    thumbs, groups = gathered(media, requests.group_ids, collectives.all_gather_object)
+    for name, value in image_statistics(thumbs, groups).items():
+        metrics.add(name, value)
 
 
 @dataclass

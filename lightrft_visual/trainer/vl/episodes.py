@@ -66,7 +66,11 @@ def episode_stage(config: RunConfig, checkpoint: Checkpoint) -> Any:
     else:  # an object of this program, which another process cannot load
         host = ThreadHost(environment_factory(episodes), episodes.env_timeout)
     limits = EpisodeLimits(
-        episodes.max_turns, config.response_max_len, episodes.on_environment_error, episodes.turn_gamma
+        episodes.max_turns,
+        config.response_max_len,
+        episodes.on_environment_error,
+        episodes.turn_gamma,
+        episodes.max_environments,
     )
     template = (checkpoint.processor or checkpoint.tokenizer).chat_template
     parse = partial(parse_tool_calls, form=tool_call_format(str(template))) if checkpoint.tools else None

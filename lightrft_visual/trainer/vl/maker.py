@@ -266,7 +266,7 @@ class ExperienceMaker:
             DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
-        pending = self.reward_stage.begin(prompts, sampling.n) if self.rewards.streams else None
+        pending = self.reward_stage.begin(prompts, sampling.n) if self.reward_stage.rewards.streams else None
         try:
             with self.settings.timer.phase("sync"):
                 self.engine.wake()
@@ -290,7 +290,7 @@ class ExperienceMaker:
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        if self.rewards.streams:
+        if self.reward_stage.rewards.streams:
             return rollouts
         self.judge(rollouts)
         return self.settings.hooks.on_scores(rollouts)

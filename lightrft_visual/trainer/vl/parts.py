@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from ...algorithms.loss_terms import PartSettings
@@ -19,6 +20,9 @@ from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row,
 from ...data.sampler import PromptSupply
 from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint
+from ...observe.guard.divergence import SIDE, PairedScores, gathered, image_statistics
+from ...observe.guard.watch import text_statistics
+from ...observe.metrics import MetricsAccumulator
 from ...observe.recorder import records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
@@ -27,15 +31,16 @@ from ...rollout.parity import ParityGate
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
-from ..hooks import Hooks
+from ..hooks import Hooks, StepData
 from ..loop import LoopSettings
-from .evaluation import Evaluation, VLWatched
+from .evaluation import Evaluation, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
 
 T = torch.Tensor
 
 
 Loading = list[Future[PromptRow | BadRow]]
+Scores = list[tuple[float, bool]]
 
 
 class _Begun(NamedTuple):
@@ -151,6 +156,57 @@ def _keep_operations_in_this_thread() -> None:
     set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(1)
+
+
+@dataclass
+class VLWatched:
+    """For `features.guard`. gold: the judge, if there is one; draws: whether responses may be images."""
+
+    gold: RewardComputationEngine | None
+    draws: bool = False
+
+    def add_statistics(self, step: StepData) -> None:
+        """Of texts, this rank's where it has any, and where there are any of drawings. A collective."""
+        answers = [each for each in step.rollouts if not each.prompt.draws]
+        groups = [each.prompt.group_id for each in answers]
+        found = text_statistics([each.sampled_ids for each in answers], groups) if answers else {}
+        for name, value in found.items():
+            step.metrics.add(name, value)
+        if self.draws:
+            add_image_metrics(step.metrics, step.rollouts)
+
+    def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
+        """See `gold_scores`."""
+        assert self.gold is not None
+        return gold_scores(self.gold, rollouts)
+
+    def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
+        """`gold`: the mean over the rollouts that could be scored. A collective."""
+        for score, valid in scores:
+            if valid:
+                step.metrics.add("gold", score)
+        return paired_scores_at(number, step.rollouts, scores)
+
+    def close(self) -> None:
+        """Release the judge's workers."""
+        if self.gold is not None:
+            self.gold.close()
+
+
+def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
+    """See `image_statistics`; of all ranks' drawings, where there are any. A collective.
+
+    The variety within groups is `drawing_diversity`, of which no band is learnt: a model that comes to draw what its
+    captions say draws one thing for one caption.
+    """
+    drawn = [each for each in rollouts if each.prompt.draws]
+    images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
+    media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
+    thumbs, groups = gathered(
+        media, torch.tensor([each.prompt.group_id for each in drawn]), collectives.all_gather_object
+    )
+    for name, value in (image_statistics(thumbs, groups) if len(thumbs) else {}).items():
+        metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
 
 @dataclass

@@ -227,7 +227,7 @@ class PolicyUpdate:
             if experience.action_log_probs is None and not micro_batch.filler:
                 scored.append((micro_batch, output.log_probs.detach()))
                 _compare(check, experience, output.log_probs.detach(), version)
-            heard = self.actor.accumulate(losses.loss, last, check.told if check is not None and last else None)
+            heard = self.actor.accumulate(losses.loss, last, check.sums if check is not None and last else None)
             if first:
                 fresh = _deviation_of_fresh(read, experience.info.get("replayed"))
                 metrics.add_max("ratio_max_dev_first", fresh)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from engine_rig import Rig, environment_restored
-from episode_rig import Scripted, batch_of, enders, stage_of
+from episode_rig import Scripted, batch_of, enders, most_begun, stage_of
 from tiny_models import IMAGE, actor_of, checkpoint_of, inputs_of
 
 from lightrft_visual.experience.rollouts import SamplingSettings, collate
@@ -68,6 +68,18 @@ def test_the_engine_goes_on_as_before_after_an_episode_that_stops_the_call(rig):
     with pytest.raises(Exception, match="on_environment_error stop"):
         stage.generate(episodes_of(rig, [2] * 4), SETTINGS)
     assert rig.apart(stage_of(rig).generate(episodes_of(rig, [2, 3]), SETTINGS), SETTINGS) <= 1e-5
+
+
+def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig):
+    batch, finished = episodes_of(rig, [1, 2, 4, 3]), []
+    stage = stage_of(rig, limits=EpisodeLimits(6, 400, environments=5))
+    begun = most_begun(stage)
+    few = stage.draw(
+        stage.requests(batch), SETTINGS, finished=lambda first, group: finished.append((first, len(group)))
+    )
+    assert begun == [5, 0]
+    assert [each.token_ids for each in few] == [each.token_ids for each in stage_of(rig).generate(batch, SETTINGS)]
+    assert sorted(finished) == [(0, 3), (3, 3), (6, 3), (9, 3)]
 
 
 class Slow(Scripted):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.runtime import collectives
-from lightrft_visual.trainer.diffusion.evaluation import records_of_drawn
 from lightrft_visual.trainer.diffusion.maker import Drawn
+from lightrft_visual.trainer.diffusion.parts import records_of_drawn
 from lightrft_visual.trainer.features import records
 from lightrft_visual.trainer.hooks import StepData
 

@@ -11,8 +11,10 @@ from PIL import Image
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.observe.metrics import MetricsAccumulator
-from lightrft_visual.trainer.vl.evaluation import add_image_metrics, add_text_metrics, means_of
+from lightrft_visual.trainer.hooks import StepData
+from lightrft_visual.trainer.vl.evaluation import means_of
 from lightrft_visual.trainer.vl.maker import add_kl
+from lightrft_visual.trainer.vl.parts import VLWatched
 from lightrft_visual.trainer.vl.updates import kl_per_token
 
 
@@ -54,8 +56,7 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
     found = {}
     for name, rollouts in (("both", answers + drawn), ("answers", answers), ("drawings", drawn)):
         metrics = MetricsAccumulator()
-        add_text_metrics(metrics, rollouts)
-        add_image_metrics(metrics, rollouts)
+        VLWatched(None, draws=True).add_statistics(StepData([], rollouts, metrics))
         found[name] = metrics.reduce()
     assert found["both"] == found["answers"] | found["drawings"] and not set(found["answers"]) & set(found["drawings"])
     assert found["both"]["repetition"] == pytest.approx(0.25) and found["both"]["image_blank"] == 1.0
