@@ -417,6 +417,10 @@ for _entry in (
     DiffusionFamily(
         "wan_i2v", f"{_families}.wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline"
     ),
+    DiffusionFamily(
+        "hunyuan_video15", f"{_families}.hunyuan_video15:HunyuanVideo15", "HunyuanVideo 1.5, text to video",
+        pipeline="HunyuanVideo15Pipeline",
+    ),
     DiffusionFamily("z_image", f"{_families}.z_image:ZImage", "Z-Image", pipeline="ZImagePipeline"),
     DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
     DiffusionFamily(

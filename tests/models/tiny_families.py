@@ -6,8 +6,10 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
+    ClassifierFreeGuidance,
     Cosmos2TextToImagePipeline,
     CosmosTransformer3DModel,
     DDIMScheduler,
@@ -18,6 +20,8 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -31,11 +35,14 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
     Qwen2ForCausalLM,
     Qwen2Model,
     T5Config,
@@ -137,6 +144,27 @@ def wan_i2v():
         tokenizer=t5, text_encoder=t5_encoder(t5, UMT5Config, UMT5EncoderModel), vae=video_vae(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0), transformer=wan_transformer(36),
         transformer_2=wan_transformer(36), boundary_ratio=0.9,
+    )  # fmt: skip
+
+
+def hunyuan_video15():
+    """The system message takes nearly 400 tokens here."""
+    tokenizer, byt5 = build_tokenizer(["a red circle", "a blue cross on a green square"]), ByT5Tokenizer()
+    text = Qwen2_5_VLTextConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    )  # fmt: skip
+    transformer = HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
+        num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=WIDTH, text_embed_2_dim=WIDTH, image_embed_dim=16,
+        rope_axes_dim=(4, 6, 6), target_size=32, task_type="t2v",
+    )  # fmt: skip
+    vae = AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1)
+    return HunyuanVideo15Pipeline(
+        text_encoder=Qwen2_5_VLTextModel(text), tokenizer=tokenizer, transformer=transformer, vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), text_encoder_2=t5_encoder(byt5), tokenizer_2=byt5,
+        guider=ClassifierFreeGuidance(guidance_scale=3.0),
     )  # fmt: skip
 
 
@@ -256,6 +284,7 @@ FAMILIES = {
     "wan": wan,
     "wan_i2v": wan_i2v,
     "wan_two_experts": wan_two_experts,
+    "hunyuan_video15": hunyuan_video15,
     "cosmos": cosmos,
     "qwen_image": qwen_image,
     "qwen_image_edit": qwen_image_edit,

@@ -23,18 +23,20 @@ from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_fami
 from .meta import on_meta
 from .shapes import find_shipped
 
-NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker")
+NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker", "guider")
+READ_VALUES = ("HunyuanVideo15Pipeline",)  # whose transformers branch on what is in their masks
 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
-    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known.
+    """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known, or its
+    forward is not computed without values.
 
     Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
     """
     model = config.model
     with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
         pipeline, saved = _pipeline(config)
-    if pipeline is None:
+    if pipeline is None or type(pipeline).__name__ in READ_VALUES:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
     family = adapter(pipeline, model.max_sequence_length or saved)

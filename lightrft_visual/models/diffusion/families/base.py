@@ -292,3 +292,12 @@ def spatial_latent(height: int, width: int, scale: int, multiple: int) -> tuple[
     if height % multiple or width % multiple:
         raise ConfigError(f"height {height} and width {width} must be multiples of {multiple} for this model")
     return height // scale, width // scale
+
+
+def video_latent(size: tuple[int, int, int], temporal: int, spatial: int, multiple: int) -> tuple[int, int, int]:
+    """Latent frames, height and width for a size (height, width, frames) in pixels. Raises ConfigError unless frames
+    is `temporal` n + 1, and as `spatial_latent` does."""
+    height, width, frames = size
+    if (frames - 1) % temporal:
+        raise ConfigError(f"num_frames is {frames}; this model takes {temporal} n + 1 frames")
+    return (frames - 1) // temporal + 1, *spatial_latent(height, width, spatial, multiple)

@@ -11,7 +11,7 @@ from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ....runtime import collectives
 from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, channel_statistics, in_whole_batches, spatial_latent
+from .base import DiffusionFamily, channel_statistics, in_whole_batches, video_latent
 
 T = torch.Tensor
 ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -109,11 +109,8 @@ class Wan(DiffusionFamily):
         """(C, (frames - 1) / 4 + 1, height / 8, width / 8). ConfigError unless frames is 4 n + 1."""
         pipeline = self.pipeline
         temporal, spatial = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
-        if (frames - 1) % temporal:
-            raise ConfigError(f"num_frames is {frames}; this model takes {temporal} n + 1 frames")
-        patch = self.denoisers()["transformer"].config.patch_size[-1]
-        latent_height, latent_width = spatial_latent(height, width, spatial, spatial * patch)
-        return pipeline.vae.config.z_dim, (frames - 1) // temporal + 1, latent_height, latent_width
+        multiple = spatial * self.denoisers()["transformer"].config.patch_size[-1]
+        return pipeline.vae.config.z_dim, *video_latent((height, width, frames), temporal, spatial, multiple)
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
         """`transformer` in the folder itself, `transformer_2` in a folder of that name; load the latter with

@@ -1,0 +1,78 @@
+"""HunyuanVideo 1.5, text to video."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from ....experience.vision import MASK, Conditions, used_widths, widened
+from ..layers import flow_match_schedule, upcast
+from .base import DiffusionFamily, in_whole_batches, save_transformer_lora, video_latent
+from .qwen_image import TEXT_STEP
+
+T = torch.Tensor
+
+
+class HunyuanVideo15(DiffusionFamily):
+    """Latents (C, F, h, w). A language model reads the text, and ByT5 what it quotes, which is to be written.
+
+    Texts are kept by their own lengths, as those of Qwen-Image are. `glyphs` (B, D, G) lie with their channels first:
+    they are not as long as the text is.
+    """
+
+    default_text_length = 1000
+    texts_at_once = 8
+
+    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        super().__init__(pipeline, text_length)
+        pipeline.tokenizer_max_length = self.text_length
+
+    @in_whole_batches
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """context (B, L, D) and mask (B, L); glyphs (B, D', G) and glyph_mask (B, 1, G)."""
+        context, mask, glyphs, glyph_mask = self.pipeline.encode_prompt(
+            list(prompts), self.device, batch_size=len(prompts)
+        )
+        return {
+            "context": context, MASK: mask.long(), "glyphs": glyphs.transpose(1, 2).contiguous(),
+            "glyph_mask": glyph_mask[:, None].long(),
+        }  # fmt: skip
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32. Where a first frame's latents and image tokens would be there are zeros."""
+        transformer, dtype, mask = self.pipeline.transformer, self.dtype, conditions[MASK]
+        used = -(-max(used_widths(mask)) // TEXT_STEP) * TEXT_STEP
+        context, mask = (widened(each[:, :used], used) for each in (conditions["context"], mask))
+        frame = torch.zeros_like(latents), torch.zeros_like(latents[:, :1])
+        return upcast(transformer(
+            hidden_states=torch.cat([latents, *frame], dim=1).to(dtype), timestep=timesteps.to(dtype),
+            encoder_hidden_states=context.to(dtype), encoder_attention_mask=mask.to(dtype),
+            encoder_hidden_states_2=conditions["glyphs"].transpose(1, 2).to(dtype),
+            encoder_attention_mask_2=conditions["glyph_mask"][:, 0].to(dtype),
+            image_embeds=latents.new_zeros(len(latents), 1, transformer.config.image_embed_dim, dtype=dtype),
+            return_dict=False,
+        )[0])  # fmt: skip
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Evenly spaced steps under the scheduler's flow shift."""
+        return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
+
+    def decode(self, latents: T) -> T:
+        """(B, C, F, h, w) to (B, 3, T, H, W), one by one: the causal mask of this autoencoder fits one video."""
+        vae = self.pipeline.vae
+        each = (latents / vae.config.scaling_factor).to(vae.dtype).split(1)
+        return upcast(torch.cat([vae.decode(one, return_dict=False)[0] for one in each])) / 2 + 0.5
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, (frames - 1) / 4 + 1, height / 16, width / 16). ConfigError unless frames is 4 n + 1."""
+        pipeline = self.pipeline
+        temporal, spatial = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
+        multiple = spatial * pipeline.transformer.config.patch_size
+        return pipeline.vae.config.latent_channels, *video_latent((height, width, frames), temporal, spatial, multiple)
+
+    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
+        """See `save_transformer_lora`."""
+        save_transformer_lora(folder, layers, configs)
