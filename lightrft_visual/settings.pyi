@@ -390,7 +390,7 @@ class VLSettings(TypedDict, total=False):
     overlap_comm: bool
     """distributed. Default: False."""
     grad_accum_dtype: str | None
-    """fp32 | bf16."""
+    """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
@@ -785,7 +785,7 @@ class DiffusionSettings(TypedDict, total=False):
     overlap_comm: bool
     """distributed. Default: False."""
     grad_accum_dtype: str | None
-    """fp32 | bf16."""
+    """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
@@ -1021,7 +1021,7 @@ class SFTSettings(TypedDict, total=False):
     overlap_comm: bool
     """distributed. Default: False."""
     grad_accum_dtype: str | None
-    """fp32 | bf16."""
+    """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     local_rank: int
     """distributed. Default: -1."""
     collective_timeout: float

@@ -80,6 +80,7 @@ class DistributedConfig(Section):
     adam_offload: bool = False
     zpg: PositiveInt = 1  # ZeRO++ hierarchical partition size
     overlap_comm: bool = False
+    # of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights
     grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
     sp_size: PositiveInt = 1  # ranks that hold a micro-batch together, each a slice of its tokens (Ulysses)
     local_rank: int = -1
@@ -97,6 +98,10 @@ class DistributedConfig(Section):
             "adam_offload is ZeRO's: stage 0 keeps gradients on the device, where the host's Adam cannot read them; "
             "use zero_stage 1 to 3",
         )
+
+    def accumulated_in(self, bf16: bool) -> str | None:
+        """`grad_accum_dtype` of a run whose weights are bf16 or not; None is the type of the weights."""
+        return "fp32" if self.grad_accum_dtype is None and bf16 and self.zero_stage > 1 else self.grad_accum_dtype
 
     def settle(self) -> None:
         """The placement where none was named. For a whole configuration: a section's defaults are checked by itself,

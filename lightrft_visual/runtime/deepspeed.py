@@ -52,6 +52,9 @@ class Distribution(Protocol):
     adam_offload: bool
     zpg: int
 
+    def accumulated_in(self, bf16: bool) -> str | None:
+        """Type in which gradients of micro-batches are added up; None: that of the weights."""
+
 
 class Training(Protocol):
     """What an optimizer reads of a run's `train` section."""
@@ -269,8 +272,9 @@ class DeepspeedStrategy:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
         config = self._base_config(zero | self._division())
         config["gradient_clipping"] = settings.max_norm
-        if c.grad_accum_dtype is not None:
-            config["data_types"] = {"grad_accum_dtype": c.grad_accum_dtype}
+        accumulated = c.accumulated_in(self.bf16)
+        if accumulated is not None:
+            config["data_types"] = {"grad_accum_dtype": accumulated}
         return config
 
     def _divided_config(self) -> dict[str, Any]:

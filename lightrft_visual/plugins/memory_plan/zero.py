@@ -102,7 +102,7 @@ class Zero:
 
     def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
         """While backward runs: those reduced so far, those of the present micro-batch, and buckets."""
-        width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.grad_accum_dtype]
+        width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
         lower = "zero_stage 2, more ranks, lora_rank"
         if self.stage == 0:
             width = FP32 if model.width < FP32 else model.width
