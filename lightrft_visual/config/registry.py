@@ -424,6 +424,9 @@ for _entry in (
     DiffusionFamily("z_image", f"{_families}.z_image:ZImage", "Z-Image", pipeline="ZImagePipeline"),
     DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
     DiffusionFamily(
+        "qwen_image21", f"{_families}.qwen_image21:QwenImage21", "Qwen-Image 2.1", pipeline="QwenImage21Pipeline"
+    ),
+    DiffusionFamily(
         "qwen_image_edit", f"{_families}.qwen_image_edit:QwenImageEdit", "Qwen-Image-Edit: an image in, one out",
         pipeline="QwenImageEditPipeline",
     ),

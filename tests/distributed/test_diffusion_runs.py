@@ -43,11 +43,12 @@ RUNS = {
     "--source_pixels 1024 --max_steps 2",
     "wan_two_experts": "--pretrain {edits}/wan_two_experts {video} --guidance_scale_2 4 --num_steps 4 "
     "--flow_shift 1",  # both experts serve trained steps
+    "qwen_image21": "--pretrain {edits}/qwen_image21 --max_sequence_length null --max_steps 2",
     "hunyuan_video15": "--pretrain {edits}/hunyuan_video15 {video} --max_sequence_length 400",
 }
 VIDEO = "--num_frames 5 --max_steps 2 --reward_fn {edits}/first.py:red"
 RUNS = {name: flags.replace("{video}", VIDEO) for name, flags in RUNS.items()}
-FAMILIES = ("edit", "z_image", "flux_kontext", "wan_two_experts", "hunyuan_video15")
+FAMILIES = ("edit", "z_image", "flux_kontext", "wan_two_experts", "hunyuan_video15", "qwen_image21")
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:

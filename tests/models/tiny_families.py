@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     AutoencoderKLWan,
     ClassifierFreeGuidance,
     Cosmos2TextToImagePipeline,
@@ -22,6 +23,8 @@ from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -45,6 +48,7 @@ from transformers import (
     Qwen2_5_VLTextModel,
     Qwen2ForCausalLM,
     Qwen2Model,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
     UMT5Config,
@@ -203,6 +207,23 @@ def qwen_image():
     )  # fmt: skip
 
 
+def qwen_image21():
+    tokenizer = build_tokenizer(["a red circle", "a blue cross on a green square"], family="qwen3_vl")
+    config = tiny_config("qwen3_vl", tokenizer, tie_embeddings=False, hidden=WIDTH, layers=1)
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        context_in_dim=WIDTH, mlp_ratio=2, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = AutoencoderKLQwenImage21(
+        base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4,
+        latents_std=[1.1] * 4,
+    )  # fmt: skip
+    return QwenImage21Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae, transformer=transformer,
+        text_encoder=Qwen3VLForConditionalGeneration(config), processor=build_processor("qwen3_vl", tokenizer),
+    )  # fmt: skip
+
+
 def qwen_image_edit(kind=QwenImageEditPipeline):
     """Qwen-Image, whose text encoder sees images too."""
     parts = qwen_image().components
@@ -287,6 +308,7 @@ FAMILIES = {
     "hunyuan_video15": hunyuan_video15,
     "cosmos": cosmos,
     "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,
     "qwen_image_edit_plus": qwen_image_edit_plus,
     "z_image": z_image,

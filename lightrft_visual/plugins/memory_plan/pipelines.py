@@ -24,7 +24,8 @@ from .meta import on_meta
 from .shapes import find_shipped
 
 NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker", "guider")
-READ_VALUES = ("HunyuanVideo15Pipeline",)  # whose transformers branch on what is in their masks
+# Transformers that branch on what is in their masks.
+READ_VALUES = ("HunyuanVideo15Pipeline", "QwenImage21Pipeline")
 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
@@ -36,7 +37,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     model = config.model
     with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
         pipeline, saved = _pipeline(config)
-    if pipeline is None or type(pipeline).__name__ in READ_VALUES:
+    if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
     family = adapter(pipeline, model.max_sequence_length or saved)
@@ -93,8 +94,11 @@ def _is_model(name: str, entry: Any) -> bool:
     return isinstance(entry, list) and entry[0] is not None and not name.startswith(NOT_MODELS)
 
 
-def _assemble(index: dict[str, Any]) -> DiffusionPipeline:
-    """The pipeline itself, its models on meta tensors; without tokenizers, which nothing here needs."""
+def _assemble(index: dict[str, Any]) -> DiffusionPipeline | None:
+    """The pipeline itself, its models on meta tensors; without tokenizers, which nothing here needs. None of those of
+    READ_VALUES."""
+    if index["_class_name"] in READ_VALUES:
+        return None
     import diffusers
 
     kind = getattr(diffusers, index["_class_name"])

@@ -41,6 +41,7 @@ CASES = {
     "hunyuan_video15": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "cosmos": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
+    "qwen_image21": ((64, 64, 1), 3.0, (3, 64, 64)),
     "z_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "flux2": ((32, 32, 1), 3.5, (3, 32, 32)),
     "flux2_klein": ((32, 32, 1), 3.0, (3, 32, 32)),
@@ -49,7 +50,12 @@ CASES = {
 }
 
 VIDEOS = ("wan", "wan_i2v", "wan_two_experts", "hunyuan_video15")
-TEXT_LENGTHS = {"hunyuan_video15": 400, "qwen_image_edit": None, "qwen_image_edit_plus": None}  # others: 5
+TEXT_LENGTHS = {
+    "hunyuan_video15": 400,
+    "qwen_image21": None,
+    "qwen_image_edit": None,
+    "qwen_image_edit_plus": None,
+}  # others: 5
 EDITS = ("flux_kontext", "qwen_image_edit", "qwen_image_edit_plus")
 
 
@@ -360,6 +366,32 @@ def test_the_qwen_image_ode_matches_the_stock_pipeline():
     torch.testing.assert_close(pack(ours.latents), theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_the_qwen_image21_ode_matches_the_stock_pipeline_for_each_text_by_itself(tmp_path):
+    prompts, size = ["a red circle", "a blue cross on a green square"], (64, 64)
+    policy = DiffusionPolicy(family_of(build("qwen_image21")))
+    start = torch.randn(2, *policy.latent_shape(*size))
+    conditions = policy.encode_prompts(prompts, "a dog")
+    policy(start, torch.tensor([800.0, 300.0]), conditions, 3.0).square().sum().backward()
+    torch.optim.SGD(policy.trainable_parameters(), lr=0.01).step()
+    batch = DiffusionBatch(conditions, start.shape[1:], 2, 3.0, start)
+    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator())
+    policy.save_pretrained(tmp_path)
+    stock = DiffusionPipeline.from_pretrained(tmp_path)
+    stock.set_progress_bar_config(disable=True)
+    for number, prompt in enumerate(prompts):
+        tokens = start[number : number + 1].flatten(2).transpose(1, 2)
+        theirs = stock(
+            prompt, negative_prompt="a dog", true_cfg_scale=3.0, height=64, width=64, num_inference_steps=4,
+            latents=tokens, output_type="pt",
+        ).images  # fmt: skip
+        with torch.no_grad():
+            mine = policy.decode(ours.latents[number : number + 1]).clamp(0, 1)
+        torch.testing.assert_close(mine, theirs[:, :3], rtol=1e-4, atol=1e-4)
+    red = Image.new("RGB", size, "red")
+    with torch.no_grad():
+        assert policy.decode(policy.encode_images([red], *size)).shape == (1, 3, *size)
+
+
 def test_the_z_image_ode_matches_the_stock_pipeline():
     prompts = ["a red circle", "a blue cross on a green square"]
     policy = DiffusionPolicy(family_of(build("z_image"), 60))
@@ -466,7 +498,7 @@ def test_image_to_video_is_known_before_loading(tmp_path):
         takes_first_frame(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in VIDEOS])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*VIDEOS, "qwen_image21")])
 def test_images_are_encoded_as_they_are_decoded(name):
     policy, (height, width, frames) = policy_of(name), CASES[name][0]
     image = Image.new("RGB", (64, 64), (200, 30, 60))

@@ -247,8 +247,9 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
         assert told.where == HOST and told.bytes > config.sampling.rollout_batch_size * images * tokens * 4
 
 
-def test_a_model_that_branches_on_values_is_not_planned(tmp_path) -> None:
-    tiny_families.FAMILIES["hunyuan_video15"]().save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["hunyuan_video15", "qwen_image21"])
+def test_a_model_that_branches_on_values_is_not_planned(tmp_path, name: str) -> None:
+    tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
     size = ["--height", "32", "--width", "32", "--num_frames", "5"]
     config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
     assert check.plan_of(config, *check.named_device(config.plan)) is None
