@@ -14,7 +14,7 @@ from ...config.vl import RunConfig
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
-from ...runtime.checkpoint.export import as_published
+from ...runtime.checkpoint.export import TRANSPOSED, as_published
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
@@ -228,11 +228,12 @@ class VLLMEngine:
         if self.asleep:
             self.wake()
         kind = self.llm.llm_engine.model_config.hf_config.model_type
-        published = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
+        if kind in TRANSPOSED:
+            named_tensors = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
         if self.ranks is not None:
-            self.ranks.update(published)
+            self.ranks.update(named_tensors)
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": published})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         self.llm.apply_model(_repack)
         self.lacks_weights = False
         self.reset_caches()
