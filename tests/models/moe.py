@@ -10,34 +10,18 @@ import torch
 from stock_families import STOCK
 from tiny_models import perturb
 
-from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.routing import sparse_blocks
 from lightrft_visual.models.tiny.vlm import build_tiny_model
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.models.vlm.families.qwen import QwenVL
 from lightrft_visual.runtime.checkpoint.export import export_hf
 
 KIND = "qwen3_vl_moe"
 
 
-class Moe(QwenVL):
-    packed = (KIND,)
-
-
-@contextmanager
-def moe_family() -> Iterator[None]:
-    """The adapter, as a plug-in brings it."""
-    vlm_families.register("moe", model_types=(KIND,), processors=())(Moe)
-    try:
-        yield
-    finally:
-        vlm_families.remove("moe")
-
-
 def moe_checkpoint(folder: Path) -> Checkpoint:
-    """Inside `moe_family`; 3 of 24 experts, so that some choices hang on rounding. Its vocabulary is an odd one."""
+    """3 of 24 experts, so that some choices hang on rounding. Its vocabulary is an odd one."""
     config, processor, _ = STOCK[KIND]()
     config.text_config.num_experts, config.text_config.num_experts_per_tok = 24, 3
     config.text_config.moe_intermediate_size = 128  # so that no weight of experts is square

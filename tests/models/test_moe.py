@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe import moe_checkpoint, moe_family
+from moe import moe_checkpoint
 from safetensors.torch import load_file
 from tiny_models import actor_of, inputs_of, load, mixed_prompts, perturb, rollouts_of
 
@@ -28,8 +28,7 @@ ON_EXPERTS = ModelConfig(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    with moe_family():
-        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+    return moe_checkpoint(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")

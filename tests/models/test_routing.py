@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_rig import Rig
-from moe import moe_checkpoint, moe_family, rounded_routers
+from moe import moe_checkpoint, rounded_routers
 from tiny_models import actor_of, checkpoint_of, load, mixed_prompts
 
 from lightrft_visual.errors import ConfigError
@@ -22,8 +22,7 @@ RULE = ScoringRule()
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    with moe_family():
-        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+    return moe_checkpoint(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")

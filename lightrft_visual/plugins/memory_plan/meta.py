@@ -16,6 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ...models.routing import count_experts
 
 T = torch.Tensor
 
@@ -83,6 +87,26 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = own
+
+
+def through_active_experts(model: PreTrainedModel) -> None:
+    """Let the experts of a model on meta tensors hold what they do: each token goes through k of them, whichever.
+
+    Kernels that group tokens by expert do not run on meta tensors of every type. A dense model is left as it is.
+    """
+    if count_experts(model.config) and model._can_set_experts_implementation():
+        ALL_EXPERTS_FUNCTIONS["active"] = _active_experts
+        model.set_experts_implementation("active")
+
+
+def _active_experts(self: Any, hidden: T, chosen: T, weights: T) -> T:
+    """hidden (tokens, H), chosen and weights (tokens, k)."""
+    first, last = ((getattr(self, name)[0]) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"))
+    first, last = (first, last) if self.is_transposed else (first.t(), last.t())
+    inner = hidden.repeat_interleave(chosen.shape[1], dim=0) @ first
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    found = (inner @ last) * weights.reshape(-1, 1)
+    return found.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -25,7 +25,7 @@ from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
 from ...runtime.files import cache_root
-from .meta import Held, held_bytes, on_meta
+from .meta import Held, held_bytes, on_meta, through_active_experts
 from .zero import FP32, Model
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class VLShape:
         if model.gradient_checkpointing:
             transformer.gradient_checkpointing_enable({"use_reentrant": False})
         freeze(transformer, model.freeze_prefix)
+        through_active_experts(transformer)
         return transformer
 
     @cached_property

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import Rig, environment_restored
-from moe import moe_checkpoint, moe_family
+from moe import moe_checkpoint
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
@@ -23,8 +23,7 @@ PLAIN = SamplingSettings(n=2, max_new_tokens=6)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    with moe_family():
-        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+    return moe_checkpoint(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")

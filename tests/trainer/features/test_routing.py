@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe import moe_checkpoint, moe_family, rounded_routers
+from moe import moe_checkpoint, rounded_routers
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.algorithms.kl import FixedKLController
@@ -27,8 +27,7 @@ from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    with moe_family():
-        yield moe_checkpoint(tmp_path_factory.mktemp("moe"))
+    return moe_checkpoint(tmp_path_factory.mktemp("moe"))
 
 
 class PlainEngine:
