@@ -210,7 +210,7 @@ class Perception(LossTerm):
 
 class Balance(LossTerm):
     """router_aux_loss_coef times the load-balancing loss of Switch Transformer (arXiv 2101.03961), as in transformers;
-    1 where all experts are used alike. That of a micro-batch counts by its share of the tokens."""
+    k where all experts are used alike. That of a micro-batch counts by its share of the tokens."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.coefficient = config.router_aux_loss_coef

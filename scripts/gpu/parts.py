@@ -199,6 +199,30 @@ def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more
         yield f"{family}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
 
 
+def routing(folder: Path, size: str) -> Rows:
+    """A tiny mixture of experts: log-probs with and without the experts that vLLM chose, on a host engine hf."""
+    from deepspeed.accelerator import get_accelerator
+
+    on_cpu = get_accelerator().device_name() == "cpu"
+    (folder / "models").mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if on_cpu else "1"  # the one that tells its experts
+    model = shapes.mixture_of_experts(folder / "models" / "tiny_moe")
+    questions = shapes.questions(folder / "small_questions", 8, 56)
+    for mode in ("off", "rollout"):
+        engine = "hf" if on_cpu else "vllm --engine_mem_util 0.2"
+        flags = (
+            f"{SEEING} --pretrain {model} --prompt_data {questions} {'--bf16 true' if size == 'real' else ''} "
+            f"--rollout_batch_size 4 --max_steps 2 --train_batch_size 32 --generate_max_len 32 --prompt_max_len 256 "
+            f"--engine_type {engine} --routing_replay {mode} --reward_fn {folder / 'reward.py'}:score {EAGER}"
+        )
+        run = Run("train_grpo_vl.py", folder / f"routing_{mode}", flags)
+        mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
+        yield f"{mode}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+        if mode == "rollout":
+            yield f"{mode}: routed_otherwise", f"{run.median('routed_otherwise', 0):.4f}"
+
+
 def grpo(folder: Path, size: str) -> Rows:
     """All weights trained, the optimizer on the host."""
     run = seeing(folder, size, "grpo", "--adam_offload true --engine_mem_util 0.25")
@@ -321,7 +345,8 @@ PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
     "zero_3": (zero_3, 100),
     "resume": (resume, 150),
 }
-BY_NAME = {"engines_sglang": (engines_sglang, 280)}  # parts that run only where they are asked for
+# Parts that run only where they are asked for.
+BY_NAME: Parts = {"engines_sglang": (engines_sglang, 280), "routing": (routing, 120)}
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 
 

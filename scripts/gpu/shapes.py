@@ -86,6 +86,28 @@ def vision_language(folder: Path, size: str, shape: Callable[..., Any] = qwen_3b
     return folder
 
 
+def mixture_of_experts(folder: Path) -> Path:
+    """A tiny Qwen3-VL-MoE, 4 of 32 experts a token."""
+    from transformers import Qwen3VLMoeConfig
+
+    from lightrft_visual.models.tiny.vlm import build_processor, build_tiny_model, build_tokenizer, tiny_config
+    from lightrft_visual.runtime.checkpoint.export import export_hf
+
+    if (folder / "config.json").is_file():
+        return folder
+    tokenizer = build_tokenizer(TEXTS)
+    small = tiny_config("qwen3_vl", tokenizer, tie_embeddings=False).to_dict()
+    text = small["text_config"] | {
+        "model_type": "qwen3_vl_moe_text", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }  # fmt: skip
+    vision = small["vision_config"] | {"model_type": "qwen3_vl_moe_vision"}
+    ids = {name: value for name, value in small.items() if name.endswith("_token_id")}
+    torch.manual_seed(0)
+    model = build_tiny_model(Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids))
+    return export_hf(model, build_processor("qwen3_vl", tokenizer), folder)
+
+
 @contextlib.contextmanager
 def _on_the_card() -> Iterator[None]:
     """Draw random weights on the device (on the host it takes a minute and more) and leave its memory free."""

@@ -53,6 +53,15 @@ def test_the_larger_language_model_has_seven_billion_parameters_and_its_tower():
     assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(8.29, abs=0.05)
 
 
+def test_the_mixture_of_experts_is_one_with_fused_experts_as_published(tmp_path):
+    from safetensors.torch import load_file
+
+    (file,) = shapes.mixture_of_experts(tmp_path / "moe").glob("*.safetensors")
+    saved = load_file(file)
+    assert saved["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (32, 128, 128)
+    assert saved["model.language_model.layers.1.mlp.experts.down_proj"].shape == (32, 64, 128)
+
+
 def test_all_parts_together_take_at_most_25_minutes_and_those_of_a_node_20():
     assert sum(parts.LIMITS[name] for name in parts.PARTS) <= 25 * 60
     assert sum(limit for _, limit in node.PARTS.values()) <= 20 * 60
