@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import actor_of, inputs_of, load, mixed_prompts, perturb, rollouts_of
 
 from lightrft_visual.algorithms.loss_terms import Balance, LossDenominators
-from lightrft_visual.config.vl import ModelConfig
+from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import add_lora
@@ -53,7 +53,7 @@ def test_the_balance_is_transformers_own_auxiliary_loss(checkpoint, inputs):
 
 
 def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(checkpoint, inputs):
-    actor, term = actor_of(checkpoint), Balance(0.5)
+    actor, term = actor_of(checkpoint), Balance(AlgorithmConfig(router_aux_loss_coef=0.5))
     with pytest.raises(ValueError, match="needs a mixture of experts"):
         term.forward(lambda each: actor(each, RULE), inputs, 0)
     actor.backbone.routers.use("off", balances=True)
