@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import nn
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from ..errors import RolloutError
 from ..runtime.checkpoint.manifest import is_adapted, plain_name
@@ -26,6 +27,7 @@ from ..runtime.deepspeed import TrainEngine
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
 
 T = torch.Tensor
 
@@ -70,7 +72,22 @@ def engine_weights(engine: Any, actor: TrainEngine) -> Iterator[tuple[str, T]]:
     """What the rollout engine takes of the actor's weights: all, or LoRA's adapters alone."""
     if getattr(engine, "adapters_alone", False):
         return adapter_weights(actor)
+    if getattr(engine, "file_names", False):
+        whole = itertools.chain(named_weights(actor), _kept_buffers(actor.module.model))
+        return _as_in_files(actor.module.transformer, whole)
     return named_weights(actor)
+
+
+def _as_in_files(model: PreTrainedModel, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """By the names, and in the parts, that the files had which transformers loaded: what engines know.
+
+    transformers renames modules of older checkpoints, and holds the experts of a layer in one tensor. Where it takes
+    several tensors to make one of a file's, names stay as they are."""
+    changes = getattr(model, "_weight_conversions", None) or []
+    if any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in changes):
+        changes = []
+    for name, tensor in weights:
+        yield from revert_weight_conversion(model, {name: tensor}).items() if changes else [(name, tensor)]
 
 
 def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import torch
 import transformers.models.smolvlm.processing_smolvlm as smolvlm
+from safetensors.torch import load_file, save_file
 from tiny_models import perturb, picture
 from transformers import (
     CLIPImageProcessor,
+    CLIPVisionModel,
     Gemma3Config,
     Gemma3ImageProcessor,
     Gemma3Processor,
@@ -60,6 +63,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3VLMoeConfig,
+    SiglipVisionModel,
     SmolVLMConfig,
     SmolVLMImageProcessor,
     SmolVLMProcessor,
@@ -133,7 +137,7 @@ def _qwen3_vl_moe():
     own = {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = _text(
         tokenizer, rope_parameters=_MROPE | {"mrope_interleaved": True}, moe_intermediate_size=32, num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
     shared = _qwen_shared(tokenizer.convert_tokens_to_ids, False)
     config = Qwen3VLMoeConfig(text_config=text, vision_config=_TOWER | own, **shared)
@@ -160,6 +164,7 @@ def _qwen3_5():
 def _gemma3():
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     tokenizer = _plain_tokenizer("<start_of_image>", **named)
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])  # vLLM joins those around images
     ids = {f"{name}_index": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     text = _text(
         tokenizer, query_pre_attn_scalar=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
@@ -250,7 +255,9 @@ def _gemma4():
         hidden_size_per_layer_input=16, vocab_size_per_layer_input=len(tokenizer) + 3, final_logit_softcapping=3.0,
         use_bidirectional_attention="vision",
     )  # fmt: skip
-    vision = _vision("gemma4_vision", 0, 16) | {"head_dim": 32, "num_key_value_heads": 2, "position_embedding_size": 64}
+    vision = _vision("gemma4_vision", 0, 16) | {
+        "head_dim": 32, "num_key_value_heads": 2, "position_embedding_size": 64, "default_output_length": 70,
+    }  # fmt: skip
     vision.pop("image_size")
     ids = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",
            "video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>",
@@ -276,8 +283,9 @@ def _glm(kind: str):
     tokenizer.chat_template = IMAGE_TEMPLATE.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>")
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    text = _text(tokenizer, rope_parameters=rope) | (experts if kind == "glm4v_moe" else {})
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+               "use_qk_norm": False}  # fmt: skip
+    text = _text(tokenizer, rope_parameters=rope, attention_bias=True) | (experts if kind == "glm4v_moe" else {})
     vision = _TOWER | {"out_hidden_size": 64, "image_size": 56, "patch_size": 14}
     config_class, processor_class, images, videos = _GLM[kind]
     if kind == "glm46v":
@@ -440,6 +448,8 @@ def stock_checkpoint(folder: Path, model_type: str, **text) -> Checkpoint:
     """The same as a folder, opened as a run opens one."""
     built = stock(model_type, **text)
     built.model.save_pretrained(folder)
+    if isinstance(getattr(built.model.model, "vision_tower", None), (CLIPVisionModel, SiglipVisionModel)):
+        _rename(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
     built.tokenizer.save_pretrained(folder)
     built.processor.save_pretrained(folder)
     return open_checkpoint(str(folder), ModelConfig(), DataConfig())
@@ -460,3 +470,9 @@ def stock_prompts(checkpoint: Checkpoint) -> PromptBatch:
     images = [picture(0, 90, 60), picture(1, 40, 130), picture(2, 64, 64)]
     texts = ["what is 1 plus 2?", f"{image}\nwhich shape is it?", f"first {image}\nsecond {image}\nhow many?"]
     return PromptBatch.of(texts, [[], images[:1], images[1:]])
+
+
+def _rename(file: Path, start: str, other: str) -> None:
+    """As checkpoints of the hub name these weights, which were saved before transformers' own names changed."""
+    weights = {re.sub(rf"(^|\.){re.escape(start)}", rf"\1{other}", name): each for name, each in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})

@@ -38,6 +38,7 @@ class SGLangEngine:
     """
 
     shares_weights = False
+    file_names = True
     streams = True
 
     def __init__(self, settings: SGLangSettings, tokenizer: Any):

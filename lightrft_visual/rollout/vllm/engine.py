@@ -44,6 +44,7 @@ class VLLMEngine:
     """
 
     shares_weights = False
+    file_names = True
     streams = True
     ranks: RanksWeights | None = None  # where vLLM has started ranks of its own
 

@@ -101,8 +101,9 @@ class RemoteEngine:
         ahead: bool = False,
         partial: PartialRollouts | None = None,
         reads_patches: bool = True,
+        file_names: bool = False,
     ) -> None:
-        self.partial, self.reads_patches = partial, reads_patches
+        self.partial, self.reads_patches, self.file_names = partial, reads_patches, file_names
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
         self.waited = 0.0
@@ -117,7 +118,8 @@ class RemoteEngine:
         ahead = config.asynchronous.ahead
         workers = Workers(config, spec, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0
-        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches)
+        files = not entry.adapters_alone  # else the workers' models are transformers' own
+        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches, files)
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
