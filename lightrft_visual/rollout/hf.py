@@ -25,6 +25,7 @@ from ..models.vlm.actor import Actor
 from ..runtime import collectives
 from ..runtime.deepspeed import TrainEngine
 from ..runtime.seeding import derive_seed
+from ..runtime.zero3_loading import reading_across
 from .engine import Finished, diverged
 from .weight_sync import take_over
 
@@ -125,7 +126,8 @@ class TransformersEngine:
         actor, training = self.actor, self.actor.training
         actor.eval()
         try:
-            yield
+            with reading_across(actor):
+                yield
         finally:
             actor.train(training)
 

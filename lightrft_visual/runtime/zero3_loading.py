@@ -36,6 +36,20 @@ def loading_divided(settings: dict[str, Any]) -> Iterator[None]:
         del known_to_transformers
 
 
+@contextmanager
+def reading_across(model: nn.Module) -> Iterator[None]:
+    """Modules may read divided weights of others, as towers read their table of positions and tied heads the
+    embeddings: DeepSpeed gathers those only in a forward of its engine, and here in any other one too."""
+    held = [module._parameters for module in model.modules() if hasattr(module._parameters, "_in_forward")]
+    for each in held:
+        each._in_forward = True
+    try:
+        yield
+    finally:
+        for each in held:
+            each._in_forward = False
+
+
 def divide(parameters: Iterable[nn.Parameter], settings: dict[str, Any]) -> None:
     """Leave each rank its part of the parameters that still are whole, one after the other, with the values of rank 0.
 

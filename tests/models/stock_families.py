@@ -474,5 +474,7 @@ def stock_prompts(checkpoint: Checkpoint) -> PromptBatch:
 
 def _rename(file: Path, start: str, other: str) -> None:
     """As checkpoints of the hub name these weights, which were saved before transformers' own names changed."""
-    weights = {re.sub(rf"(^|\.){re.escape(start)}", rf"\1{other}", name): each for name, each in load_file(file).items()}
+    weights = {
+        re.sub(rf"(^|\.){re.escape(start)}", rf"\1{other}", name): each for name, each in load_file(file).items()
+    }
     save_file(weights, file, metadata={"format": "pt"})

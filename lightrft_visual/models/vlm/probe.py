@@ -33,6 +33,7 @@ from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
 from ...runtime.files import cache_root, parse_record, to_json, write_atomic
+from ...runtime.zero3_loading import reading_across
 from ..loading import Checkpoint
 from .actor import Actor
 from .families import VLMFamily, family_of_processor
@@ -167,10 +168,11 @@ def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
     actor.eval()
     try:
         samples += made_up_samples(checkpoint, _length(actor.backbone.config, longest))
-        own = _Own.of(actor, samples)
-        failed = "its forward fails"
-        with base.register_forward_pre_hook(lambda *call: passed.update(call[-1]), with_kwargs=True):
-            finding = compare(actor, samples, own)
+        with reading_across(actor):
+            own = _Own.of(actor, samples)
+            failed = "its forward fails"
+            with base.register_forward_pre_hook(lambda *call: passed.update(call[-1]), with_kwargs=True):
+                finding = compare(actor, samples, own)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # what a forward raises that lacks an input, or is given a wrong one, is of any kind

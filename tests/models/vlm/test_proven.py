@@ -11,11 +11,11 @@ import torch
 from engine_rig import Rig
 from equality import assert_same, loss_and_gradients
 from stock_families import STOCK, TABLE, claimed, stock_checkpoint, stock_prompts
-from tiny_models import perturb
+from tiny_models import VIDEO, clip, perturb
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import SamplingSettings, ScoringRule
+from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings, ScoringRule
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint, add_lora, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm import probe
@@ -94,6 +94,13 @@ def test_what_is_not_claimed_to_pack_is_refused(opened, name):
         actor_of(opened(name))(probe._packed(samples), RULE)
 
 
+def test_images_that_are_merged_one_by_one_are_refused_on_divided_weights(opened):
+    model = load_transformer(opened("minicpmv4_6").path, ModelConfig(), torch.float32)
+    next(model.base_model.parameters()).ds_id = 0  # as DeepSpeed marks them
+    with pytest.raises(ConfigError, match="zero_stage 3: MiniCPM-V merges images one by one"):
+        Actor(model, [], [])
+
+
 @pytest.mark.parametrize("window", [5, 30])
 @pytest.mark.parametrize("name", ["mistral3", "vipllava"])
 def test_windows_of_attention_hold_in_packed_samples(tmp_path, name, window):
@@ -154,3 +161,17 @@ def test_engine_hf_samples_from_what_the_trainer_scores(opened, name):
     checkpoint, actor = opened(name), actor_of(opened(name))
     rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
     assert rig.difference(stock_prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", claimed("video"))
+def test_engine_hf_samples_from_what_the_trainer_scores_after_videos(opened, name):
+    checkpoint, actor = opened(name), actor_of(opened(name))
+    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    prompts = PromptBatch.of(
+        [f"{VIDEO} how many?", f"{VIDEO} or {VIDEO}"], None, [[clip(0)], [clip(1, 8, 1.0), clip(2)]]
+    )
+    assert rig.difference(prompts, SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+
+
+def test_videos_that_are_not_claimed_are_refused(opened):
+    assert {name for name in TABLE if "video" in opened(name).family.kinds} == {*claimed("video")}

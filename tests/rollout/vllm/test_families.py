@@ -14,6 +14,7 @@ from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
+
 @pytest.mark.parametrize("name", sorted({*claimed("vllm")} - {*VISION_FAMILIES}))
 def test_parity_as_loaded_and_after_a_sync(tmp_path, name):
     checkpoint = stock_checkpoint(tmp_path, name)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch import nn
+
+from ....errors import ConfigError
 from ....experience.types import ModelInputs
 from .base import T
 from .unregistered import Unregistered
@@ -15,6 +19,14 @@ class MiniCPM(Unregistered):
 
     tensors = ("pixel_values", "target_sizes")
     packed = ()
+
+    def attach(self, base: nn.Module) -> None:
+        """Raise ConfigError for divided weights: the merger runs once an image, and ranks would wait for each other."""
+        if is_zero_param(next(base.parameters())):
+            raise ConfigError(
+                "zero_stage 3: MiniCPM-V merges images one by one, and ranks with different numbers of them would wait "
+                "for each other; use zero_stage 2"
+            )
 
     @classmethod
     def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:

@@ -1,0 +1,47 @@
+"""Run by two ranks that divide the weights: a family agrees with its own class, before and after a step in which
+one rank has text alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from launched import leave
+
+from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
+from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.vlm import probe
+from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["LIGHTRFT_CACHE"] = str(Path(folder, "cache"))
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    strategy.setup_distributed()
+    path = str(Path(folder, "model"))
+    checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
+    with strategy.loading():
+        transformer = load_transformer(path, ModelConfig(), strategy.dtype)
+    actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
+    train = strategy.prepare(actor, OptimizerSettings(1e-3, total_steps=4))
+    samples = probe.made_up_samples(checkpoint, 0)
+    found = [probe._tried(train.module, checkpoint, 0).difference]
+    own = samples[:1] if collectives.is_rank_0() else samples[1:]
+    output = train(probe._padded(own), ScoringRule())
+    train.accumulate(-output.log_probs.sum() / 100, last=True)
+    assert train.step().applied
+    found.append(probe._tried(train.module, checkpoint, 0).difference)
+    Path(folder, f"{collectives.rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    leave()
+    os._exit(0)  # after gated delta nets the end of the interpreter waits for ever
