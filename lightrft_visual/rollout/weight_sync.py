@@ -21,6 +21,7 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from ..errors import RolloutError
+from ..runtime.checkpoint.export import TRANSPOSED
 from ..runtime.checkpoint.manifest import is_adapted, plain_name
 from ..runtime.deepspeed import TrainEngine
 
@@ -82,9 +83,11 @@ def _as_in_files(model: PreTrainedModel, weights: Iterable[tuple[str, T]]) -> It
     """By the names, and in the parts, that the files had which transformers loaded: what engines know.
 
     transformers renames modules of older checkpoints, and holds the experts of a layer in one tensor. Where it takes
-    several tensors to make one of a file's, names stay as they are."""
+    several tensors to make one of a file's, or the engine turns them itself, names stay as they are."""
     changes = getattr(model, "_weight_conversions", None) or []
     if any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in changes):
+        changes = []
+    if model.config.model_type in TRANSPOSED:
         changes = []
     for name, tensor in weights:
         yield from revert_weight_conversion(model, {name: tensor}).items() if changes else [(name, tensor)]
