@@ -137,7 +137,7 @@ def _qwen3_vl_moe():
     own = {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = _text(
         tokenizer, rope_parameters=_MROPE | {"mrope_interleaved": True}, moe_intermediate_size=48, num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
     shared = _qwen_shared(tokenizer.convert_tokens_to_ids, False)
     config = Qwen3VLMoeConfig(text_config=text, vision_config=_TOWER | own, **shared)
