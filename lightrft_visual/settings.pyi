@@ -514,8 +514,8 @@ class DiffusionSettings(TypedDict, total=False):
     """of the text encoder; only for a .json file of parts."""
     family: str
     """auto | sd3 | flux | flux_kontext | flux2_klein | flux2 | wan | wan_i2v | hunyuan_video15 | z_image |
-    qwen_image | qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15; checked against the
-    pipeline's class; auto takes what the pipeline is. Default: 'auto'."""
+    qwen_image | qwen_image21 | qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15; checked
+    against the pipeline's class; auto takes what the pipeline is. Default: 'auto'."""
     bf16: bool
     """model. Default: False."""
     lora_rank: int

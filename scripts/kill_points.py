@@ -3,6 +3,7 @@
 
     python scripts/kill_points.py                  21 places of GRPO, 24 with episodes, 21 of Flow-GRPO; a table each
     python scripts/kill_points.py --only flow_grpo --out /tmp/kills
+    python scripts/kill_points.py --signal TERM    the run is asked to end there, and saves; also INT and HUP
 
 At each place one rank dies, or the other, or both in turns; what only rank 0 does kills rank 0. The ranks that are left
 must end by themselves. The run is resumed, makes a step, and is killed at the next place. In the end its metrics,
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,9 +61,11 @@ def go_through(kind: str, runs: KilledRuns, places: dict[str, Place], folder: Pa
         began = time.monotonic()
         try:
             runs.run(cut, place, dying)
-            expected, done = done + gain(place), last_checkpoint(cut)
-            told = str(done) if expected == done else f"{done} instead of {expected}"
-            resumable += expected == done
+            # A run that is asked to end gives its step up, or finishes it.
+            expected = (done + gain(place),) if runs.number == signal.SIGKILL else (done + 1, done + 2)
+            done = last_checkpoint(cut)
+            told = str(done) if done in expected else f"{done} instead of {' or '.join(map(str, expected))}"
+            resumable += done in expected
         except AssertionError as error:
             told = f"failed: {' '.join(str(error).split())[-600:]}"
             done = last_checkpoint(cut)
@@ -80,6 +84,7 @@ def main() -> None:
     """Read the command line and go through both kinds of run, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("grpo", "episodes", "flow_grpo"))
+    parser.add_argument("--signal", choices=("KILL", "TERM", "INT", "HUP"), default="KILL")
     parser.add_argument("--out", type=Path, default=None, help="where runs and logs are kept")
     arguments = parser.parse_args()
     out = arguments.out or Path(tempfile.mkdtemp(prefix="kill_points_"))
@@ -93,8 +98,9 @@ def main() -> None:
         if arguments.only in (None, kind):
             folder = out / kind
             given = given_flags(out / "given") if draws else []
-            steps = sum(map(gain, places.values())) + 2
-            runs = KilledRuns(processes, draws, [*flags, *given], steps, cache, ranks=2)
+            number = signal.Signals[f"SIG{arguments.signal}"]
+            steps = (sum(map(gain, places.values())) if number == signal.SIGKILL else 2 * len(places)) + 2
+            runs = KilledRuns(processes, draws, [*flags, *given], steps, cache, ranks=2, number=number)
             good &= go_through(kind, runs, places, folder)
     sys.exit(0 if good else 1)
 

@@ -6,6 +6,7 @@ The ranks of a run are children of a server that has imported everything: most o
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 @dataclass
 class KilledRuns:
-    """Starts runs without the launcher: of the kind that `draws` says, with these flags, on `ranks` ranks."""
+    """Starts runs without the launcher: of the kind that `draws` says, with these flags, on `ranks` ranks.
+
+    number: of the signal; those but SIGKILL ask a run to save and to end.
+    """
 
     processes: multiprocessing.context.BaseContext
     draws: bool
@@ -49,6 +53,7 @@ class KilledRuns:
     steps: int
     cache: Path
     ranks: int = 1
+    number: int = signal.SIGKILL
 
     def run(self, folder: Path, place: Place | None = None, dying: tuple[int, ...] = (0,)) -> None:
         """One run, which goes on where the folder's run ended; it dies on these ranks, and then ends on all.
@@ -68,7 +73,7 @@ class KilledRuns:
             known = environment(self.cache) | {name: str(value) for name, value in world.items()}
             known |= {"LOCAL_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             here = place if rank in dying else None
-            arguments = (self.draws, here, [*self.flags, *own.split()], known, str(log))
+            arguments = (self.draws, here, [*self.flags, *own.split()], known, str(log), self.number)
             started.append(self.processes.Process(target=killed_run.main, args=arguments))
             started[-1].start()
         for _ in polls(LIMIT):
@@ -82,6 +87,8 @@ class KilledRuns:
         for rank, code in enumerate(codes):
             if place is None:
                 assert code == 0, f"rank {rank} ended with {code}: {told}"
+            elif self.number != signal.SIGKILL:
+                assert code in (0, 130, 143), f"rank {rank} ended with {code}: {told}"
             elif rank in dying:
                 # Of several, one may see that another has died before it comes there itself.
                 assert code == -9 or (code and -9 in codes), f"rank {rank} ended with {code} instead of dying: {told}"

@@ -94,8 +94,8 @@ DRAWING_TWO = {
 }
 
 
-def kill_at(place: Place) -> None:
-    """Replace the function of the place by one that ends this process in its second step."""
+def kill_at(place: Place, number: int = signal.SIGKILL) -> None:
+    """Replace the function of the place by one that sends this process a signal in its second step."""
     steps = calls = 0
 
     def began() -> None:
@@ -106,7 +106,7 @@ def kill_at(place: Place) -> None:
         nonlocal calls
         calls += steps == 2
         if calls == place.call:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     around(STEP, "before", began)
     around(place.target, place.moment, reached)
@@ -133,10 +133,12 @@ def around(target: str, moment: str, action: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def main(draws: bool, place: Place | None, arguments: list[str], environment: dict[str, str], log: str) -> None:
+def main(
+    draws: bool, place: Place | None, arguments: list[str], environment: dict[str, str], log: str, number: int
+) -> None:
     """One run in this process, its output into the file `log`; the process ends here.
 
-    draws: a diffusion run with no preset. place: where to die, or none.
+    draws: a diffusion run with no preset. place: where to be signalled, or none. number: of the signal.
     """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -145,7 +147,7 @@ def main(draws: bool, place: Place | None, arguments: list[str], environment: di
     sys.argv = ["killed_run.py", *arguments]
     config = config_or_exit(DiffusionRunConfig, preset=None) if draws else config_or_exit(RunConfig)
     if place is not None:
-        kill_at(place)
+        kill_at(place, number)
     (run_diffusion if draws else run_vl)(config)
     sys.stdout.flush()
     os._exit(0)

@@ -14,6 +14,7 @@ from waiting import finished
 from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
+from lightrft_visual.rewards.functions.judge import TEMPLATE
 from lightrft_visual.rewards.registry import scorer_names
 from lightrft_visual.rewards.remote.client import decode_reply, decode_request
 from lightrft_visual.rewards.settings import check_reward_config
@@ -88,7 +89,10 @@ def test_json_of_the_docs():
 
 
 def test_yaml_of_the_docs():
-    recipes = [yaml.safe_load(block) for block in blocks("yaml")]
+    given = [yaml.safe_load(block) for block in blocks("yaml")]
+    templates = [each for each in given if "question" in each]
+    assert len(templates) == 1 and set(templates[0]) <= set(TEMPLATE)
+    recipes = [each for each in given if each not in templates]
     assert recipes
     for recipe in recipes:
         assert parse_recipe(recipe).components()

@@ -139,7 +139,7 @@ def test_vllm_replies_as_transformers_does(folder):
     batch = batch_from_media(["a cat", "two red circles on a table", "a dog"], [*IMAGES, IMAGES[0]])
     found = []
     for engine in ("hf", "vllm"):
-        judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=4, engine=engine, max_length=1024)
+        judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2, engine=engine, max_length=1024)
         found.append([text for text, _ in judge._replies([judge.asked(batch, i) for i in range(3)], "cpu")])
         judge.close()
     assert found[0] == found[1]

@@ -20,6 +20,13 @@ from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSett
 DEVICE = get_accelerator().device_name()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet():
+    """What other tests of this process compiled, or left on the stack of modes, would count here."""
+    assert torch._C._len_torch_function_stack() == 0
+    torch._dynamo.reset()
+
+
 def policy(backend=None, layers=2):
     torch.manual_seed(0)
     family = family_of(build_pipeline(TinyDiffusionSettings(layers=layers)), TEXT_LENGTH)

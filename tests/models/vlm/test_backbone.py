@@ -30,12 +30,12 @@ from transformers import (
 )
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
-from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.errors import DataError
 from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings, ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.tiny.vlm import CHAT_TEMPLATE, QWEN_FAMILIES, VISION_FAMILIES, build_tokenizer
-from lightrft_visual.models.vlm.actor import Backbone, Critic
+from lightrft_visual.models.vlm.actor import Critic
 from lightrft_visual.rollout.hf import TransformersEngine, prompt_inputs
 
 
@@ -199,14 +199,6 @@ def test_images_of_another_model_that_do_not_match_are_an_error(llava):
     broken[row, column] = 5
     with pytest.raises(DataError, match="sample 101 has 3 image tokens, its images have 4 features"):
         scored(actor_of(llava), replace(inputs, sequences=broken))
-
-
-def test_packing_is_refused_where_it_is_not_proven(llava):
-    with pytest.raises(ConfigError, match="packing_samples is not proven for model type 'llava'"):
-        llava.family.require_packing()
-    packed = inputs_of(llava, rollouts_of(llava, llava_prompts()), packed=True)
-    with pytest.raises(ConfigError, match="packing_samples is not proven"):
-        Backbone(load(llava.path, True)).hidden_states(packed)
 
 
 def test_banned_tokens_are_the_vision_tokens_and_the_rows_without_text(root, llava):

@@ -18,7 +18,8 @@ class ToldLLM:
     def __init__(self):
         self.told = []
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
-        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
+        config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None, model_config=config)
 
     def sleep(self, level):
         self.told.append(f"sleep {level}")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
-from transformers import LlavaConfig, Qwen2Config
+from transformers import Gemma3Config, Qwen2Config
 
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
@@ -30,7 +30,7 @@ from lightrft_visual.trainer.vl.build import (
     _teacher,
 )
 
-PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, LlavaConfig))
+PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, Gemma3Config))
 
 
 def resolved(checkpoint, wanted: bool | None = None, attention: str = "auto", samples: int = 4) -> bool:
@@ -52,12 +52,12 @@ def test_elsewhere_one_line_says_that_they_are_not(caplog):
         assert resolved(UNPROVEN) is resolved(PROVEN, attention="eager") is False
         assert resolved(UNPROVEN, samples=1) is resolved(UNPROVEN, wanted=False) is False
     first, second = (record.getMessage() for record in caplog.records)
-    assert "share_prefix is off: it is not proven for model type 'llava'" in first
+    assert "share_prefix is off: it is not proven for model type 'gemma3'" in first
     assert "share_prefix is off: attn_implementation eager does not take segments" in second
 
 
 def test_it_is_an_error_where_it_is_asked_for():
-    with pytest.raises(ConfigError, match="share_prefix: it is not proven for model type 'llava'; leave it out"):
+    with pytest.raises(ConfigError, match="share_prefix: it is not proven for model type 'gemma3'; leave it out"):
         resolved(UNPROVEN, wanted=True)
     with pytest.raises(ConfigError, match="flash_attention_2 does not take segments"):
         resolved(PROVEN, wanted=True, attention="flash_attention_2")
@@ -168,7 +168,7 @@ def test_a_teacher_of_another_type_computes_each_prompt_anew(tmp_path):
     inputs = inputs_of(student, rollouts_of(student, text_prompts()))
     alone, shared = (teacher_for(student, other, share_prefix=each)(inputs, ScoringRule()) for each in (None, True))
     assert torch.equal(alone, shared) and (alone[inputs.action_mask] < 0).all()
-    assert family_of(Qwen2Config()).able_to_share(True, "auto") and not family_of(LlavaConfig()).able_to_share(
+    assert family_of(Qwen2Config()).able_to_share(True, "auto") and not family_of(Gemma3Config()).able_to_share(
         True, "auto"
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from .base import T, VLMFamily
 from .unregistered import Unregistered
 
 
@@ -9,3 +12,7 @@ class Llava(Unregistered):
     """As `Unregistered` has it, whose texts it may be around."""
 
     packed = ("llava",)
+
+    def feature_count(self, sample: Mapping[str, T]) -> int | None:
+        """Known where all images have one size."""
+        return None if "image_sizes" in sample else VLMFamily.feature_count(self, sample)
