@@ -195,8 +195,12 @@ def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more
             f"--reward_fn {folder / 'reward.py'}:score {'' if family == 'qwen2_5_vl' else EAGER}"
         )
         run = Run("train_grpo_vl.py", folder / f"{engine}_{family}", flags)
-        mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
-        yield f"{family}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+        yield _agreement(family, run)
+
+
+def _agreement(name: str, run: Run) -> tuple[str, str]:
+    mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
+    return f"{name}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
 
 
 def routing(folder: Path, size: str) -> Rows:
@@ -217,8 +221,7 @@ def routing(folder: Path, size: str) -> Rows:
             f"--engine_type {engine} --routing_replay {mode} --reward_fn {folder / 'reward.py'}:score {EAGER}"
         )
         run = Run("train_grpo_vl.py", folder / f"routing_{mode}", flags)
-        mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
-        yield f"{mode}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+        yield _agreement(mode, run)
         if mode == "rollout":
             yield f"{mode}: routed_otherwise", f"{run.median('routed_otherwise', 0):.4f}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,6 +25,25 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 ROUND = "qwen2_vl"  # its vocabulary is a multiple of 64; vLLM pads that of all others
 ALL_KINDS = [f"{family}{tied}" for family in (*VISION_FAMILIES, "qwen2") for tied in ("", "+tied")]
+
+
+class PlainEngine:
+    """An actor with ordinary backward passes in the place of DeepSpeed."""
+
+    stepped = False
+
+    def __init__(self, actor):
+        self.module = actor
+
+    def __call__(self, *arguments, **named):
+        return self.module(*arguments, **named)
+
+    def accumulate(self, loss, last, told=None):
+        loss.backward()
+
+    def step(self):
+        self.stepped = True
+        return SimpleNamespace(applied=True)
 
 
 def picture(seed: int, width: int = 56, height: int = 56) -> Image.Image:

@@ -13,15 +13,16 @@ from launched import leave
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
-from lightrft_visual.models.loading import load_transformer, open_checkpoint
+from lightrft_visual.models.loading import Checkpoint, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families.unregistered import Unregistered
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
 
 
-def main(folder: str) -> None:
+def divided(folder: str, learning_rate: float) -> tuple[Checkpoint, TrainEngine]:
+    """The model of the folder, with its weights divided over the ranks."""
     torch.set_num_threads(1)
     os.environ["LIGHTRFT_CACHE"] = str(Path(folder, "cache"))
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
@@ -31,7 +32,11 @@ def main(folder: str) -> None:
     with strategy.loading():
         transformer = load_transformer(path, ModelConfig(), strategy.dtype)
     actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
-    train = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))
+    return checkpoint, strategy.prepare(actor, OptimizerSettings(learning_rate, total_steps=4))
+
+
+def main(folder: str) -> None:
+    checkpoint, train = divided(folder, 1e-2)
     told = [probe.prove_family(train.module, checkpoint, 64, {"pretrain": "one"}) for _ in range(2)]
     right = Unregistered.positions
     Unregistered.positions = lambda *given: 2 * right(*given)

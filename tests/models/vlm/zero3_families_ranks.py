@@ -8,29 +8,16 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from launched import leave
+from probe_ranks import divided
 
-from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.rollouts import ScoringRule
-from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm import probe
-from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
 
 def main(folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["LIGHTRFT_CACHE"] = str(Path(folder, "cache"))
-    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
-    strategy.setup_distributed()
-    path = str(Path(folder, "model"))
-    checkpoint = open_checkpoint(path, ModelConfig(), DataConfig())
-    with strategy.loading():
-        transformer = load_transformer(path, ModelConfig(), strategy.dtype)
-    actor = Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
-    train = strategy.prepare(actor, OptimizerSettings(1e-3, total_steps=4))
+    checkpoint, train = divided(folder, 1e-3)
     samples = probe.made_up_samples(checkpoint, 0)
     found = [probe._tried(train.module, checkpoint, 0).difference]
     own = samples[:1] if collectives.is_rank_0() else samples[1:]

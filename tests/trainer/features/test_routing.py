@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe import moe_checkpoint, rounded_routers
-from tiny_models import actor_of, mixed_prompts
+from tiny_models import PlainEngine, actor_of, mixed_prompts
 
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
@@ -28,22 +28,6 @@ from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return moe_checkpoint(tmp_path_factory.mktemp("moe"))
-
-
-class PlainEngine:
-    """An actor with ordinary backward passes in the place of DeepSpeed."""
-
-    def __init__(self, actor):
-        self.module = actor
-
-    def __call__(self, *arguments, **named):
-        return self.module(*arguments, **named)
-
-    def accumulate(self, loss, last, told=None):
-        loss.backward()
-
-    def step(self):
-        return SimpleNamespace(applied=True)
 
 
 class Step:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
+from tiny_models import PlainEngine, actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
 
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
@@ -20,25 +19,6 @@ from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch
 
 ONE_PART = parts_of_loss(AlgorithmConfig(), 6)
-
-
-class PlainEngine:
-    """An actor with ordinary backward passes in the place of DeepSpeed."""
-
-    stepped = False
-
-    def __init__(self, actor):
-        self.module = actor
-
-    def __call__(self, *arguments, **named):
-        return self.module(*arguments, **named)
-
-    def accumulate(self, loss, last, told=None):
-        loss.backward()
-
-    def step(self):
-        self.stepped = True
-        return SimpleNamespace(applied=True)
 
 
 def eight_prompts() -> PromptBatch:
