@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, checks style and types, and runs the tests, in LIGHTRFT_TEST_WORKERS (3) processes: many tests wait. Arguments go to pytest.
+# Sets everything up, checks style and types, and runs the tests, in LIGHTRFT_TEST_WORKERS (2) processes. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LIGHTRFT_TESTS=1 bash scripts/setup.sh
@@ -8,4 +8,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-3}" --dist loadfile "$@"
+exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-2}" --dist loadfile "$@"
