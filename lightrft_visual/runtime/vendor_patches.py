@@ -5,6 +5,7 @@ Each entry says why, and in which versions it was seen to be needed. An entry go
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,25 @@ def without_shared_memory() -> Iterator[None]:
     finally:
         compatible.clear()
         compatible.update(before)
+
+
+@contextmanager
+def without_compiled_functions() -> Iterator[None]:
+    """Inside, functions that are decorated with `torch.compile` stay as they are written.
+
+    Why: on a host without accelerator vLLM compiles one small function of its sampler, in seconds, and nothing else.
+    torch reads the variable when the decorator is applied, so what the trainer compiles later is compiled.
+    Versions: vLLM 0.26 to 0.32, torch 2.11 to 2.13.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager

@@ -75,11 +75,13 @@ class VLLMReplies:
 
         self._engine.wake()
         try:
-            parameters = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+            parameters = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, detokenize=False)
             made = self._engine.llm.chat([_for_vllm(each) for each in asked], parameters, use_tqdm=False)
         finally:
             self._engine.sleep()
-        return [(each.outputs[0].text, len(each.outputs[0].token_ids)) for each in made]
+        replies = [each.outputs[0].token_ids for each in made]  # vLLM's text lacks bytes that are no whole character
+        texts = self._engine.tokenizer.batch_decode(replies, skip_special_tokens=True)
+        return [(text, len(reply)) for text, reply in zip(texts, replies)]
 
     def close(self) -> None:
         """Give its memory back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,7 @@ from ...runtime import collectives
 from ...runtime.host_memory import free_port
 from ...runtime.packages import missing
 from ...runtime.start_up import importing
+from ...runtime.vendor_patches import without_compiled_functions
 
 # Arguments of vLLM that a setting of the run decides.
 DECIDED_BY = {
@@ -148,8 +150,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a forked process cannot use the accelerator
     if get_accelerator().device_name() == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # On CPU vLLM compiles one small function of its sampler by torch.compile, in seconds, and nothing else.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
@@ -262,5 +262,5 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     settings = VLLMSettings.from_config(config, checkpoint)
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own
         settings = replace(settings, tensor_parallel_size=1)
-    with importing():
+    with importing(), without_compiled_functions() if on_cpu else nullcontext():
         runs_on_second_runner(engine_arguments(settings, on_cpu))

@@ -18,7 +18,7 @@ from ...runtime.checkpoint.export import TRANSPOSED, as_published
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
-from ...runtime.vendor_patches import decoder_class_of_its_own
+from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
 from ..engine import Finished
 from .admission import VLLMAdmission
 from .arguments import (
@@ -70,14 +70,15 @@ class VLLMEngine:
         return self.sharing.group is not None
 
     def _build(self):
+        s = self.settings
+        on_cpu = get_accelerator().device_name() == "cpu"
+        plain = without_compiled_functions() if on_cpu else nullcontext()
         # Imported late: vLLM detects its platform and reads the environment at import.
-        with importing():
+        with importing(), plain:
             from vllm import LLM
 
         from .workers import use_private_name
 
-        s = self.settings
-        on_cpu = get_accelerator().device_name() == "cpu"
         if on_cpu and s.tensor_parallel_size > 1 and not s.own_ranks:
             use_private_name()
         arguments = engine_arguments(s, on_cpu)
@@ -85,8 +86,9 @@ class VLLMEngine:
         # Ranks that vLLM starts are processes without a trainer.
         beside = runs_transformers(arguments) and not s.own_ranks
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
+        plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
         try:
-            with apart:
+            with apart, plain:
                 return LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
