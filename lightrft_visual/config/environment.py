@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from ..given import PREFIX
 from . import registry
 from .constraints import PositiveFloat, PositiveInt, Section, one_of, require, within
 
@@ -42,8 +43,6 @@ class EpisodeConfig(Section):
             return
         rollout = config.rollout
         for name, used in (
-            ("placement split", config.distributed.split),
-            ("max_staleness", config.asynchronous.max_staleness > 0),
             ("partial_rollouts", config.asynchronous.partial_rollouts),
             ("noisy_rollout_share", rollout.noisy_rollout_share > 0),
             ("balance_rollouts", rollout.balance_rollouts),
@@ -53,6 +52,10 @@ class EpisodeConfig(Section):
             ("apply_chat_template false", not config.data.apply_chat_template),
         ):
             require(not used, f"{name} cannot be part of episodes with an environment or tools; leave one of them out")
+        require(
+            not (config.distributed.split and PREFIX in f"{self.environment},{self.tools}"),
+            "placement split: workers cannot load an environment or tools that Python gives; name them as path.py:NAME",
+        )
 
     def check(self) -> None:
         """Settings of episodes without any."""

@@ -135,7 +135,7 @@ class RolloutStage:
         def take(number: int, responses: list[Completion], distorted: bool = False) -> None:
             own = made[number]
             first = requests[number].group_id * settings.n + len(own)
-            own += _rollouts(requests[number], responses, first, policy_version, distorted)
+            own += self._rollouts(requests[number], responses, first, policy_version, distorted)
             if finished is not None and len(own) == settings.n:
                 finished(number * settings.n, own)
 
@@ -156,6 +156,29 @@ class RolloutStage:
         batch.prepared = self.requests(batch)
         self.engine.begin(batch.prepared, settings)
 
+    def _rollouts(
+        self, prompt: PromptFeatures, responses: list[Completion], first: int, policy_version: int, distorted: bool
+    ) -> list[Rollout]:
+        """Of one prompt. first: the number of the first response among all of the run."""
+        for response in responses:
+            check_prompt_ids(prompt, response)
+        return [
+            Rollout(
+                prompt,
+                response.token_ids,
+                response.log_probs,
+                response.text,
+                response.truncated,
+                sample_id=first + index,
+                policy_version=policy_version if response.versions is None else min(response.versions),
+                versions=response.versions,
+                image=response.image,
+                distorted=distorted,
+                experts=response.experts,
+            )
+            for index, response in enumerate(responses)
+        ]
+
     def _generate(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
         """take(number, responses) for each prompt; at_once: as soon as its responses are there, if the engine can."""
         given: set[int] = set()
@@ -164,37 +187,10 @@ class RolloutStage:
             given.add(number)
             take(number, responses)
 
-        if at_once and getattr(self.engine, "streams", False):
-            completions = self.engine.generate(prompts, settings, pass_on)
-        else:
-            completions = self.engine.generate(prompts, settings)
-        for number, responses in enumerate(completions):
+        streamed = (pass_on,) if at_once and getattr(self.engine, "streams", False) else ()
+        for number, responses in enumerate(self.engine.generate(prompts, settings, *streamed)):
             if number not in given:
                 take(number, responses)
-
-
-def _rollouts(
-    prompt: PromptFeatures, responses: list[Completion], first: int, policy_version: int, distorted: bool
-) -> list[Rollout]:
-    """first: the number of the first response among all of the run."""
-    for response in responses:
-        check_prompt_ids(prompt, response)
-    return [
-        Rollout(
-            prompt,
-            response.token_ids,
-            response.log_probs,
-            response.text,
-            response.truncated,
-            sample_id=first + index,
-            policy_version=policy_version if response.versions is None else min(response.versions),
-            versions=response.versions,
-            image=response.image,
-            distorted=distorted,
-            experts=response.experts,
-        )
-        for index, response in enumerate(responses)
-    ]
 
 
 def diverged(what: str, model: torch.nn.Module | None = None) -> NonFiniteError:

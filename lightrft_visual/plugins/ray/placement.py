@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...trainer.diffusion.maker import DiffusersEngine
     from .drawing import RemoteDrawing
     from .rollout.engine import RemoteEngine
+    from .rollout.episodes import RemoteEpisodes
 
 
 def check(config: RunConfig) -> None:
@@ -26,6 +27,13 @@ def engine(config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
     from .rollout.engine import RemoteEngine
 
     return RemoteEngine.from_config(config, checkpoint)
+
+
+def episodes() -> type[RemoteEpisodes]:
+    """See `RemoteEpisodes`."""
+    from .rollout.episodes import RemoteEpisodes
+
+    return RemoteEpisodes
 
 
 def check_drawing(config: DiffusionRunConfig) -> None:

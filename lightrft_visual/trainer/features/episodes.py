@@ -23,10 +23,11 @@ SHOWN_FAILURES = 3
 class EpisodesHook(StepHook):
     """Adds to each step's metrics what its episodes did, and ends a run whose environments mostly fail.
 
-    host: is closed with the run. most_failures: share of a step's episodes, over all ranks, above which the run ends.
+    host: is closed with the run; None where workers have it. most_failures: share of a step's episodes, over all ranks,
+    above which the run ends.
     """
 
-    def __init__(self, host: EnvironmentHost, most_failures: float) -> None:
+    def __init__(self, host: EnvironmentHost | None, most_failures: float) -> None:
         self.host, self.most_failures = host, most_failures
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
@@ -49,7 +50,8 @@ class EpisodesHook(StepHook):
 
     def close(self) -> None:
         """Environments end with the run."""
-        self.host.close()
+        if self.host is not None:
+            self.host.close()
 
 
 def add_episode_metrics(metrics: MetricsAccumulator, episodes: Sequence[Episode]) -> None:

@@ -32,7 +32,6 @@ from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
-from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import engine_weights
 from ...runtime import collectives
@@ -55,7 +54,7 @@ from ..run_state import (
     start_strategy,
     synchronize,
 )
-from .episodes import episode_stage, with_environment_reward, with_tools
+from .episodes import data_processor, episode_stage, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
 from .parts import PromptSource, VLParts, asked_once, prompt_batch
@@ -470,22 +469,15 @@ def _sampling(config: RunConfig) -> SamplingSettings:
 def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) -> ExperienceMaker:
     actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
-    rollout, data = config.rollout, config.data
     settings = MakerSettings(
         engine=engine,
         sampling=_sampling(config),
         algorithm=config.algorithm,
-        micro_batch_size=rollout.micro_rollout_batch_size,
+        micro_batch_size=config.rollout.micro_rollout_batch_size,
         run_seed=config.train.seed,
         weights_follow=True,
         score_policy=config.algorithm.reads_log_probs,
-        data_processor=MultimodalDataProcessor(
-            checkpoint.tokenizer,
-            checkpoint.processor,
-            rollout.prompt_max_len,
-            allow_remote=data.allow_remote_media,
-            max_image_pixels=data.max_image_pixels,
-        ),
+        data_processor=data_processor(config, checkpoint),
         rewards=rewards,
         timer=timer,
         other_scores={} if teacher is None else {"teacher_log_probs": teacher},

@@ -55,11 +55,28 @@ def renderer_of(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataP
     )
 
 
+def data_processor(config: RunConfig, checkpoint: Checkpoint) -> MultimodalDataProcessor:
+    """What makes tokens and patches of the run's prompts."""
+    return MultimodalDataProcessor(
+        checkpoint.tokenizer,
+        checkpoint.processor,
+        config.rollout.prompt_max_len,
+        allow_remote=config.data.allow_remote_media,
+        max_image_pixels=config.data.max_image_pixels,
+    )
+
+
 def episode_stage(config: RunConfig, checkpoint: Checkpoint) -> Any:
     """What makes the rollout stage of an engine, a data processor and a seed; a plain one without an environment."""
-    episodes = config.episodes
-    if not episodes.used:
+    if not config.episodes.used:
         return RolloutStage
+    split = config.distributed.split
+    return registry.services.load("placement").episodes() if split else own_episodes(config, checkpoint)
+
+
+def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
+    """The same of a process that holds the episodes itself."""
+    episodes = config.episodes
     host: EnvironmentHost
     if runs_apart(episodes):
         host = ProcessHost(episodes)

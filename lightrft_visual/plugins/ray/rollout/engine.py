@@ -20,6 +20,7 @@ from ....experience.vision import VisionTensors
 from ....models.loading import Checkpoint, open_checkpoint
 from ....rollout.engine import Finished, RolloutEngine
 from ....runtime import collectives
+from .episodes import EpisodeEngine, for_workers
 from .partial import PartialRollouts
 from .pool import WorkerPool
 from .ray_workers import Cluster, check_cluster
@@ -88,6 +89,7 @@ class RemoteEngine:
     else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
     workers then take over weights between two pieces of work, and each completion tells the policies of its tokens.
     partial: makes what is begun in segments, where the run wants that. reads_patches: whether the workers' engines do.
+    answered: whether environments answer, which read what belongs to a prompt.
     """
 
     shares_weights = False
@@ -102,8 +104,10 @@ class RemoteEngine:
         partial: PartialRollouts | None = None,
         reads_patches: bool = True,
         file_names: bool = False,
+        answered: bool = False,
     ) -> None:
         self.partial, self.reads_patches, self.file_names = partial, reads_patches, file_names
+        self.answered = answered
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
         self.waited = 0.0
@@ -114,12 +118,13 @@ class RemoteEngine:
         """The engine of a run. checkpoint: what the trainer opened, by a path that the workers can read too."""
         entry = registry.engines[config.rollout.engine_type]
         target, devices = f"{__name__}:worker_engine", config.rollout.engine_tp_size
-        spec = EngineSpec(target, (config,), torch.get_num_threads(), config.plugins, devices)
+        spec = EngineSpec(target, (for_workers(config),), torch.get_num_threads(), config.plugins, devices)
         ahead = config.asynchronous.ahead
         workers = Workers(config, spec, turns=ahead + 2)
         alone = entry.adapters_alone and config.model.lora_rank > 0
         files = not entry.adapters_alone  # else the workers' models are transformers' own
-        return cls(workers, alone, ahead > 0, _partial(config, workers, checkpoint), entry.reads_patches, files)
+        partial = _partial(config, workers, checkpoint)
+        return cls(workers, alone, ahead > 0, partial, entry.reads_patches, files, config.episodes.used)
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
@@ -157,8 +162,8 @@ class RemoteEngine:
         return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
 
     def _sent(self, prompts: Sequence[PromptFeatures]) -> list[PromptFeatures]:
-        """The prompts without what no engine reads, which is most of their bytes where engines preprocess images."""
-        left_out: dict[str, Any] = {"reference": None, "label": None, "metadata": {}}
+        """The prompts without what no worker reads, which is most of their bytes where engines preprocess images."""
+        left_out: dict[str, Any] = {} if self.answered else {"reference": None, "label": None, "metadata": {}}
         if not self.reads_patches:
             left_out["vision"] = VisionTensors()
         return [replace(prompt, **left_out) for prompt in prompts]
@@ -226,4 +231,5 @@ def worker_engine(config: RunConfig) -> RolloutEngine:
     """The engine of a worker, in its process."""
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     made_by = registry.engines[config.rollout.engine_type].worker
-    return (load_target(made_by) if isinstance(made_by, str) else made_by)(config, checkpoint)
+    engine = (load_target(made_by) if isinstance(made_by, str) else made_by)(config, checkpoint)
+    return EpisodeEngine(config, checkpoint, engine) if config.episodes.used else engine
