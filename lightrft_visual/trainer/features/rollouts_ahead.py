@@ -20,8 +20,8 @@ class RolloutsAhead:
     """Hands out a source's batches in order; the engine works on up to `most` batches behind the one handed out.
 
     engine: its `note_policy` learns of new weights; announce: lets it begin on a batch. What is begun is never lost:
-    `state_dict` is where the source stood before the first batch not handed out, so a resumed run begins with that one
-    again.
+    `state_dict` is where the source stood before the first batch not handed out, with what the engine has made of it
+    and of those behind it.
     """
 
     runs_ahead = True
@@ -47,11 +47,13 @@ class RolloutsAhead:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return self._begun[0][0] if self._begun else self.source.state_dict()
+        stood = self._begun[0][0] if self._begun else self.source.state_dict()
+        return {**stood, "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.source.load_state_dict(state)
+        self.engine.load_state_dict(state.get("engine", {}))
 
 
 class StalenessHook(StepHook):

@@ -30,18 +30,29 @@ class Counting:
 
 
 class Noting:
+    """An engine that holds what it is given."""
+
+    def __init__(self):
+        self.state = {"begun": []}
+
     def note_policy(self, version: int) -> None:
         self.version = version
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def test_batches_come_in_order_and_none_is_lost_by_a_resume():
     source, begun = Counting(), []
     ahead = RolloutsAhead(source, 2, Noting(), begun.append)
-    assert ahead.state_dict() == {"at": 0}
+    assert ahead.state_dict() == {"at": 0, "engine": {"begun": []}}
     given = []
     for step in range(5):
         given.append(ahead.next(step, 5 - step))
-        assert ahead.state_dict() == {"at": given[-1]}  # a resumed run takes the batch behind it first
+        assert ahead.state_dict()["at"] == given[-1]  # a resumed run takes the batch behind it first
         assert begun == list(range(1, min(5, step + 3) + 1))
     assert given == [1, 2, 3, 4, 5] and source.at == 5  # no batch is begun that no step will take
 
@@ -49,8 +60,10 @@ def test_batches_come_in_order_and_none_is_lost_by_a_resume():
 def test_a_resumed_source_begins_again_with_the_first_batch_not_handed_out():
     first, again, begun = RolloutsAhead(Counting(), 2, Noting(), [].append), Counting(), []
     first.next(0, 5)
+    first.engine.state = {"begun": ["what is drawn of it"]}
     resumed = RolloutsAhead(again, 2, Noting(), begun.append)
     resumed.load_state_dict(first.state_dict())
+    assert resumed.engine.state == {"begun": ["what is drawn of it"]}
     assert resumed.next(1, 4) == 2 and begun == [2, 3, 4]
 
 

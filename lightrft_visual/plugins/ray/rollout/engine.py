@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from ....models.loading import Checkpoint, open_checkpoint
 from ....rollout.engine import Finished, RolloutEngine
 from ....runtime import collectives
 from .episodes import EpisodeEngine, for_workers
+from .in_flight import Begun, InFlight, asked_for
 from .partial import PartialRollouts
 from .pool import WorkerPool
 from .ray_workers import Cluster, check_cluster
@@ -111,7 +112,8 @@ class RemoteEngine:
         self.workers, self.adapters_alone, self.ahead = workers, adapters_alone, ahead
         self.policies: dict[int, int] = {}  # version of the weights -> policy version
         self.waited = 0.0
-        self._begun: dict[tuple[int, ...], list[Future]] = {}  # by the prompts' seeds
+        self._begun: dict[tuple[int, ...], Begun] = {}  # by the prompts' seeds
+        self._kept: list[dict[str, Any] | None] = []  # batches of a checkpoint that are not asked for yet
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
@@ -134,25 +136,37 @@ class RemoteEngine:
         What was begun before is waited for; anything else goes before what was.
         """
         begun = self._begun.pop(_key(prompts), None)
-        waiting = self._submit(prompts, settings, urgent=True) if begun is None else begun
+        batch = begun or Begun({}, self._submit(prompts, settings, urgent=True))
         made: list[list[Completion]] = []
-        for future in waiting:
-            asked = time.perf_counter()
-            part, version = future.result()
+        asked = time.perf_counter()
+        for completions in batch.completions(self._told):
             self.waited += time.perf_counter() - asked if begun is not None else 0.0
-            for completions in part:
-                self._tell_versions(completions, version)
-                made.append(completions)
-                if finished is not None:
-                    finished(len(made) - 1, completions)
+            made.append(completions)
+            if finished is not None:
+                finished(len(made) - 1, completions)
+            asked = time.perf_counter()
         return made
 
     def begin(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> None:
-        """Start on prompts for which `generate` will ask later, with whatever weights are there until then."""
+        """Start on prompts for which `generate` will ask later, with whatever weights are there until then. What a
+        checkpoint holds of them is not drawn again."""
+        kept = Begun.kept(self._kept.pop(0), prompts, settings) if self._kept else None
+        if kept is not None:
+            self._begun[_key(prompts)] = kept
+            return
         if self.partial is not None:
-            self._begun[_key(prompts)] = self.partial.begin(self._sent(prompts), settings)
+            futures = self.partial.begin(self._sent(prompts), settings)
         else:
-            self._begun[_key(prompts)] = self._submit(prompts, settings, urgent=False)
+            futures = self._submit(prompts, settings, urgent=False)
+        self._begun[_key(prompts)] = Begun(asked_for(prompts, settings), futures)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What is begun and not asked for yet. To be read it is waited for."""
+        return InFlight(list(self._begun.values()), self._told)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The batches of `state_dict`, which are to be begun next, come from there."""
+        self._kept = list(state.get("begun", ()))
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
         count = self.workers.pool.size
@@ -168,12 +182,14 @@ class RemoteEngine:
             left_out["vision"] = VisionTensors()
         return [replace(prompt, **left_out) for prompt in prompts]
 
-    def _tell_versions(self, completions: list[Completion], version: int | None) -> None:
-        """From versions of the weights to those of the policy. version: of all tokens; None where each tells its own,
-        as it was made in segments."""
-        for each in completions if self.ahead else ():
-            drawn_by = each.versions if version is None else [version] * len(each.token_ids)
-            each.versions = [self.policies.get(one, 0) for one in drawn_by]
+    def _told(self, completions: list[Completion], version: int | None) -> list[Completion]:
+        """With versions of the policy in the place of those of weights. version: of all tokens; None where each tells
+        its own, as it was made in segments."""
+        if not self.ahead:
+            return completions
+        drawn_by = [each.versions if version is None else [version] * len(each.token_ids) for each in completions]
+        told = [[self.policies.get(one, 0) for one in own] for own in drawn_by]
+        return [replace(each, versions=own) for each, own in zip(completions, told)]
 
     def note_policy(self, version: int) -> None:
         """The weights that were given last are those of this policy version."""
@@ -183,7 +199,7 @@ class RemoteEngine:
         """Since the last call: `idle_trainer`, seconds that it waited for rollouts begun before; `idle_engines`, the
         share of the workers' time without work; and `buffer_level`, batches that are finished and wait."""
         waited, self.waited = self.waited, 0.0
-        return self.workers.measured(waited, self._begun.values())
+        return self.workers.measured(waited, (each.futures for each in self._begun.values()))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         """Give every worker the next version; see `Workers.update`."""

@@ -28,6 +28,11 @@ VL = (
 SPLIT = "--placement split --rollout_num_cpus 0.5"
 ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --save_steps 2"
 
+EPISODES = (
+    f"{SPLIT} async.max_staleness=1 --prompt_data embedded_zoom --max_turns 3 --generate_max_len 20 --max_steps 2 "
+    "--max_episode_tokens 96"
+)
+
 
 def metrics(folder: Path) -> list[dict[str, str]]:
     with open(folder / "metrics.csv") as file:
@@ -90,6 +95,7 @@ def main(folder: Path) -> None:
         "colocated": vl(folder, "colocated", ""),
         "killed": vl(folder, "killed", SPLIT, kill_after=2),
         **ahead(folder),
+        "episodes": vl(folder, "episodes", EPISODES),
         "drawn": drawn(folder, "drawn", ""),
         "drawn_split": drawn(folder, "drawn_split", SPLIT),
     }

@@ -156,6 +156,23 @@ def test_truncated_weights_of_episodes_ahead_are_those_of_sampled_tokens(ahead):
         assert (ratio - 1).abs().max() > 0.01 or row is ahead[0][0]
 
 
+def test_a_resumed_run_trains_on_the_episodes_that_were_in_flight(folder, ahead):
+    """From after the first step: batch 2 was drawn by policy 0, which is gone, and comes from the checkpoint."""
+    rows, steps = ahead
+    again, later = run(folder, "again", f"{AHEAD} --resume_from {folder}/ahead/checkpoint-1")
+    unlike = {"parity"}  # a process compares its engine once more at its start
+    assert [{k: v for k, v in row.items() if k not in unlike} for row in again] == [
+        {k: v for k, v in row.items() if k not in unlike} for row in rows[1:]
+    ]
+    for first, second in zip(steps[1:], later, strict=True):
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.sequences, other.sequences) and torch.equal(one.advantages, other.advantages)
+            assert torch.equal(one.token_versions, other.token_versions) and one.vision == other.vision
+    assert (folder / "again/rollouts/step_000002.jsonl").read_text() == (
+        folder / "ahead/rollouts/step_000002.jsonl"
+    ).read_text()
+
+
 def test_an_environment_that_python_gives_is_refused_with_workers():
     split = DistributedConfig(placement="split")
     with pytest.raises(ConfigError, match="workers cannot load an environment or tools that Python gives"):

@@ -56,6 +56,12 @@ def test_rollouts_ahead_stay_within_the_staleness(facts):
     assert "rollout_logp_diff" not in rows[0]
 
 
+def test_episodes_of_a_worker_run_ahead_of_the_trainer(facts):
+    rows = facts["episodes"]
+    assert [float(row["staleness_mean"]) for row in rows] == [0, 1]
+    assert all(float(row["turns"]) > 1 and float(row["environment_errors"]) == 0 for row in rows)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What both ranks of a launch say."""
