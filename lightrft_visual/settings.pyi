@@ -166,7 +166,7 @@ class VLSettings(TypedDict, total=False):
     env_timeout: float
     """seconds of one reset or step. Default: 60.0."""
     max_environments: int
-    """that a rank keeps at once, each in a process; further episodes wait for one. Default: 128."""
+    """that a rank or worker keeps at once, each in a process; more wait for room. Default: 128."""
     on_environment_error: str
     """mask | end | stop; mask: the sample teaches nothing; end: the episode ends with what it has; stop: the
     run ends. Default: 'mask'."""

@@ -20,7 +20,7 @@ class EpisodeConfig(Section):
     # behind the prompt, sampled and observed ones; default: max_turns * generate_max_len
     max_episode_tokens: PositiveInt | None = None
     env_timeout: PositiveFloat = 60.0  # seconds of one reset or step
-    max_environments: PositiveInt = 128  # that a rank keeps at once, each in a process; further episodes wait for one
+    max_environments: PositiveInt = 128  # that a rank or worker keeps at once, each in a process; more wait for room
     # mask: the sample teaches nothing; end: the episode ends with what it has; stop: the run ends
     on_environment_error: Annotated[str, one_of("mask", "end", "stop")] = "mask"
     turn_gamma: Annotated[float, within("(0, 1]")] = 1.0  # discount of a reward by each turn before it
