@@ -73,12 +73,28 @@ resolved_yaml(vl(*own))
 print(json.dumps(told))
 """
 
-# The copy alone: an editable install finds modules that the copy lacks in the folder that it was made from.
-SCRIPT = """
-import runpy, sys
+# A child for each folder, of a process that has imported other libraries, and nothing of this package. The copy alone:
+# an editable install finds modules that the copy lacks in the folder that it was made from.
+STEPS = """
+import json, os, runpy, sys
+from pathlib import Path
+import datasets, deepspeed, diffusers, peft, torch, transformers
+import deepspeed.runtime.zero.muon.muon_optimizer, torch.distributed
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+assert not any(name.startswith("lightrft_visual") for name in sys.modules)
+room, out, names, sys.argv[:] = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:]
+for name in names:
+    (out / f"run_{name}").mkdir()
+    (room / name).rename(out / "away")
+    if not (child := os.fork()):
+        log = os.open(out / f"run_{name}" / "log.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        sys.argv += ["--output_dir", str(out / f"run_{name}" / "out")]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (out / "away").rename(room / name)
+    (out / f"run_{name}" / "code").write_text(str(code))
 """
 
 REWARD = "def length(completions, **kwargs):\n    return [float(len(each) % 7) for each in completions]\n"
@@ -125,29 +141,29 @@ def test_a_plug_in_that_is_asked_for_and_not_there_is_named(own):
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory) -> Path:
+def stepped(tmp_path_factory, own) -> Path:
+    """Where the runs without each of the folders are: run_NAME with log.txt, code and out."""
     folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "lightrft_visual", folder / "lightrft_visual", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("lightrft_visual", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--prompt_data"]
+    command += [str(own / "rows.jsonl"), "--reward_fn", f"{own}/mine.py:length"]
+    room = folder / "lightrft_visual" / "plugins"
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, str(room), str(folder), json.dumps([*PLUGINS, ""]), *command], cwd=folder,
+        capture_output=True, text=True, timeout=800, env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deleted", [*PLUGINS, ""])
-def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, own, copied, tmp_path):
+def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, stepped):
     """The empty name is the whole room. Without memory_plan the sizes that are given stay."""
-    room, away = copied / "lightrft_visual" / "plugins" / deleted, tmp_path / "away"
-    room.rename(away)
-    try:
-        command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--output_dir"]
-        command += [str(tmp_path / "out"), "--prompt_data", str(own / "rows.jsonl"), "--reward_fn"]
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *command, f"{own}/mine.py:length"], cwd=copied,
-            capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": str(copied)},
-        )  # fmt: skip
-    finally:
-        away.rename(room)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 1/1" in done.stdout and (tmp_path / "out" / "checkpoint-final").is_dir()
-    stays = "auto_micro_batches needs the plug-in memory_plan" in done.stdout + done.stderr
+    run = stepped / f"run_{deleted}"
+    told = (run / "log.txt").read_text(errors="replace")
+    assert (run / "code").read_text() == "0", told[-3000:]
+    assert "step 1/1" in told and (run / "out" / "checkpoint-final").is_dir()
+    stays = "auto_micro_batches needs the plug-in memory_plan" in told
     assert stays == (deleted in ("memory_plan", ""))

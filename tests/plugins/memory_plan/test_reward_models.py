@@ -32,11 +32,12 @@ def held(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
 
 
 def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scores() -> None:
-    phases = held(PICKED)
+    phases = held([*PICKED, "--gold_recipe", "{'*': [[rule, clip_score, 1.0]]}"])
     pick, clip = NAMED.format("pick_score"), NAMED.format("clip_score")
     for phase in phases:
         assert phase[clip] == (HOST, CLIP)
     assert [phase[pick] for phase in phases] == [(HOST, PICK)] * 2 + [(DEVICE, PICK)] + [(HOST, PICK)] * 2
+    assert phases[2]["gold clip_score: weights"] == (HOST, CLIP)  # gold has models of its own
 
 
 def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
@@ -44,24 +45,34 @@ def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
     assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
 
 
-def test_a_scorer_of_several_models_has_a_line_of_each() -> None:
-    phase = held(["--components.geneval", "1.0"])[1]
-    assert phase[NAMED.format("geneval (clip)")] == (HOST, CLIP)
-    assert phase[NAMED.format("geneval")][1] == pytest.approx(4 * 68.7e6, rel=0.01)  # 69 M in its paper
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, float]:
+    """{scorer: bytes} of a run with all of these at once."""
+    flags = {"hpsv3": "", "full": "scorer hpsv3 bf16 false", "videoalign": "", "geneval": "",
+             "judge": "model Qwen/Qwen2.5-VL-3B-Instruct"}  # fmt: skip
+    argv = []
+    for name, settings in flags.items():
+        words = settings.split()
+        argv += [f"--components.{name}", "1.0"]
+        for setting, value in zip(words[::2], words[1::2]):
+            argv += [f"--kwargs.{name}.{setting}", value]
+    phase, head, tail = held(argv)[1], *NAMED.split("{}")
+    return {name[len(head) : -len(tail)]: size for name, (_, size) in phase.items() if name.startswith(head)}
 
 
 @pytest.mark.parametrize(
-    ("scorer", "flags", "size"),
+    ("scorer", "size"),
     [
-        ("hpsv3", [], 2 * 8.29e9),
-        ("hpsv3", ["--kwargs.hpsv3.bf16", "false"], 4 * 8.29e9),
-        ("videoalign", [], 2 * 2.21e9),
-        ("judge", ["--kwargs.judge.model", "Qwen/Qwen2.5-VL-3B-Instruct"], 2 * 3.75e9),
+        ("hpsv3", 2 * 8.29e9),
+        ("full", 4 * 8.29e9),
+        ("videoalign", 2 * 2.21e9),
+        ("judge", 2 * 3.75e9),
+        ("geneval (clip)", CLIP),
+        ("geneval", 4 * 68.7e6),  # 69 M in its paper
     ],
 )
-def test_a_scorer_in_half_precision_takes_half_of_the_memory(scorer, flags, size) -> None:
-    phase = held([f"--components.{scorer}", "1.0", *flags])[1]
-    assert phase[NAMED.format(scorer)][1] == pytest.approx(size, rel=0.01)
+def test_a_scorer_takes_the_memory_of_each_of_its_models_in_its_precision(sizes, scorer, size) -> None:
+    assert sizes[scorer] == pytest.approx(size, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +97,8 @@ def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(classifier
     assert phases[1][name] == (HOST, size / share) and phases[2][name] == (DEVICE, size / share)
     if share > 1:
         assert phases[2]["weights gathered by ZeRO-3"][1] >= size  # while it scores it comes together
-    phases = held(["--reward_pretrain", f"judge={folder}", "--no_reward_cpu_offload", *extra])
-    assert phases[1][name] == (DEVICE, size / share)
-
-
-def test_gold_has_models_of_its_own() -> None:
-    phase = held([*PICKED, "--gold_recipe", "{'*': [[rule, clip_score, 1.0]]}"])[2]
-    assert phase["gold clip_score: weights"] == phase[NAMED.format("clip_score")] == (HOST, CLIP)
+        phases = held(["--reward_pretrain", f"judge={folder}", "--no_reward_cpu_offload", *extra])
+        assert phases[1][name] == (DEVICE, size / share)
 
 
 def test_a_vision_language_run_counts_scorers_too() -> None:
