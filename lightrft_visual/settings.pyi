@@ -392,7 +392,7 @@ class VLSettings(TypedDict, total=False):
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
-    """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
+    """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
     """distributed. Default: -1."""
     collective_timeout: float
@@ -787,7 +787,7 @@ class DiffusionSettings(TypedDict, total=False):
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
-    """ranks that hold a micro-batch together, each a slice of its tokens (Ulysses). Default: 1."""
+    """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
     """distributed. Default: -1."""
     collective_timeout: float

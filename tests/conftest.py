@@ -27,7 +27,8 @@ SLOW = (
     "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
     "rollout/test_sharded_generation.py", "runtime/test_precision.py", "runtime/test_presence.py",
     "runtime/test_safe_loading.py", "runtime/test_zero3_loading.py", "runtime/test_port.py",
-    "models/diffusion/test_compile.py", "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
+    "models/diffusion/test_compile.py", "models/diffusion/test_context_parallel.py",
+    "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
     "plugins/embedded/test_shape_judge.py", "plugins/embedded/test_warmup_sd3.py",
     "plugins/unified/test_tiny_janus.py", "observe/report/test_browser.py", "scripts/", "examples/",
 )  # fmt: skip

@@ -254,9 +254,11 @@ class DiffusionRunConfig(Section):
             not self.model.compile or self.distributed.zero_stage < 3,
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
         )
+        entry = self.algorithm.entry
         require(
-            self.distributed.sp_size == 1,
-            "sp_size divides the tokens of vision-language models; denoisers train on whole samples: leave it at 1",
+            self.distributed.sp_size == 1 or not (self.model.compile or entry.coupled or entry.trains_on == "reward"),
+            "sp_size shares forwards of updates on drawn samples, without compile, and for losses of single samples: "
+            f"leave it at 1, or compile and {entry.name} out",
         )
         evaluation_sampling(self)
         data = self.data
@@ -302,7 +304,7 @@ class DiffusionRunConfig(Section):
         once = train.max_epochs == 1 and train.train_batch_size == s.rollout_batch_size * s.n_samples_per_prompt
         alike = not self.keeps_old_policy and (a.cfg_in_training or s.guidance_scale <= 1)
         known = a.entry.trains_on == "steps" and (a.timestep_fraction == 1 or a.timestep_choice == "first")
-        here = not zero.split and zero.zero_stage < 3 and not self.model.gradient_checkpointing
+        here = not zero.split and zero.zero_stage < 3 and zero.sp_size == 1 and not self.model.gradient_checkpointing
         return train.rollout_graph_gib > 0 and once and alike and known and here
 
     @property

@@ -223,6 +223,10 @@ for _entry in (  # in the order in which they follow a step
         "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
         kinds=("vl",),
     ),
+    Hook(
+        "context_parallel", f"{_features}.context_parallel:build", "`sp_size`: ranks that share a denoiser's forward",
+        kinds=("diffusion",),
+    ),
 ):  # fmt: skip
     hooks.add(_entry)
 

@@ -82,7 +82,7 @@ class DistributedConfig(Section):
     overlap_comm: bool = False
     # of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights
     grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
-    sp_size: PositiveInt = 1  # ranks that hold a micro-batch together, each a slice of its tokens (Ulysses)
+    sp_size: PositiveInt = 1  # ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses)
     local_rank: int = -1
     collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
     # colocated: every rank generates and trains in turn; split: rollouts are made by workers on Ray, which is the

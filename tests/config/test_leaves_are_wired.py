@@ -74,7 +74,9 @@ def test_what_is_worked_into_another_leaf_changes_it(root) -> None:
 @pytest.mark.parametrize(
     "root,argv,text",
     [
-        ("diffusion", ["--sp_size", "2"], "denoisers train on whole samples"),
+        ("diffusion", ["--sp_size", "2", "--compile", "true"], "without compile"),
+        ("diffusion", ["--sp_size", "2", "--diffusion_algorithm", "dgpo", "--guidance_scale", "1"], "dgpo"),
+        ("diffusion", ["--sp_size", "2", "--diffusion_algorithm", "reward_fl"], "reward_fl"),
         ("vl", ["--sp_size", "2", "--gradient_accumulation_steps", "2"], "set train_batch_size"),
         ("vl", ["--sp_size", "0"], "sp_size"),
     ],

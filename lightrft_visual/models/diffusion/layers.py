@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.models._modeling_parallel import ParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
@@ -35,6 +37,8 @@ class JointAttention:
     backward writes one tensor; that of two slices writes two, mostly zeros, and adds them.
     """
 
+    _parallel_config: ParallelConfig | None = None  # as diffusers' own processors have it: of ranks that share tokens
+
     def __call__(
         self, attn: Attention, hidden_states: T, encoder_hidden_states: T | None = None, *_: Any, **__: Any
     ) -> T | tuple[T, T]:
@@ -51,8 +55,11 @@ class JointAttention:
             query = torch.cat([query, heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q)], dim=1)
             key = torch.cat([key, heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k)], dim=1)
             value = torch.cat([value, heads(attn.add_v_proj(encoder_hidden_states))], dim=1)
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (query, key, value)))
-        mixed = mixed.transpose(1, 2).flatten(2)
+        if self._parallel_config is not None:
+            mixed = dispatch_attention_fn(query, key, value, parallel_config=self._parallel_config).flatten(2)
+        else:
+            mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (query, key, value)))
+            mixed = mixed.transpose(1, 2).flatten(2)
         if encoder_hidden_states is None:
             return self._out(attn, mixed)
         image, text = mixed.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)

@@ -138,7 +138,8 @@ class DiffusionPlanner:
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
         s = config.sampling
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
-        self.own = max(1, config.train.train_batch_size // ranks)
+        self.sequence = config.distributed.sp_size
+        self.own = max(1, config.train.train_batch_size * self.sequence // ranks)
         self.rewarded = config.algorithm.entry.trains_on == "reward"
 
     @cached_property
@@ -305,7 +306,7 @@ class DiffusionPlanner:
         activations, host = self._reward_gradient() if self.rewarded else self._replayed()
         batch = self._update_items()
         lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, steps_per_forward, "
-        lower += "micro_train_batch_size"
+        lower += "micro_train_batch_size, sp_size"
         held = [
             Item("activations of a micro-batch", activations, lower),
             Item("activations kept on the host", host, "micro_train_batch_size", HOST),
@@ -328,17 +329,18 @@ class DiffusionPlanner:
         return products * self.config.train.max_epochs / (TRAINING_USE * self.device.flops)
 
     def _update_items(self) -> list[Item]:
-        """The samples of one update on the device, all of them on the host."""
+        """The samples of one update on the device, all of them on the host: those of all ranks of a group."""
         if self.rewarded:
             return []
         latents, *others = self._drawn()
-        update = Item("samples of an update", latents.bytes * min(1.0, self.own / self.samples), "train_batch_size")
-        return [latents.on_host(), update, *others]
+        share = min(float(self.sequence), self.own / self.samples)
+        update = Item("samples of an update", latents.bytes * share, "train_batch_size")
+        return [Item(latents.name, latents.bytes * self.sequence, latents.lower, HOST), update, *others]
 
     def _replayed(self) -> tuple[float, float]:
-        """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""
+        """(device, host) bytes of a micro-batch of denoising steps, forward and backward; of shared tokens a part."""
         count = min(self.own, self.config.train.micro_train_batch_size)
-        count *= self.config.train.steps_per_forward
+        count = ceil(count * self.config.train.steps_per_forward / self.sequence)
         guidance = training_guidance(self.config)
         held = self.computed.denoised(count, guidance, backward=True)
         others = self._reference + self.config.keeps_old_policy  # they run while the graph is there

@@ -139,6 +139,7 @@ def _built(
         old=old,
         trained_on=trained_on,
         teacher=teacher,
+        sequence=strategy.sequence,
     )
     trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
     return trainer(parts, callbacks)
@@ -237,10 +238,11 @@ def _check_ranks(config: DiffusionRunConfig) -> None:
         works = nearest(size, range(step, size + step, step))
         told = said(config.sampling, "rollout_batch_size") + ("" if config.offline else f" * n_samples_per_prompt {n}")
         raise ConfigError(f"{told} does not divide over {world} ranks; use {works} for rollout_batch_size")
-    if config.train.train_batch_size % world:
-        works = nearest(config.train.train_batch_size, divisors(size * n, math.lcm(world, config.coupled_samples)))
+    parts = world // config.distributed.sp_size
+    if config.train.train_batch_size % parts:
+        works = nearest(config.train.train_batch_size, divisors(size * n, math.lcm(parts, config.coupled_samples)))
         raise ConfigError(
-            f"train_batch_size {config.train.train_batch_size} does not divide over {world} ranks; use {works}"
+            f"train_batch_size {config.train.train_batch_size} does not divide over {parts} ranks; use {works}"
         )
 
 
@@ -262,7 +264,8 @@ def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
     if size == sampling.rollout_batch_size:
         return
     told, before = said(sampling, "rollout_batch_size"), sampling.rollout_batch_size * n
-    refit_update(train, before, size * n, math.lcm(collectives.world_size(), config.coupled_samples))
+    parts = collectives.world_size() // config.distributed.sp_size
+    refit_update(train, before, size * n, math.lcm(parts, config.coupled_samples))
     sampling.rollout_batch_size = size
     if collectives.is_rank_0():
         text = "%s is more than the %d %s of the data: a step takes %d, an update %d samples"

@@ -21,6 +21,7 @@ from ...rewards.batch import RewardOutput
 from ...runtime import collectives
 from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
+from ...runtime.sequence import SequenceGroup
 from ..hooks import Hooks, StepData
 from ..loop import LoopSettings
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
@@ -132,6 +133,7 @@ class DiffusionParts:
     old: WeightCopy | None = None
     trained_on: TrainingReward | None = None
     teacher: DiffusionPolicy | None = None
+    sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
 
     @property
     def has_gold(self) -> bool:

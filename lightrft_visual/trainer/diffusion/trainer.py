@@ -35,10 +35,13 @@ class DiffusionTrainer(PolicyTrainer):
         self.engine, self.maker, self.prompts = parts.engine, parts.maker, parts.prompts
         train, algorithm = parts.config.train, parts.config.algorithm
         self.buffer = NaiveReplayBuffer(
-            train.micro_train_batch_size, seed=train.seed, keep_groups=bool(parts.algorithm.coupled)
+            train.micro_train_batch_size,
+            seed=train.seed,
+            keep_groups=bool(parts.algorithm.coupled),
+            sequence=parts.sequence,
         )
         choice = algorithm.timestep_fraction, algorithm.timestep_choice, train.steps_per_forward, algorithm.min_sigma
-        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice)
+        self.replay_update = ReplayUpdate(parts.engine, parts.algorithm, parts.loss, *choice, counts=self.buffer.counts)
         self.updates = 0
 
     # -- a step --------------------------------------------------------------------------------------------------

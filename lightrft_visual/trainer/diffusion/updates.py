@@ -45,7 +45,7 @@ class ReplayUpdate:
 
     fraction, choice: the share of the steps that is trained on, and which: 'first' or each sample's own 'random' ones.
     steps_per_forward: steps of each sample that one forward and backward take together; memory grows with it.
-    min_sigma: least noise that losses on finished samples add.
+    min_sigma: least noise that losses on finished samples add. counts: see `add_loss`.
     """
 
     engine: TrainEngine
@@ -55,6 +55,7 @@ class ReplayUpdate:
     choice: str
     steps_per_forward: int = 1
     min_sigma: float = 0.0
+    counts: bool = True
 
     def step(
         self,
@@ -87,7 +88,7 @@ class ReplayUpdate:
             with context.policy.all_experts() if last or index == 0 else nullcontext():
                 outputs = self.loss.loss(context, part, total)
             self.engine.accumulate(outputs.loss, last)
-            add_loss(metrics, outputs, part.valid.sum(), last, first)
+            add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
         return self.engine.step()
 
     def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
@@ -154,7 +155,7 @@ def plan_updates(
             own, left_out = without_zero_advantages(buffer, micro_batches)
         planned = [index for each in own if not each.filler for index in each.indices]
         kept.append(own)
-        counts.append(left_out + sum(bool(buffer[index].valid) for index in planned))
+        counts.append((left_out + sum(bool(buffer[index].valid) for index in planned)) * buffer.counts)
     totals = collectives.all_reduce_sum(torch.tensor(counts)).tolist()
     return [PlannedUpdate(own, max(total, 1)) for own, total in zip(kept, totals)]
 
@@ -238,11 +239,16 @@ class RewardUpdate:
         return scored
 
 
-def add_loss(metrics: MetricsAccumulator, outputs: LossOutputs, count: int | T, last: bool, first: bool) -> None:
-    """Record one micro-batch's loss and metrics; the loss is a sum over those of an update, a mean over updates."""
-    metrics.add("loss", outputs.loss.detach(), 1.0 if last and collectives.is_rank_0() else 0.0)
+def add_loss(
+    metrics: MetricsAccumulator, outputs: LossOutputs, count: int | T, last: bool, first: bool, counts: bool = True
+) -> None:
+    """Record one micro-batch's loss and metrics; the loss is a sum over those of an update, a mean over updates.
+
+    counts: whether this rank is the one that adds them, of several that have the same samples.
+    """
+    metrics.add("loss", outputs.loss.detach() if counts else 0.0, 1.0 if last and collectives.is_rank_0() else 0.0)
     for name, value in outputs.means.items():
-        metrics.add(_NAMES.get(name, name), value * count, count)
+        metrics.add(_NAMES.get(name, name), value * count if counts else 0.0, count if counts else 0.0)
     for name, value in outputs.maxima.items():
         metrics.add_max(name, value)
     if first and "logp_diff_max" in outputs.maxima:

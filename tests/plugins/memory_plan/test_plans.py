@@ -255,6 +255,23 @@ def test_a_model_that_branches_on_values_is_not_planned(tmp_path, name: str) -> 
     assert check.plan_of(config, *check.named_device(config.plan)) is None
 
 
+def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    size = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --plan_world_size 4".split()
+    found = []
+    for shared in ("1", "4"):
+        batch = f"--train_batch_size 32 --micro_train_batch_size 8 --beta 0 --sp_size {shared}".split()
+        config = parse_run(DiffusionRunConfig, [*size, *batch]).config
+        (train,) = (
+            each for each in check.plan_of(config, *check.named_device(config.plan)).phases if each.name == "train"
+        )
+        found.append({item.name: item.bytes for item in train.items})
+    one, four = found
+    assert four["activations of a micro-batch"] == pytest.approx(one["activations of a micro-batch"] / 4, rel=0.1)
+    name = "latents and conditions of the samples"
+    assert four[name] == 4 * one[name]  # on the host
+
+
 def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
     tiny_families.FAMILIES["z_image"]().save_pretrained(tmp_path)
     config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--height", "32", "--width", "32"]).config

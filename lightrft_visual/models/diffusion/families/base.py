@@ -63,6 +63,7 @@ class DiffusionFamily(ABC):
     takes_first_frame = False
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
+    context_plan: dict[str, Any] | None = None  # where ranks divide tokens; None: as diffusers has it for the denoiser
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
@@ -17,6 +18,11 @@ class StableDiffusion3(DiffusionFamily):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
 
     texts_at_once = 8
+    context_plan = {
+        "pos_embed": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "context_embedder": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)

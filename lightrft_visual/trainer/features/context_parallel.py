@@ -1,0 +1,58 @@
+"""`sp_size` of diffusion runs: neighbouring ranks update on the same samples and share each denoiser forward.
+
+Rollouts and evaluations stay as they are: each rank draws samples of its own, with whole forwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config.diffusion import rollout_sampling
+from ...experience.buffer import NaiveReplayBuffer
+from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
+from ...models.diffusion.context_parallel import ContextParallel
+from ...rollout.diffusion_sampler import DiffusionSampler
+from ..diffusion.stages import DiffusionSampling, ImageSettings, TrainedVelocity, drawing_batch
+from ..hooks import HookContext, StepHook
+
+
+@dataclass
+class ContextParallelHook(StepHook):
+    """Divides the denoisers from the filled buffer to the end of the step's updates."""
+
+    denoisers: ContextParallel
+
+    def setup(self, context: HookContext) -> None:
+        """One forward of the run's size. Raises ConfigError where its tokens cannot be divided. A collective."""
+        parts, config = context.parts, context.config
+        model = TrainedVelocity(parts.engine, parts.policy)
+        drawing = DiffusionSampling(
+            model, DiffusionSampler(rollout_sampling(config)), ImageSettings.from_config(config)
+        )
+        conditions = drawing.conditions(drawing_batch([parts.prompts.dataset[0]], [0], first=0))
+        latents = torch.zeros(1, *drawing.latent_shape, device=parts.policy.device)
+        time = torch.full((1,), TRAIN_TIMESTEPS / 2, device=latents.device)
+        self.denoisers.divide()
+        with torch.no_grad():
+            model.velocity(latents, time, conditions, config.sampling.guidance_scale)
+        self.denoisers.join()
+
+    def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
+        """Each rank gets the samples of its group. A collective."""
+        buffer.share()
+        self.denoisers.divide()
+        return buffer
+
+    def on_sync(self) -> None:
+        """What follows draws samples of each rank's own."""
+        self.denoisers.join()
+
+
+def build(parts: Any) -> ContextParallelHook | None:
+    """For an `sp_size` above 1. Raises ConfigError for denoisers that cannot be divided."""
+    if parts.sequence is None:
+        return None
+    return ContextParallelHook(ContextParallel(parts.policy.family, parts.sequence.size))
