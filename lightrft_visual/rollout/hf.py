@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,8 @@ class TransformersEngine:
     ):
         self.source = actor
         self.tokenizer, self.micro_batch_size = tokenizer, micro_batch_size
-        self.in_step = isinstance(actor, TrainEngine) and actor.zero_stage == 3 and collectives.world_size() > 1
+        self._divided = isinstance(actor, TrainEngine) and actor.zero_stage == 3
+        self.in_step = self._divided and collectives.world_size() > 1
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> TransformersEngine:
@@ -126,7 +127,7 @@ class TransformersEngine:
         actor, training = self.actor, self.actor.training
         actor.eval()
         try:
-            with reading_across(actor):
+            with reading_across(actor) if self._divided else nullcontext():
                 yield
         finally:
             actor.train(training)
