@@ -112,6 +112,8 @@ class ReplayUpdate:
         timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
         experts = context.policy.family.expert_index(timesteps)
         order = grouped_steps(experts.to(steps.device), experts)[0]
+        if self.steps_per_forward > 1 and len(context.policy.denoisers) > 1:
+            order = _of_all_ranks(order)
         return grouped_steps(steps, experts), step_slices(order, self.steps_per_forward)
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
@@ -124,6 +126,16 @@ class ReplayUpdate:
             steps = noisy_steps(experience, share, self.min_sigma)
         shuffled = shuffled_steps(steps, ids, seed)
         return shuffled if self.choice == "first" else random_share(shuffled, self.fraction)
+
+
+def _of_all_ranks(experts: T) -> T:
+    """(n) numbers that change where the experts (n) of any rank do. A collective.
+
+    All ranks then make as many forwards: their experts compute together.
+    """
+    changes = torch.zeros(len(experts))
+    changes[1:] = experts.diff() != 0
+    return collectives.all_reduce_max(changes).cumsum(0)
 
 
 def _moved(experience: ExperienceDiffusion, device: torch.device) -> ExperienceDiffusion:
