@@ -59,19 +59,19 @@ class ContextParallel:
                 for module in _modules(denoiser, name):
                     module._diffusers_hook.remove_hook(HOOK.format(name), recurse=False)
 
-    def _hook(self, entry: Any, place: str) -> ContextParallelSplitHook | ContextParallelGatherHook:
+    def _hook(self, entry: Any, path: str) -> ContextParallelSplitHook | ContextParallelGatherHook:
         config = self._config.context_parallel_config
         if isinstance(entry, dict):
-            return _EvenSplit(entry, config, place)
+            return _EvenSplit(entry, config, path)
         return ContextParallelGatherHook(entry if isinstance(entry, list | tuple) else [entry], config)
 
 
 class _EvenSplit(ContextParallelSplitHook):
     """diffusers' hook, with an error that says which sizes work in the place of an assertion."""
 
-    def __init__(self, entry: dict, config: ContextParallelConfig, place: str) -> None:
+    def __init__(self, entry: dict, config: ContextParallelConfig, path: str) -> None:
         super().__init__(entry, config)
-        self.place = place
+        self.path = path
 
     def _prepare_cp_input(self, x: T, cp_input: ContextParallelInput) -> T:
         if cp_input.expected_dims not in (None, x.dim()):
@@ -79,7 +79,7 @@ class _EvenSplit(ContextParallelSplitHook):
         tokens, size = x.shape[cp_input.split_dim], self.parallel_config.ulysses_degree
         if tokens % size:
             raise ConfigError(
-                f"sp_size {size} does not divide the {tokens} tokens at {self.place}; such as "
+                f"sp_size {size} does not divide the {tokens} tokens at {self.path}; such as "
                 f"{tokens - tokens % size} or {tokens - tokens % size + size} would do. Tokens of images and videos "
                 "follow height, width and num_frames, those of texts max_sequence_length"
             )
