@@ -36,20 +36,24 @@ RESUMED = {
     "ppo_3": "--zero_stage 3 --ref_update_steps 2 --ref_update_mixup 0.5 --vision_learning_rate 1e-5 "
     f"--projector_learning_rate 1e-4 {PPO}",
 }
-RESUME_RUNS: dict[str, list[str]] = {}
-for _name, _flags in RESUMED.items():
-    _run = small(f"{_flags} --save_steps 2 --max_eval_samples 4 --eval_steps 2 --max_steps")
-    RESUME_RUNS[_name] = [*_run, "4"]
-    RESUME_RUNS[f"{_name}_resumed"] = [f"copy:{_name}@2", *_run, "4", "--resume_from", "auto"]
-# The command that resumes changes what the checkpoint holds too.
-RESUME_RUNS["grpo_3_changed"] = [*RESUME_RUNS["grpo_3_resumed"], "--actor_learning_rate", "1e-5"]
-RESUME_RUNS["ppo_2_changed"] = [
-    *RESUME_RUNS["ppo_2_resumed"],
-    "--init_kl_coef",
-    "0.5",
-    "--critic_learning_rate",
-    "1e-5",
-]
+# Each algorithm and each stage on one rank and on two.
+RESUMED_ON = {"one_rank": ("grpo_2", "ppo_3"), "two_ranks": ("grpo_3", "ppo_2")}
+
+
+def resume_runs(where: str) -> dict[str, list[str]]:
+    """Each run whole, and from its checkpoint of step 2; on two ranks also by a command that changes what it holds."""
+    runs = {}
+    for name in RESUMED_ON[where]:
+        run = small(f"{RESUMED[name]} --save_steps 2 --max_eval_samples 4 --eval_steps 2 --max_steps")
+        runs[name] = [*run, "4"]
+        runs[f"{name}_resumed"] = [f"copy:{name}@2", *run, "4", "--resume_from", "auto"]
+    return runs
+
+
+CHANGED = {
+    "grpo_3": "--actor_learning_rate 1e-5",
+    "ppo_2": "--init_kl_coef 0.5 --critic_learning_rate 1e-5",
+}
 
 FLAG_RUNS = {
     name: small(f"--max_steps 2 {flags}")
@@ -118,7 +122,6 @@ LATE_RUNS = {
 STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
     "base": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
-    "base_separate": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8 --separate_old_log_probs true"),
     "given": given("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
     "updates": given("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
     "updates_separate": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
@@ -129,7 +132,7 @@ ONE_RANK = {
     ),
     "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
     "twice": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
-    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 4, 32)},
+    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 32)},
     "padded": given("--max_steps 3 --share_prefix false"),
     "packed": given("--max_steps 3 --share_prefix false --packing_samples true"),
     "budget": given("--max_steps 3 --packing_samples true --max_tokens_per_batch 300"),
@@ -141,7 +144,7 @@ ONE_RANK = {
         f"{_UNIFIED} --engine_type hf --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"
     ),
     **FLAG_RUNS,
-    **RESUME_RUNS,
+    **resume_runs("one_rank"),
     **HOSTILE,
 }
 TWO_RANKS = {
@@ -154,10 +157,11 @@ TWO_RANKS = {
     **{f"unified_{stage}": small(f"{_UNIFIED_GIVEN} --zero_stage {stage}") for stage in (2, 3)},
     "late_3": small(f"{LATE} {{late}} --zero_stage 3"),
     "late_some_2": small(f"{LATE} {{some}} --zero_stage 2"),
-    **RESUME_RUNS,
+    **resume_runs("two_ranks"),
     **HOSTILE,
     **HOSTILE_RESUMED,
 }
+TWO_RANKS |= {f"{name}_changed": [*TWO_RANKS[f"{name}_resumed"], *flags.split()] for name, flags in CHANGED.items()}
 
 
 TEXT_ROW = {"prompt": "How many?", "reference": "2", "label": "text"}

@@ -76,7 +76,6 @@ FLAGS = {
         "flow_1": f"{RUNS['flow']} --zero_stage 1 --max_steps 4",
         "flow_2": f"{RUNS['flow']} --zero_stage 2 --max_steps 4",
         **with_resume("flow_3", f"{RUNS['flow']} --zero_stage 3"),
-        "full_2": f"{RUNS['full']} --zero_stage 2",
         "full_3": f"{RUNS['full']} --zero_stage 3",
         "nft_2": f"{RUNS['nft']} --zero_stage 2 --max_steps 4",
         **with_resume("nft_3", f"{RUNS['nft']} --zero_stage 3"),
@@ -84,14 +83,13 @@ FLAGS = {
         "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 4",
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 4",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
-        "edit_2": f"{RUNS['edit']} --zero_stage 2",
         **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in FAMILIES},
     },
 }
 PAIRS = [
-    ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_2"), ("full", "full_3"),
+    ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_3"),
     ("nft", "nft_2"), ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"), ("edit", "edit_2"), *((name, f"{name}_3") for name in FAMILIES),
+    ("reward_fl", "reward_fl_2"), *((name, f"{name}_3") for name in FAMILIES),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 

@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from plans import RESUMED
+from plans import RESUMED_ON
 from whole_runs import rollouts, rows, weights
 
 
-@pytest.fixture(params=["one_rank", "two_ranks"])
-def folder(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=[(where, name) for where, names in RESUMED_ON.items() for name in names], ids="-".join)
+def runs(request) -> tuple[Path, Path]:
+    """Folders of the whole run and of the one that was resumed."""
+    where, name = request.param
+    folder = request.getfixturevalue(where)
+    return folder / name, folder / f"{name}_resumed"
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_metrics_are_equal(folder, name):
-    whole, resumed = rows(folder / name), rows(folder / f"{name}_resumed")
+def test_metrics_are_equal(runs):
+    whole, resumed = map(rows, runs)
     assert len(whole) == len(resumed) == 4
     assert whole == resumed
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_evaluation_is_equal(folder, name):
-    assert rows(folder / name, "eval_metrics.csv") == rows(folder / f"{name}_resumed", "eval_metrics.csv")
+def test_evaluation_is_equal(runs):
+    whole, resumed = (rows(run, "eval_metrics.csv") for run in runs)
+    assert whole == resumed
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_sampled_tokens_are_equal(folder, name):
-    whole, resumed = rollouts(folder / name), rollouts(folder / f"{name}_resumed")
+def test_sampled_tokens_are_equal(runs):
+    whole, resumed = map(rollouts, runs)
     assert [len(step) for step in whole] == [32] * 4
     assert whole == resumed
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_weights_are_equal_and_have_moved(folder, name):
-    assert weights(folder / name) == weights(folder / f"{name}_resumed")
-    assert (folder / f"{name}_resumed" / "checkpoint-000002").is_dir()
+def test_weights_are_equal_and_have_moved(runs):
+    whole, resumed = runs
+    assert weights(whole) == weights(resumed)
+    assert (resumed / "checkpoint-000002").is_dir()
 
 
 @pytest.mark.parametrize("name,column", [("grpo_3", "learning_rate"), ("ppo_2", "critic_learning_rate")])
-def test_a_learning_rate_of_the_resuming_command_is_used(folder, name, column):
-    whole, changed = rows(folder / name), rows(folder / f"{name}_changed")
+def test_a_learning_rate_of_the_resuming_command_is_used(two_ranks, name, column):
+    whole, changed = rows(two_ranks / name), rows(two_ranks / f"{name}_changed")
     assert [row[column] for row in changed[:2]] == [row[column] for row in whole[:2]]
     assert [row[column] for row in changed[2:]] == pytest.approx([1e-5] * 2)
 
 
-def test_a_kl_coefficient_of_the_resuming_command_is_used(folder):
-    assert rows(folder / "ppo_2")[2]["kl_coef"] < 0.1
-    assert rows(folder / "ppo_2_changed")[2]["kl_coef"] == pytest.approx(0.5, rel=0.2)
+def test_a_kl_coefficient_of_the_resuming_command_is_used(two_ranks):
+    assert rows(two_ranks / "ppo_2")[2]["kl_coef"] < 0.1
+    assert rows(two_ranks / "ppo_2_changed")[2]["kl_coef"] == pytest.approx(0.5, rel=0.2)
