@@ -21,7 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def spin_counts(script: str, folder: Path, **environment: str) -> set[str]:
     """What every OpenMP library that the script loads says of itself, up to its search for a model."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    others = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD")  # the last one: vLLM in this process sets it
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / script), "--pretrain", "no/such-model", "--output_dir", str(folder)],
         env=inherited | {"OMP_DISPLAY_ENV": "verbose", "HF_HUB_OFFLINE": "1"} | environment,
