@@ -254,11 +254,13 @@ class DiffusionRunConfig(Section):
             not self.model.compile or self.distributed.zero_stage < 3,
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
         )
-        entry = self.algorithm.entry
+        entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
         require(
-            self.distributed.sp_size == 1 or not (self.model.compile or entry.coupled or entry.trains_on == "reward"),
-            "sp_size shares forwards of updates on drawn samples, without compile, and for losses of single samples: "
-            f"leave it at 1, or compile and {entry.name} out",
+            alone or not self.model.compile, "sp_size divides forwards that compile keeps whole: leave one of them out"
+        )
+        require(
+            alone or not (entry.coupled or entry.trains_on == "reward"),
+            f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",
         )
         evaluation_sampling(self)
         data = self.data

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from engine_rig import environment_restored
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -18,6 +19,13 @@ from lightrft_visual.rewards.functions.judge import Judge, Schema
 
 IMAGES = [Image.effect_noise((90, 60), 90).convert("RGB"), Image.new("RGB", (40, 80), "green")]
 REPLY = {"colour": [0, 10], "form": [1, 5]}
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """vLLM sets variables that programs started by later tests would inherit."""
+    with environment_restored():
+        yield
 
 
 @pytest.fixture(scope="module")
