@@ -255,9 +255,7 @@ class DiffusionRunConfig(Section):
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
         )
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
-        require(
-            alone or not self.model.compile, "sp_size divides forwards that compile keeps whole: leave one of them out"
-        )
+        require(alone or not self.model.compile, "sp_size shares forwards without compile: leave one of them out")
         require(
             alone or not (entry.coupled or entry.trains_on == "reward"),
             f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",
