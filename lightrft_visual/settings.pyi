@@ -101,7 +101,7 @@ class VLSettings(TypedDict, total=False):
     engine_kv_cache_dtype: str
     """vLLM's names, such as fp8. Default: 'auto'."""
     engine_quantization: str | None
-    """vLLM's names, such as fp8: weights are quantised as they are loaded."""
+    """vLLM's names, such as fp8: weights are quantised as loaded."""
     engine_kwargs: dict[str, Any]
     """other engine arguments by vLLM's names. Default: {}."""
     offload_trainer: bool
@@ -154,7 +154,7 @@ class VLSettings(TypedDict, total=False):
     image_dependence_every: int
     """steps between measurements of what depends on the image; 0: none. Default: 10."""
     parity_tolerance: float | None
-    """default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)."""
+    """default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8."""
     environment: str | None
     """what answers the model: a name, or path.py:Class."""
     tools: str | None

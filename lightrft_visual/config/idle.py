@@ -50,6 +50,7 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
         refuse_idle(algorithm, names, owner, read)
+    refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
     refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 

@@ -161,7 +161,7 @@ class RolloutConfig(Section):
     engine_max_num_seqs: PositiveInt | None = None  # sequences in flight; default: all samples of a step, at most 256
     engine_max_num_batched_tokens: PositiveInt | None = None  # of one forward; default: 8192 or one whole sequence
     engine_kv_cache_dtype: str = "auto"  # vLLM's names, such as fp8
-    engine_quantization: str | None = None  # vLLM's names, such as fp8: weights are quantised as they are loaded
+    engine_quantization: str | None = None  # vLLM's names, such as fp8: weights are quantised as loaded
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # other engine arguments by vLLM's names
     offload_trainer: bool = False  # optimizer states, gradients and weights wait on the host while they are not used
     offload_reference: bool = False  # the reference model's weights are on the device for its forwards only
@@ -188,7 +188,12 @@ class RolloutConfig(Section):
     dynamic_sampling_max_tries: PositiveInt = 4
     parity_every: NonNegativeInt = 50  # steps between the gate's probes; every rollout is compared anyway. 0: no gate
     image_dependence_every: NonNegativeInt = 10  # steps between measurements of what depends on the image; 0: none
-    parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest), 0.05 in bf16 (mean over tokens)
+    parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8
+
+    @property
+    def coarse(self) -> bool:
+        """Whether the engine computes in fewer bits than the trainer: then every token's log-prob differs."""
+        return self.engine_quantization is not None or self.engine_kv_cache_dtype.startswith("fp8")
 
     def check(self) -> None:
         """Lengths, what the engine can do, and shares that leave nothing."""
@@ -377,24 +382,17 @@ class RunConfig(Section):
             f"n_samples_per_prompt is {samples}, it must be at least 2",
         )
         require(
-            samples > 1 or not train.share_prefix,
-            "share_prefix computes the prompt of several samples once: n_samples_per_prompt is 1",
-        )
-        require(
             not (estimator.components and (algorithm.reward_running_norm or algorithm.reward_clip)),
             f"advantage_estimator {algorithm.advantage_estimator} normalises each reward by itself: "
             "reward_running_norm and reward_clip, which act on their sum, do nothing there",
         )
         require(
-            samples > 1 or not rollout.dynamic_sampling, "dynamic_sampling needs n_samples_per_prompt of at least 2"
+            samples > 1 or not (rollout.dynamic_sampling or train.share_prefix),
+            "dynamic_sampling and share_prefix need n_samples_per_prompt of at least 2",
         )
         require(
-            train.freezing_actor_steps <= 0 or estimator.critic,
-            "freezing_actor_steps trains the critic alone: it needs advantage_estimator gae",
-        )
-        require(
-            self.model.critic_pretrain is None or estimator.critic,
-            "critic_pretrain is the start of a critic: it needs advantage_estimator gae",
+            estimator.critic or (train.freezing_actor_steps <= 0 and self.model.critic_pretrain is None),
+            "freezing_actor_steps and critic_pretrain belong to a critic: they need advantage_estimator gae",
         )
         require(
             (self.model.teacher_pretrain is None) == (algorithm.teacher_coef == 0),
@@ -405,19 +403,20 @@ class RunConfig(Section):
             loss.aggregation in (None, algorithm.loss_agg_mode),
             f"policy_loss {loss.name} is made by --loss_agg_mode {loss.aggregation}: add it",
         )
-        weighs = loss.weighs_rollouts or algorithm.off_policy_delta is not None
         require(
             not (loss.weighs_rollouts and algorithm.corrects_rollouts),
             f"policy_loss {loss.name} compares with the engine's log-probs itself: leave tis_mode off",
         )
+        weighs = loss.weighs_rollouts or algorithm.corrects_rollouts
         require(
-            not weighs or (rollout.top_p == 1 and rollout.top_k == -1),
-            f"policy_loss {loss.name} or off_policy_delta compares sampled log-probs, which top_p < 1 or top_k leave "
-            "undefined: use top_p 1, top_k -1",
+            not (weighs or algorithm.off_policy_delta is not None) or (rollout.top_p == 1 and rollout.top_k == -1),
+            f"policy_loss {loss.name}, tis_mode {algorithm.tis_mode} or off_policy_delta compares sampled log-probs, "
+            "which top_p < 1 or top_k leave undefined: use top_p 1, top_k -1",
         )
         require(
-            not algorithm.corrects_rollouts or (rollout.top_p == 1 and rollout.top_k == -1),
-            "tis_mode compares sampled log-probs, which top_p < 1 or top_k leave undefined: use top_p 1, top_k -1",
+            weighs or not rollout.coarse,
+            "engine_quantization and an fp8 cache sample from another policy than is trained: add --tis_mode token, "
+            "which weighs tokens up to tis_cap (2)",
         )
 
     def _check_lengths(self) -> None:

@@ -36,6 +36,7 @@ PROBE_TOKENS = 8
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 0.05
 # Of the mean of a mixture of experts: rounding sends single tokens to other experts, which differ by a lot.
 MOE_BF16_TOLERANCE = 0.1
+COARSE_TOLERANCE = 0.3  # of the mean of an engine in fewer bits, whose rounding tis_mode corrects
 STALE = "stale weight or cache (it vanishes when all weights are loaded again)"
 REFERENCE_TOLERANCE = 1e-3  # mean over tokens; the same weights in the same precision give 0
 
@@ -63,12 +64,12 @@ class ParityGate:
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, **parts: Any) -> ParityGate:
         """The gate of a run: tolerance and figure follow from its precision. parts: the other fields."""
-        tolerance, moe = config.rollout.parity_tolerance, count_experts(checkpoint.config) > 0
-        if tolerance is None:
-            tolerance = (MOE_BF16_TOLERANCE if moe else BF16_TOLERANCE) if config.model.bf16 else FP32_TOLERANCE
-        pad_id, averages = checkpoint.tokenizer.pad_token_id, config.model.bf16 or moe
-        parts["sampling"] = SamplingSettings.from_config(config.rollout)
-        return cls(pad_id=pad_id, vision=checkpoint.vision, tolerance=tolerance, averages=averages, **parts)
+        rollout, bf16, moe = config.rollout, config.model.bf16, count_experts(checkpoint.config) > 0
+        full = FP32_TOLERANCE if not bf16 else MOE_BF16_TOLERANCE if moe else BF16_TOLERANCE
+        usual = COARSE_TOLERANCE if rollout.coarse else full
+        tolerance = usual if rollout.parity_tolerance is None else rollout.parity_tolerance
+        parts |= {"sampling": SamplingSettings.from_config(rollout), "pad_id": checkpoint.tokenizer.pad_token_id}
+        return cls(vision=checkpoint.vision, tolerance=tolerance, averages=bf16 or moe or rollout.coarse, **parts)
 
     def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
         """The figure, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""

@@ -26,6 +26,12 @@ def load(text: str) -> RunConfig:
         ("--answer_loss_weight 0 --drawing_loss_weight 0", "are both 0: nothing would be trained"),
         ("--critic_pretrain somewhere", "critic_pretrain.*gae"),
         ("--tis_mask", "tis_mask belongs to --tis_mode"),
+        ("--engine_quantization fp8", "add --tis_mode token"),
+        ("--engine_kv_cache_dtype fp8_e5m2", "add --tis_mode token"),
+        (
+            "--engine_type hf --engine_quantization fp8 --tis_mode token",
+            "engine_quantization belongs to engines with weights of their own",
+        ),
         ("--tis_mode token --tis_floor 0.5", "tis_floor belongs to --tis_mask"),
         ("--tis_mode token --tis_mask --tis_floor 2.5", "not below tis_cap 2.0"),
         ("--reward_running_norm_minus_mean", "belongs to --reward_running_norm"),

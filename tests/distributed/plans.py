@@ -10,7 +10,7 @@ from whole_runs import SMALL
 from lightrft_visual.data.sampler import PromptSampler
 
 STAGES = (0, 1, 2, 3)
-MIXED_STEPS, MIXED_BATCH, SEED = 8, 2, 42
+MIXED_STEPS, MIXED_BATCH, SEED = 4, 2, 42
 GIVEN_TOKENS = Path(__file__).with_name("given_tokens.py")
 SPREAD = f"--plugins {GIVEN_TOKENS} --reward.components.response_spread=1.0"
 
@@ -86,19 +86,19 @@ FLAG_RUNS = {
     }.items()
 }
 
-# 56 good rows and the bad ones: the steps see all of them.
-HOSTILE_ROWS, HOSTILE_STEPS = 56, 8
+# 28 good rows and the bad ones: the steps see all of them.
+HOSTILE_ROWS, HOSTILE_STEPS = 28, 4
 _RUN = small(
-    "--prompt_data {hostile} --max_samples 1000 --on_bad_row skip --on_long_prompt skip --max_bad_share 0.5 "
-    "--save_steps 4 --max_steps"
+    "--prompt_data {hostile} --max_samples 1000 --on_bad_row skip --on_long_prompt skip --max_bad_share 0.7 "
+    "--save_steps 2 --max_steps"
 )
 HOSTILE = {"hostile": [*_RUN, str(HOSTILE_STEPS), "--report", "true"]}
 HOSTILE_RESUMED = {
-    "hostile_resumed": ["copy:hostile@4", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
+    "hostile_resumed": ["copy:hostile@2", *_RUN, str(HOSTILE_STEPS), "--resume_from", "auto"],
 }
 
 # A model that sees and draws, of {janus}: rank 0 of 2 meets only questions, rank 1 only captions to draw.
-UNIFIED_STEPS = 4
+UNIFIED_STEPS = 2
 _UNIFIED = (
     f"--pretrain {{janus}} --prompt_data {{captions}} --guidance_scale 2 --max_steps {UNIFIED_STEPS} "
     f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4} --generate_max_len 6 "
@@ -112,7 +112,7 @@ _BOTH = (
     f"{SPREAD} --max_eval_samples 4 --eval_data {{both}}"
 )
 # Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
-LATE_STEPS = 3
+LATE_STEPS = 2
 LATE = f"--engine_type given --plugins {GIVEN_TOKENS} --max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
 LATE_RUNS = {
     "late": small(f"{LATE} {{late}}"),
@@ -121,21 +121,24 @@ LATE_RUNS = {
 }
 STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
-    "base": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
-    "given": given("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
-    "updates": given("--max_steps 3 --train_batch_size 16 --max_epochs 2"),
-    "updates_separate": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
-    "updates_alone": given("--max_steps 3 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
+    "base": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
+    "given": given("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
+    "updates": given("--max_steps 2 --train_batch_size 16 --max_epochs 2"),
+    "updates_separate": given("--max_steps 2 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
+    "updates_alone": given("--max_steps 2 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
     "stale_packed": small(
-        f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE} --packing_samples true --init_kl_coef 0 "
+        f"--max_steps 2 --engine_type loses_a_sync --plugins {STALE_ENGINE} --packing_samples true --init_kl_coef 0 "
         "--train_batch_size 16"
     ),
-    "stale": small(f"--max_steps 3 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
-    "twice": small("--max_steps 3 --zero_stage 0 --max_eval_samples 8"),
+    "stale": small(f"--max_steps 2 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
+    "eight_bits": small(
+        f"--max_steps 2 --engine_type in_eight_bits --plugins {STALE_ENGINE} --engine_quantization fp8 --tis_mode token"
+    ),
+    "twice": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 32)},
-    "padded": given("--max_steps 3 --share_prefix false"),
-    "packed": given("--max_steps 3 --share_prefix false --packing_samples true"),
-    "budget": given("--max_steps 3 --packing_samples true --max_tokens_per_batch 300"),
+    "padded": given("--max_steps 2 --share_prefix false"),
+    "packed": given("--max_steps 2 --share_prefix false --packing_samples true"),
+    "budget": given("--max_steps 2 --packing_samples true --max_tokens_per_batch 300"),
     **LATE_RUNS,
     "unified": small(_UNIFIED_GIVEN),
     "both": small(_BOTH),
@@ -148,8 +151,8 @@ ONE_RANK = {
     **HOSTILE,
 }
 TWO_RANKS = {
-    **{f"stage_{stage}": given(f"--max_steps 3 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
-    "sequence": given("--max_steps 3 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
+    **{f"stage_{stage}": given(f"--max_steps 2 --zero_stage {stage} --max_eval_samples 8") for stage in STAGES},
+    "sequence": given("--max_steps 2 --zero_stage 2 --sp_size 2 --max_eval_samples 8"),
     "mixed": small(
         f"--zero_stage 3 --prompt_data {{rows}} --max_steps {MIXED_STEPS} "
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"

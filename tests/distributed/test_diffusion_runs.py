@@ -28,14 +28,14 @@ REWARD_FL = (
     "--max_epochs 2 --learning_rate 1e-3"  # Adam takes whole steps of gradients near zero, which rounding decides
 )
 RUNS = {
-    "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 2 --eval_steps 2",
-    "full": "--max_steps 3 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",
-    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --save_steps 2 --eval_steps 2 --decay_type 1",
-    "awm": "--diffusion_algorithm awm --guidance_scale 1 --beta 0.1 --max_steps 3",
-    "dgpo": "--diffusion_algorithm dgpo --guidance_scale 1 --dpo_reference old --beta 0.1 --save_steps 2 "
-    "--eval_steps 2",
+    "flow": "--enable_ema true --ema_interval 1 --eval_ema true --beta 0.1 --save_steps 1 --eval_steps 1",
+    "full": "--max_steps 2 --lora_rank 0 --learning_rate 1e-3 --beta 0.1",
+    "nft": "--diffusion_algorithm diffusion_nft --guidance_scale 1 --save_steps 1 --eval_steps 1 --decay_type 1",
+    "awm": "--diffusion_algorithm awm --guidance_scale 1 --beta 0.1 --max_steps 2",
+    "dgpo": "--diffusion_algorithm dgpo --guidance_scale 1 --dpo_reference old --beta 0.1 --save_steps 1 "
+    "--eval_steps 1",
     "pairs": "--diffusion_algorithm diffusion_dpo --prompt_data {pairs} --pair_data {pairs} --n_samples_per_prompt 2 "
-    "--dpo_beta 50 --save_steps 2 --eval_steps 2",
+    "--dpo_beta 50 --save_steps 1 --eval_steps 1",
     "edit": "--pretrain {edits}/pipeline --prompt_data {edits}/edits.jsonl --eval_data {edits}/edits.jsonl "
     "--source_pixels 1024 --max_sequence_length null --max_steps 2",
     "z_image": "--pretrain {edits}/z_image --max_sequence_length 24 --max_steps 2",
@@ -52,17 +52,17 @@ FAMILIES = ("edit", "z_image", "flux_kontext", "wan_two_experts", "hunyuan_video
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:
-    """A run of four steps; and a copy of it as it was after two, which is resumed and goes on to four."""
+    """A run of two steps; and a copy of it as it was after the first, which is resumed and goes on."""
     return {
-        name: f"{flags} --max_steps 4",
-        f"{name}_resumed": f"copy:{name}@2 {flags} --max_steps 4 --resume_from auto",
+        name: f"{flags} --max_steps 2",
+        f"{name}_resumed": f"copy:{name}@1 {flags} --max_steps 2 --resume_from auto",
     }
 
 
 FLAGS = {
     1: {
         **with_resume("flow", f"{RUNS['flow']} --zero_stage 2"),
-        "unwatched": f"{RUNS['flow']} --zero_stage 2 --max_steps 4 --eval_steps -1 --save_steps -1",
+        "unwatched": f"{RUNS['flow']} --zero_stage 2 --max_steps 2 --eval_steps -1 --save_steps -1",
         "full": f"{RUNS['full']} --zero_stage 2",
         **with_resume("nft", f"{RUNS['nft']} --zero_stage 2"),
         "awm": f"{RUNS['awm']} --zero_stage 2",
@@ -73,15 +73,15 @@ FLAGS = {
         "bf16": "--max_steps 2 --bf16 true --enable_ema true --ema_interval 1",
     },
     2: {
-        "flow_1": f"{RUNS['flow']} --zero_stage 1 --max_steps 4",
-        "flow_2": f"{RUNS['flow']} --zero_stage 2 --max_steps 4",
+        "flow_1": f"{RUNS['flow']} --zero_stage 1 --max_steps 2",
+        "flow_2": f"{RUNS['flow']} --zero_stage 2 --max_steps 2",
         **with_resume("flow_3", f"{RUNS['flow']} --zero_stage 3"),
         "full_3": f"{RUNS['full']} --zero_stage 3",
-        "nft_2": f"{RUNS['nft']} --zero_stage 2 --max_steps 4",
+        "nft_2": f"{RUNS['nft']} --zero_stage 2 --max_steps 2",
         **with_resume("nft_3", f"{RUNS['nft']} --zero_stage 3"),
         "awm_3": f"{RUNS['awm']} --zero_stage 3",
-        "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 4",
-        "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 4",
+        "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 2",
+        "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 2",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
         **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in FAMILIES},
     },
@@ -214,7 +214,7 @@ def test_copies_are_lent_and_weights_come_back(request, where, name):
 def test_a_resumed_run_goes_on_bit_for_bit(request, where, name):
     folder = request.getfixturevalue(where)
     whole, resumed = folder / name, folder / f"{name}_resumed"
-    assert rows(whole) == rows(resumed) and len(rows(whole)) == 4
+    assert rows(whole) == rows(resumed) and len(rows(whole)) == 2
     assert rows(whole, "eval_metrics.csv") == rows(resumed, "eval_metrics.csv")
     ours, theirs = final_weights(whole), final_weights(resumed)
     assert all((ours[key] == theirs[key]).all() for key in ours)

@@ -1,6 +1,4 @@
-"""Started by the deepspeed launcher on two ranks: rank 1 meets a NaN loss in some steps, under every ZeRO stage.
-
-    deepspeed --num_gpus 2 tests/faults/nan_run.py FOLDER FLAG...
+"""Run by each of two ranks: rank 1 meets a NaN loss in some steps, under every ZeRO stage: nan_run.py FOLDER FLAG...
 
 Writes FOLDER/<stage>_rank<r>.json: {"weights": a hash of all weights after each step, "error": how the run ended}.
 """
@@ -62,19 +60,15 @@ def run(stage: int, folder: Path, flags: list[str]) -> None:
 
 
 def main() -> None:
-    from run_many import share_engines
-
     from lightrft_visual.launch import quiet_libraries
 
-    folder, *flags = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    folder, *flags = sys.argv[1:]
     quiet_libraries()
-    share_engines()
     for stage in (0, 1, 2, 3):
         run(stage, Path(folder), flags)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
     try:
         main()
     except BaseException:

@@ -29,7 +29,7 @@ def built(cache_root) -> None:
 
 
 def flags(folder: Path, more: str) -> list[str]:
-    common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 {more}"
+    common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 --engine_type hf {more}"
     return [*SMALL, *common.split()]
 
 
@@ -72,7 +72,7 @@ def stopped(tmp_path_factory, cache_root) -> dict[int, str]:
     try:
         for rank in (0, 1):
             folder = tmp_path_factory.mktemp("stopped") / "run"
-            own = flags(folder, "--max_steps 500 --engine_type hf")
+            own = flags(folder, "--max_steps 500")
             runs[rank] = start(EXAMPLE, own, cache_root, ranks=2, merged=True), folder
         for rank, (process, folder) in runs.items():
             wait_for_steps(process, folder, 2)

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from whole_runs import SMALL, launch
+from forked import run_on_ranks
+from whole_runs import LIMIT, SMALL, environment
 
 SCRIPT = Path(__file__).with_name("nan_run.py")
 
@@ -15,8 +16,8 @@ SCRIPT = Path(__file__).with_name("nan_run.py")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("nan")
-    result = launch(SCRIPT, [str(folder), *SMALL, "--max_samples", "64"], cache_root, ranks=2)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    flags = [*SMALL, "--engine_type", "hf", "--max_samples", "64"]
+    run_on_ranks(SCRIPT, [str(folder), *flags], environment(cache_root), 2, LIMIT)
     return folder
 
 

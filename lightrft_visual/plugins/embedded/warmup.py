@@ -67,8 +67,9 @@ class WarmUp:
 
 
 def warm_up_of(task: str, **settings) -> WarmUp:
-    """The warm-up of the base that belongs to a task; settings: other fields."""
-    return WarmUp(task, **(source_of(task).warm_up | settings))
+    """The warm-up of the base that belongs to a task, for data of one's own that of the questions; settings: other
+    fields."""
+    return WarmUp(task if task in SOURCES else EMBEDDED, **(source_of(task).warm_up | settings))
 
 
 def embedded_task(root: Path | None = None, name: str = EMBEDDED) -> EmbeddedTask:

@@ -23,12 +23,17 @@ from lightrft_visual.plugins.embedded.warmup import (
     embedded_checkpoint,
     embedded_task,
     warm_up,
+    warm_up_of,
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return build_tiny_checkpoint(tmp_path_factory.mktemp("warmup") / "model", "qwen2_5_vl", texts=vocabulary_texts())
+
+
+def test_data_of_ones_own_trains_the_base_of_the_questions_whatever_its_file():
+    assert warm_up_of("/data/mine.jsonl") == warm_up_of("theirs.csv") == warm_up_of(EMBEDDED) == WarmUp()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs of two ranks with rollout workers, by the deepspeed launcher: `rank_runs.py FOLDER` writes facts_<rank>.json."""
+"""Runs of two ranks with rollout workers, run by each: `rank_runs.py FOLDER` writes facts_<rank>.json."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))))
+        main(Path(sys.argv[1]))
     except BaseException:
         traceback.print_exc()
         os._exit(1)

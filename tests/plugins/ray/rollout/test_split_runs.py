@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from waiting import finished
-
-from lightrft_visual.runtime.host_memory import free_port
+from forked import run_alone, run_on_ranks
 
 pytest.importorskip("ray")
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # of workers as of trainers: others round otherwise
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of workers as of trainers: others round otherwise
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
-    script = Path(__file__).with_name("split_runs.py")
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_alone(Path(__file__).with_name("split_runs.py"), folder, limit=840, **ONE_THREAD)
     return json.loads((folder / "facts.json").read_text())
 
 
@@ -64,14 +57,9 @@ def test_episodes_of_a_worker_run_ahead_of_the_trainer(facts):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What both ranks of a launch say."""
+    """What both ranks say."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = str(Path(sys.executable).with_name("deepspeed"))
-    script = str(Path(__file__).with_name("rank_runs.py"))
-    done = finished(
-        [program, "--num_gpus", "2", "--master_port", str(free_port()), script, str(folder)], 840, env=ONE_THREAD
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_on_ranks(Path(__file__).with_name("rank_runs.py"), [str(folder)], os.environ | ONE_THREAD, 2, limit=840)
     return [json.loads((folder / f"facts_{rank}.json").read_text()) for rank in (0, 1)]
 
 
