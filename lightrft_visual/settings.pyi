@@ -13,6 +13,8 @@ class VLSettings(TypedDict, total=False):
     """model. Default: False."""
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    compile: bool
+    """torch.compile of the blocks of trained models: slower to start, fewer kernels a step. Default: False."""
     gradient_checkpointing: bool
     """model. Default: False."""
     freeze_prefix: str

@@ -250,12 +250,8 @@ class DiffusionRunConfig(Section):
         else:
             self._check_no_differentiable_reward()
         check_noise(sampling, rollout_noise(self))
-        require(
-            not self.model.compile or self.distributed.zero_stage < 3,
-            "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
-        )
+        self.distributed.check_compiled(self.model.compile)
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
-        require(alone or not self.model.compile, "sp_size shares forwards without compile: leave one of them out")
         require(
             alone or not (entry.coupled or entry.trains_on == "reward"),
             f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",

@@ -186,48 +186,23 @@ for _entry in (
 _features = f"{TRAINER}.features"
 for _entry in (  # in the order in which they follow a step
     Hook("ema", f"{_features}.ema:build", "`enable_ema`: an average of the weights"),
-    Hook(
-        "entropy_target", f"{_features}.entropy_target:build", "`entropy_target`: a steered entropy bonus",
-        kinds=("vl",),
-    ),
-    Hook(
-        "reference_refresh", f"{_features}.reference_refresh:build", "`ref_update_steps`: a reference that follows",
-        kinds=("vl",),
-    ),
+    Hook("entropy_target", f"{_features}.entropy_target:build", "`entropy_target`: a steered bonus", kinds=("vl",)),
+    Hook("reference_refresh", f"{_features}.reference_refresh:build", "`ref_update_steps`", kinds=("vl",)),
     Hook("reward_weights", f"{_features}.reward_weights:build", "`reward_weights_file`: watched weights"),
-    Hook(
-        "noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noisy images", kinds=("vl",)
-    ),
-    Hook(
-        "balanced_rollouts", f"{_features}.balanced_rollouts:build", "`balance_rollouts`: prompts dealt by length",
-        kinds=("vl",),
-    ),
+    Hook("noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noise", kinds=("vl",)),
+    Hook("balanced_rollouts", f"{_features}.balanced_rollouts:build", "`balance_rollouts`", kinds=("vl",)),
     Hook("staleness", f"{_features}.rollouts_ahead:build", "`max_staleness`: the age of tokens"),
     Hook("guard", f"{_features}.guard:build", "gold, learnt bands, alarms"),
-    Hook(
-        "image_dependence", f"{_features}.image_dependence:build",
-        "`image_dependence_every`: tokens that depend on the image", kinds=("vl",),
-    ),
-    Hook(
-        "trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`: different prompts so far",
-        kinds=("diffusion",),
-    ),
+    Hook("image_dependence", f"{_features}.image_dependence:build", "`image_dependence_every`", kinds=("vl",)),
+    Hook("trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`", kinds=("diffusion",)),
     Hook("routing", f"{_features}.routing:build", "`routing_replay`: experts are used again", kinds=("vl",)),
-    Hook(
-        "episodes", f"{_features}.episodes:build", "`environment`, `tools`: turns, calls and failures in the metrics",
-        kinds=("vl",),
-    ),
+    Hook("compiled_blocks", f"{_features}.compiled_blocks:build", "`compile`: torch.compile", kinds=("vl",)),
+    Hook("episodes", f"{_features}.episodes:build", "`environment`, `tools`: metrics of turns", kinds=("vl",)),
     Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
     Hook("conditions", f"{_features}.conditions:build", "what each evaluation was made with"),
-    Hook(
-        "selective_replay", f"{_features}.selective_replay:build", "`selective_replay`: samples of earlier steps",
-        kinds=("vl",),
-    ),
-    Hook(
-        "context_parallel", f"{_features}.context_parallel:build", "`sp_size`: ranks that share a denoiser's forward",
-        kinds=("diffusion",),
-    ),
-):  # fmt: skip
+    Hook("selective_replay", f"{_features}.selective_replay:build", "`selective_replay`", kinds=("vl",)),
+    Hook("context_parallel", f"{_features}.context_parallel:build", "`sp_size`", kinds=("diffusion",)),
+):
     hooks.add(_entry)
 
 _aggregation = f"{ALGORITHMS}.loss_terms"

@@ -20,6 +20,7 @@ class SFTModelConfig(ModelConfig):
 
     critic_pretrain: ClassVar[None] = None  # type: ignore[misc]
     teacher_pretrain: ClassVar[None] = None  # type: ignore[misc]
+    compile: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @dataclass

@@ -99,6 +99,14 @@ class DistributedConfig(Section):
             "use zero_stage 1 to 3",
         )
 
+    def check_compiled(self, compiled: bool) -> None:
+        """Raise ConfigError where compiled blocks would lack weights or tokens."""
+        require(
+            not compiled or self.zero_stage < 3,
+            "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
+        )
+        require(not compiled or self.sp_size == 1, "sp_size shares forwards without compile: leave one of them out")
+
     def accumulated_in(self, bf16: bool) -> str | None:
         """`grad_accum_dtype` of a run whose weights are bf16 or not; None is the type of the weights."""
         return "fp32" if self.grad_accum_dtype is None and bf16 and self.zero_stage > 1 else self.grad_accum_dtype

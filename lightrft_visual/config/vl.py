@@ -79,6 +79,7 @@ class ModelConfig(Section):
     teacher_pretrain: str | None = None  # on-policy distillation: a model of the same tokens, often a larger one
     bf16: bool = False
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
+    compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
     gradient_checkpointing: bool = False
     freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
     lora_rank: NonNegativeInt = 0
@@ -297,6 +298,7 @@ class RunConfig(Section):
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
+        self.distributed.check_compiled(self.model.compile)
         self.check_kinds()
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,

@@ -143,14 +143,17 @@ def segment_attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return _by_segments(query, key, value, segments, kwargs), None
+
+
+@torch.compiler.disable  # other segments in every batch: a program would be of their lengths
+def _by_segments(query: T, key: T, value: T, segments: Segments, given: dict[str, Any]) -> T:
     segments.used = True
-    window = kwargs.get("sliding_window")
+    window = given.get("sliding_window")
     if window is not None and window >= max(segments.key_lengths):
         window = None
-    settings = {"scale": kwargs.get("scaling"), "dropout": kwargs.get("dropout", 0.0), "window": window}
-    if segments.group is not None:
-        return _over_ranks(query, key, value, segments, settings), None
-    return _attend(query, key, value, segments, settings), None
+    settings = {"scale": given.get("scaling"), "dropout": given.get("dropout", 0.0), "window": window}
+    return (_attend if segments.group is None else _over_ranks)(query, key, value, segments, settings)
 
 
 def _attend(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
@@ -303,6 +306,7 @@ def attend_by_windows(tower: nn.Module) -> None:
         tower.config._attn_implementation = WINDOWS
 
 
+@torch.compiler.disable  # it reads the ends of the parts
 def window_attention(
     module: nn.Module,
     query: T,

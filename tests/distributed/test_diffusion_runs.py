@@ -41,14 +41,12 @@ RUNS = {
     "z_image": "--pretrain {edits}/z_image --max_sequence_length 24 --max_steps 2",
     "flux_kontext": "--pretrain {edits}/flux_kontext --prompt_data {edits}/one.jsonl --eval_data {edits}/one.jsonl "
     "--source_pixels 1024 --max_steps 2",
-    "wan_two_experts": "--pretrain {edits}/wan_two_experts {video} --guidance_scale_2 4 --num_steps 4 "
-    "--flow_shift 1",  # both experts serve trained steps
     "qwen_image21": "--pretrain {edits}/qwen_image21 --max_sequence_length null --max_steps 2",
     "hunyuan_video15": "--pretrain {edits}/hunyuan_video15 {video} --max_sequence_length 400",
 }
 VIDEO = "--num_frames 5 --max_steps 2 --reward_fn {edits}/first.py:red"
 RUNS = {name: flags.replace("{video}", VIDEO) for name, flags in RUNS.items()}
-FAMILIES = ("edit", "z_image", "flux_kontext", "wan_two_experts", "hunyuan_video15", "qwen_image21")
+FAMILIES = ("edit", "z_image", "flux_kontext", "hunyuan_video15", "qwen_image21")
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:
@@ -77,19 +75,19 @@ FLAGS = {
         "flow_2": f"{RUNS['flow']} --zero_stage 2 --max_steps 2",
         **with_resume("flow_3", f"{RUNS['flow']} --zero_stage 3"),
         "full_3": f"{RUNS['full']} --zero_stage 3",
-        "nft_2": f"{RUNS['nft']} --zero_stage 2 --max_steps 2",
         **with_resume("nft_3", f"{RUNS['nft']} --zero_stage 3"),
         "awm_3": f"{RUNS['awm']} --zero_stage 3",
         "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 2",
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 2",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
-        **{f"{name}_3": f"{RUNS[name]} --zero_stage 3" for name in FAMILIES},
+        **{f"{name}_2": f"{RUNS[name]} --zero_stage 2" for name in FAMILIES[1:]},
+        "edit_3": f"{RUNS['edit']} --zero_stage 3",
     },
 }
 PAIRS = [
     ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_3"),
-    ("nft", "nft_2"), ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"), *((name, f"{name}_3") for name in FAMILIES),
+    ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
+    ("reward_fl", "reward_fl_2"), ("edit", "edit_3"), *((name, f"{name}_2") for name in FAMILIES[1:]),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from forked import spawn
 
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime.safe_loading import SafeCheckpointEngine, use_safe_loading
@@ -92,7 +93,7 @@ def run_stages(_rank: int, folder: str, results) -> None:
 def test_resume_is_bit_equal_through_the_safe_reader(tmp_path):
     with mp.Manager() as shared:
         results = shared.dict()
-        mp.spawn(run_stages, (str(tmp_path), results), nprocs=1)
+        spawn(run_stages, 1, str(tmp_path), results)
         outcomes = dict(results)
     assert set(outcomes) == {1, 2, 3}
     for found, expected, resumed in outcomes.values():

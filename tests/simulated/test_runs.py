@@ -80,7 +80,7 @@ COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 TWO_RANKS = (
     "grpo_1", "grpo_3", "ppo", "ppo_resumed", "models", "flow_grpo_3", "nft", "reward_fl",
 )  # fmt: skip
-COMPARED = ("grpo_0", "grpo_3", "rloo_lora", "flow_grpo", "nft", "reward_fl")
+COMPARED = ("grpo_0", "rloo_lora", "flow_grpo", "reward_fl")
 ONE_RANK = (*COMPARED, *(name for name in (*SEEING, *DRAWING) if name not in (*COMPARED, *TWO_RANKS)))
 RUNS = {1: ONE_RANK, 2: TWO_RANKS}
 PLACED = """

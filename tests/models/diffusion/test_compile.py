@@ -1,7 +1,7 @@
 """Blocks that torch.compile made: the same velocities and gradients, few programs for all sizes, LoRA on and off.
 
 On the host its C++ compiler takes two minutes for all of these programs (they were compared once): there the programs
-are traced, with their backward, and run as they are, and the compiler makes one of them.
+are traced and run as they are, and the compiler makes one of them.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def asked(made, count):
 
 
 def test_compiled_blocks_compute_the_same_with_lora_without_it_and_backward():
-    plain, compiled = policy(), policy("aot_eager" if DEVICE == "cpu" else "inductor")
+    plain, compiled = policy(), policy("eager" if DEVICE == "cpu" else "inductor")
     assert list(plain.state_dict()) == list(compiled.state_dict())
     torch._dynamo.utils.counters.clear()
     for count in (2, 4):

@@ -13,6 +13,7 @@ from engine_rig import environment_restored
 from fake_sglang import INTERFACE, Fake
 from tiny_models import checkpoint_of
 
+from lightrft_visual.config.algorithm import AlgorithmConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
@@ -78,7 +79,8 @@ def prompts(count: int) -> list[PromptFeatures]:
 
 
 def run_with(**rollout) -> RunConfig:
-    return RunConfig(rollout=RolloutConfig(engine_type="sglang", prompt_max_len=64, generate_max_len=64, **rollout))
+    own = RolloutConfig(engine_type="sglang", prompt_max_len=64, generate_max_len=64, **rollout)
+    return RunConfig(rollout=own, algorithm=AlgorithmConfig(tis_mode="token" if own.coarse else "off"))
 
 
 def test_the_engine_is_built_and_this_process_left_as_it_was(fake):

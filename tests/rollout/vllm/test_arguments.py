@@ -10,6 +10,7 @@ from engine_rig import environment_restored
 from launched import run_ranks
 from tiny_models import checkpoint_of
 
+from lightrft_visual.config.algorithm import AlgorithmConfig
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
@@ -42,7 +43,8 @@ def vllm_environment():
 
 
 def run_with(**rollout) -> RunConfig:
-    return RunConfig(rollout=RolloutConfig(prompt_max_len=64, generate_max_len=64, **rollout))
+    own = RolloutConfig(prompt_max_len=64, generate_max_len=64, **rollout)
+    return RunConfig(rollout=own, algorithm=AlgorithmConfig(tis_mode="token" if own.coarse else "off"))
 
 
 def test_settings_reach_vllm(root):

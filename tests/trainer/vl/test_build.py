@@ -67,7 +67,7 @@ def test_one_sample_shares_with_nobody():
     config = RunConfig()
     config.train.share_prefix, config.rollout.n_samples_per_prompt = True, 1
     config.algorithm.advantage_estimator = "reinforce"
-    with pytest.raises(ConfigError, match="n_samples_per_prompt is 1"):
+    with pytest.raises(ConfigError, match="share_prefix need n_samples_per_prompt of at least 2"):
         config.check()
 
 

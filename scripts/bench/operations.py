@@ -1,0 +1,166 @@
+"""Operations of a micro-batch, forward and backward, with blocks as they are and compiled (`compile`).
+
+    python scripts/bench/operations.py [vl|drawing]
+
+An operation is one call of a kernel: a matrix product, an attention, or a loop over elements; views and new memory are
+none. Blocks have the widths of Qwen2.5-VL-3B (LoRA on all linear layers) and of Stable Diffusion 3.5 medium (LoRA on
+attention). A model of one block more of a kind than another says what a block of that kind costs, and the sum over all
+blocks is the micro-batch. It takes some minutes: the compiler makes each program for the host, where it makes as many
+operations of a block as elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor
+from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
+
+RANK = 16
+# They start no kernel: other views of the same memory, or memory that is not written.
+FREE = {
+    f"aten::{name}"
+    for name in (
+        "view", "_unsafe_view", "_reshape_alias", "reshape", "expand", "expand_as", "permute", "transpose", "t",
+        "slice", "select", "as_strided", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind",
+        "detach", "alias", "narrow", "flatten", "unflatten", "view_as", "empty", "empty_like", "empty_strided",
+        "new_empty", "new_empty_strided", "resize_", "result_type", "is_nonzero", "item", "_local_scalar_dense",
+        "lift_fresh", "set_", "movedim", "resolve_conj", "resolve_neg", "contiguous", "to", "_to_copy", "clone",
+    )
+}  # fmt: skip
+
+
+def starts_kernels(event: Any) -> bool:
+    """Whether this event or one inside it is an operation."""
+    named = event.name.startswith(("aten::", "graph_")) or "_fused_" in event.name
+    return (named and event.name not in FREE) or any(starts_kernels(child) for child in event.cpu_children)
+
+
+def operations(step: Callable[[], None]) -> int:
+    """Of one step, which has run before. An operation that is made of others counts as those."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    return sum(
+        starts_kernels(event) and not any(starts_kernels(child) for child in event.cpu_children)
+        for event in seen.events()
+    )
+
+
+def vision_language(text: int, vision: int, compiled: bool) -> int:
+    """Of a policy of so many text and vision blocks."""
+    import shapes
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    from lightrft_visual.experience.rollouts import ScoringRule
+    from lightrft_visual.experience.types import ModelInputs
+    from lightrft_visual.experience.vision import VisionTensors
+    from lightrft_visual.models.tiny.vlm import build_tokenizer
+    from lightrft_visual.models.vlm.actor import Actor
+    from lightrft_visual.trainer.features.compiled_blocks import compile_blocks
+
+    config = shapes.qwen_3b(build_tokenizer())
+    config.text_config.num_hidden_layers, config.text_config.vocab_size = text, 1031
+    config.text_config.layer_types = ["full_attention"] * text
+    config.vision_config.depth, config.vision_config.fullatt_block_indexes = vision, [vision - 1]
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+    actor = Actor(adapted, [], [1])
+    if compiled:
+        compile_blocks(actor)
+    image, side = config.image_token_id, 8  # 8 x 8 patches are 4 x 4 tokens
+    ids = torch.randint(5, 200, (2, 40))
+    ids[:, 3:19] = image
+    patches = (
+        config.vision_config.in_channels * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
+    )
+    media = {
+        "pixel_values": torch.randn(2 * side * side, patches), "image_grid_thw": torch.tensor([[1, side, side]] * 2),
+    }  # fmt: skip
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    inputs = ModelInputs(
+        sequences=ids, attention_mask=torch.ones_like(ids), action_mask=mask, vision=VisionTensors([media])
+    )
+
+    def step() -> None:
+        actor(inputs, ScoringRule(1.0), with_entropy=False).log_probs.sum().backward()
+
+    step()
+    step()
+    return operations(step)
+
+
+def drawing(both: int, plain: int, compiled: bool) -> int:
+    """Of a denoiser of so many blocks with two attentions, and of so many others behind them."""
+    import shapes
+    from diffusers import SD3Transformer2DModel
+
+    from lightrft_visual.models.diffusion.policy import repeated_blocks
+
+    torch.manual_seed(0)
+    shape = shapes.SD35_MEDIUM | {"num_layers": both + plain, "dual_attention_layers": tuple(range(both))}
+    model = SD3Transformer2DModel(**shape)
+    model.requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    model.add_adapter(LoraConfig(r=RANK, target_modules=targets))
+    for block in repeated_blocks(model) if compiled else ():
+        block.compile(dynamic=True)
+    width = shape["joint_attention_dim"]
+    given = {
+        "hidden_states": torch.randn(2, 16, 8, 8), "encoder_hidden_states": torch.randn(2, 7, width),
+        "pooled_projections": torch.randn(2, shape["pooled_projection_dim"]), "timestep": torch.tensor([500.0, 300.0]),
+    }  # fmt: skip
+
+    def step() -> None:
+        model(**given).sample.square().sum().backward()
+
+    step()
+    step()
+    return operations(step)
+
+
+def counted(
+    count: Callable[[int, int, bool], int], first: tuple[int, int], all_blocks: tuple[int, int]
+) -> Iterator[int]:
+    """Plain and compiled, of a model of all blocks: of those of a small one, and of what a block more of each kind
+    costs."""
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        base, more = count(*first, compiled), [0, 0]
+        for kind in range(2):
+            torch._dynamo.reset()
+            sizes = [first[0] + (kind == 0), first[1] + (kind == 1)]
+            more[kind] = count(*sizes, compiled) - base
+        yield base + sum(each * (wanted - has) for each, wanted, has in zip(more, all_blocks, first))
+
+
+MODELS = {
+    "vl": ("Qwen2.5-VL-3B, LoRA", vision_language, (1, 1), (36, 32)),
+    "drawing": ("SD3.5 medium, LoRA", drawing, (1, 1), (13, 11)),
+}
+
+
+def main() -> None:
+    """Prints one row of a table a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=MODELS, help="one of them; default: both")
+    wanted = parser.parse_args().kind
+    inductor.cpp.enable_kernel_profile = True  # each loop over elements is an event of the profiler
+    print("| micro-batch | operations | compiled | share |\n|---|---|---|---|")
+    for kind, (name, count, first, all_blocks) in MODELS.items():
+        if wanted in (None, kind):
+            plain, compiled = counted(count, first, all_blocks)
+            print(f"| {name} | {plain:,} | {compiled:,} | {compiled / plain:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Compiled blocks of a vision-language model: the same losses and gradients, and few programs for all lengths.
+
+The compiler itself would take minutes on the host: its programs are traced here and run as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from equality import loss_and_gradients
+from moe import moe_checkpoint
+from peft import LoraConfig, get_peft_model
+from tiny_models import checkpoint_of, features_of, inputs_of, load, prompts_for, text_prompts
+
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
+from lightrft_visual.models.vlm.actor import Actor, Critic
+from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.trainer.features.compiled_blocks import compile_blocks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoint_of(tmp_path_factory.mktemp("models"), "qwen2_5_vl")
+
+
+def actors(checkpoint, share_prefix: bool = False, adapted: bool = False, checkpointed: bool = False) -> list[Actor]:
+    """One as it is and one whose blocks are compiled, of equal weights."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = load(checkpoint.path, checkpoint.vision)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if adapted:
+            model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+        made.append(Actor(model, [], checkpoint.eos_ids, share_prefix))
+    assert compile_blocks(made[1], "eager") == 4  # two of text, two of the tower
+    return made
+
+
+def rollouts(checkpoint, seed: int) -> list[Rollout]:
+    """Two responses to each prompt: text alone, one image, several."""
+    draw, prompts = np.random.default_rng(seed), features_of(checkpoint, prompts_for(checkpoint, False))
+    return [
+        Rollout(
+            replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
+            sample_id=place + 7 * turn,
+        )
+        for place, prompt in enumerate(prompts)
+        for turn in range(2)
+    ]  # fmt: skip
+
+
+def compare(pair: list[Actor], inputs) -> None:
+    (loss, gradients), (other, theirs) = (loss_and_gradients(each, [inputs]) for each in pair)
+    assert loss == pytest.approx(other, abs=1e-6) and gradients.keys() == theirs.keys()
+    for name, each in gradients.items():
+        torch.testing.assert_close(each, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_and_gradients_are_the_same_and_other_lengths_share_the_programs(checkpoint, packed):
+    pair, programs = actors(checkpoint, share_prefix=packed), []
+    for seed in (0, 1, 2):
+        compare(pair, inputs_of(checkpoint, rollouts(checkpoint, seed)[: 6 + seed], packed))
+        programs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < programs[0] and programs[1] == programs[2] <= 16
+
+
+def test_adapters_and_checkpointed_blocks_are_compiled_too(checkpoint):
+    pair, inputs = actors(checkpoint, adapted=True, checkpointed=True), inputs_of(checkpoint, rollouts(checkpoint, 0))
+    for each in pair:
+        each.train()
+    compare(pair, inputs)
+    made = []
+    for each in pair:
+        with torch.no_grad(), each.model.disable_adapter():
+            made.append(each.backbone.hidden_states(inputs))
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
+
+
+def test_a_generation_stays_as_it_is(tmp_path):
+    text = checkpoint_of(tmp_path, "qwen2")
+    actor = Actor(load(text.path, text.vision), [], text.eos_ids)
+    assert compile_blocks(actor, "eager") == 2
+    prompts = [replace(each, group_id=place) for place, each in enumerate(features_of(text, text_prompts()))]
+    TransformersEngine(actor, text.tokenizer).generate(prompts, SamplingSettings(n=1, max_new_tokens=4))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_critic_is_compiled(checkpoint):
+    critic = Critic(load(checkpoint.path, checkpoint.vision))
+    inputs = inputs_of(checkpoint, rollouts(checkpoint, 0))
+    with torch.no_grad():
+        critic.value_head.weight.normal_()
+        plain = critic(inputs)
+        assert compile_blocks(critic, "eager") == 4
+        torch.testing.assert_close(critic(inputs), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_compiled_is_refused(tmp_path, checkpoint):
+    experts, eager = moe_checkpoint(tmp_path), load(checkpoint.path, checkpoint.vision)
+    eager.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match="not a mixture of experts"):
+        compile_blocks(Actor(load(experts.path, experts.vision), [], experts.eos_ids))
+    with pytest.raises(ConfigError, match="not a qwen2_5_vl like this"):
+        compile_blocks(Actor(eager, [], checkpoint.eos_ids))
+
+
+@pytest.mark.parametrize(("flags", "text"), [("zero_stage=3", "zero_stage 0 to 2"), ("sp_size=2", "without compile")])
+def test_whole_weights_and_whole_samples_are_asked_for(flags, text):
+    with pytest.raises(ConfigError, match=text):
+        load_config(RunConfig, ["compile=true", flags], preset=None)
