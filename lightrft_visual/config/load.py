@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -180,7 +181,7 @@ def merge(
     Raises:
         ConfigError: of all that is wrong together; sections that a wrong setting may belong to are not checked then.
     """
-    tree, wrong = OmegaConf.structured(names.schema), list(wrong)
+    tree, wrong = deepcopy(names.defaults), list(wrong)
     sources: dict[str, str] = {}
     for written in settings:
         try:

@@ -17,7 +17,10 @@ from waiting import polls
 from whole_runs import SMALL, environment, free_port, rows
 
 LIMIT = 300.0
-READING_FLAGS = [*SMALL, *"--train_batch_size 16 --micro_rollout_batch_size 16 --engine_type hf".split()]
+READING_FLAGS = [
+    *SMALL,
+    *"--train_batch_size 16 --micro_rollout_batch_size 16 --engine_type hf --max_samples 256".split(),
+]
 DRAWING_FLAGS = (
     "--height 32 --width 32 --num_steps 3 --guidance_scale 1 "
     "--max_sequence_length 5 --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 4 "

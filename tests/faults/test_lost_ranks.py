@@ -29,8 +29,8 @@ def built(cache_root) -> None:
 
 
 def flags(folder: Path, more: str) -> list[str]:
-    common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 --engine_type hf {more}"
-    return [*SMALL, *common.split()]
+    common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 --engine_type hf"
+    return [*SMALL, *f"{common} --max_samples 64 {more}".split()]
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:

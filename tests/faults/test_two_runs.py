@@ -17,7 +17,7 @@ COMMAND = [sys.executable, str(ROOT / "examples" / "train_grpo_vl.py")]
 FLAGS = (
     "--engine_type hf --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--train_batch_size 8 --micro_train_batch_size 8 --max_eval_samples 0 --report false --max_steps 2 "
-    "--save_steps 1 --parity_every 0 --zero_stage 0"
+    "--save_steps 1 --parity_every 0 --zero_stage 0 --max_samples 64"
 ).split()
 # Its second call waits, so that the first step, and its checkpoint, are done.
 REWARD = """

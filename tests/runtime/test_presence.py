@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked import ranks_environment, run_script, server
+from waiting import polls
 
-from lightrft_visual.runtime.host_memory import free_port
 from lightrft_visual.runtime.presence import POLL, Presence
 
 SCRIPT = Path(__file__).with_name("presence_ranks.py")
@@ -20,33 +19,48 @@ LIMIT = 60.0  # seconds in which the other ranks must have ended
 LONG = "600"
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen]]]:
-    """Starts ranks, each with its own task and seconds, and waits until all of them are there."""
-    begun = []
+class Rank:
+    """A process of the script, and what it has said."""
 
-    def ranks(*tasks: tuple[str, str]) -> list[subprocess.Popen]:
-        known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(tasks))}
-        for rank, task in enumerate(tasks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RUN_FOLDER": str(tmp_path / f"rank{rank}")}
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            begun.append(subprocess.Popen([sys.executable, str(SCRIPT), *task], env=os.environ | known | own, **pipes))
-        for each in begun:
-            while (line := each.stdout.readline()) != "ready\n":
-                assert line, each.stderr.read()[-3000:]
-        return begun
+    def __init__(self, task: tuple[str, str], environment: dict[str, str], log: Path):
+        self.log = log
+        arguments = (str(SCRIPT), list(task), environment, str(log))
+        self.process = server().Process(target=run_script, args=arguments)
+        self.process.start()
+        self.kill = self.process.kill
+
+    def told(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait(self, limit: float) -> int:
+        self.process.join(limit)
+        assert self.process.exitcode is not None, self.told()
+        return self.process.exitcode
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., list[Rank]]]:
+    """Starts ranks, each with its own task and seconds, and waits until all of them are there."""
+    begun: list[Rank] = []
+
+    def ranks(*tasks: tuple[str, str]) -> list[Rank]:
+        for rank, (task, own) in enumerate(zip(tasks, ranks_environment(dict(os.environ), len(tasks)))):
+            folder = {"RUN_FOLDER": str(tmp_path / f"rank{rank}")}
+            begun.append(Rank(task, own | folder, tmp_path / f"rank{rank}.log"))
+        for _ in polls(LIMIT, 0.05):
+            if all("ready\n" in each.told() for each in begun):
+                return begun
+        raise AssertionError("".join(each.told() for each in begun))
 
     yield ranks
     for each in begun:
         each.kill()
-        each.wait()
-        each.stdout.close()
-        each.stderr.close()
+        each.process.join(LIMIT)
 
 
-def ends(process: subprocess.Popen) -> tuple[int, str]:
+def ends(rank: Rank) -> tuple[int, str]:
     """Exit code and what it says of errors; it must end in time."""
-    return process.wait(LIMIT), process.stderr.read()
+    return rank.wait(LIMIT), rank.told()
 
 
 @pytest.mark.parametrize(("busy", "gone"), [("waits", 0), ("in_a_collective", 1)])
@@ -91,7 +105,7 @@ def test_a_rank_that_fails_is_told_with_its_error_and_not_as_gone(start):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_that_leaves_in_order_ends_no_other(start, first):
-    tasks = [("leaves", "8"), ("leaves", "8")]
+    tasks = [("leaves", "4"), ("leaves", "4")]
     tasks[first] = ("leaves", "1")
     for code, told in map(ends, start(*tasks)):
         assert code == 0 and "error: rank" not in told, told

@@ -132,7 +132,7 @@ LIGHTRFT: dict[str, str | tuple[str, ...]] = {
     "gradient_checkpointing_use_reentrant": "write --gradient_checkpointing; it never is reentrant",
     **dict.fromkeys(("meta_init", "actor_init_on_gpu"), _ALWAYS + "models are loaded where they will be"),
     "disable_fast_tokenizer": _ALWAYS + "the tokenizer is the one that the model's folder names",
-    "load_in_4bit": "weights of 4 bits are not trained here; write --lora_rank R to train a part",
+    "load_in_4bit": "weights of 4 bits do not hold base and adapters as one, as engines take them; write --lora_rank R",
     "aux_loss_coef": "there is no loss for the balance of experts: leave it out",
     **dict.fromkeys(
         ("pretrain_data", "pretrain_data_probs", "pretrain_split", "ptx_coef"),

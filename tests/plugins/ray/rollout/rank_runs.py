@@ -22,7 +22,7 @@ FLAGS = (
     "--max_steps 2 --zero_stage 3 --lora_rank 4 --micro_train_batch_size 8 --micro_rollout_batch_size 4 "
     "--max_eval_samples 4"
 )
-AHEAD = f"{split_runs.SPLIT} --rollout_num_workers 1 async.max_staleness=1 --max_steps 3"
+AHEAD = f"{split_runs.EPISODES} --rollout_num_workers 1"
 
 
 def refused(trainer) -> str:

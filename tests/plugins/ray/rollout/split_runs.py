@@ -95,7 +95,6 @@ def main(folder: Path) -> None:
         "colocated": vl(folder, "colocated", ""),
         "killed": vl(folder, "killed", SPLIT, kill_after=2),
         **ahead(folder),
-        "episodes": vl(folder, "episodes", EPISODES),
         "drawn": drawn(folder, "drawn", ""),
         "drawn_split": drawn(folder, "drawn_split", SPLIT),
     }
