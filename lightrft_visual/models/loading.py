@@ -57,16 +57,17 @@ class Checkpoint:
 
     @property
     def eos_ids(self) -> list[int]:
-        """End tokens: of the generation settings where the checkpoint has them, and the tokenizer's."""
+        """End tokens: of the generation settings where the checkpoint has them, and the tokenizer's. ConfigError."""
         from transformers import GenerationConfig
 
-        ids = {self.tokenizer.eos_token_id}
         try:
             stops = GenerationConfig.from_pretrained(self.path).eos_token_id
         except OSError:
             stops = self.config.get_text_config().eos_token_id
-        ids |= set(stops if isinstance(stops, list) else [stops])
-        return sorted(token for token in ids if token is not None)
+        stops = stops if isinstance(stops, list) else [stops]
+        if wrong := [token for token in stops if not isinstance(token, int | None)]:
+            raise ConfigError(f"model {self.path}: eos_token_id {wrong[0]!r} is no token id")
+        return sorted({*stops, self.tokenizer.eos_token_id} - {None})
 
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:

@@ -101,6 +101,9 @@ def test_end_tokens_come_from_every_place(copy):
     own = checkpoint.tokenizer.eos_token_id
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, 5, 9]}))
     assert checkpoint.eos_ids == sorted({own, 5, 9})
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, {"id": 5}]}))
+    with pytest.raises(ConfigError, match=r"eos_token_id \{'id': 5\} is no token id"):
+        _ = checkpoint.eos_ids
     (copy / "generation_config.json").unlink()
     assert checkpoint.eos_ids == [own]
 
