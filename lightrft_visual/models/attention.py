@@ -143,26 +143,21 @@ def segment_attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _by_segments(query, key, value, segments, kwargs), None
+    return (_attend if segments.group is None else _over_ranks)(query, key, value, segments, kwargs), None
 
 
 @torch.compiler.disable  # other segments in every batch: a program would be of their lengths
-def _by_segments(query: T, key: T, value: T, segments: Segments, given: dict[str, Any]) -> T:
+def _attend(query: T, key: T, value: T, segments: Segments, given: dict[str, Any]) -> T:
     segments.used = True
-    window = given.get("sliding_window")
+    window, scale, dropout = given.get("sliding_window"), given.get("scaling"), given.get("dropout", 0.0)
     if window is not None and window >= max(segments.key_lengths):
         window = None
-    settings = {"scale": given.get("scaling"), "dropout": given.get("dropout", 0.0), "window": window}
-    return (_attend if segments.group is None else _over_ranks)(query, key, value, segments, settings)
+    if not dropout and takes_varlen(query):
+        return _varlen(query, key, value, segments, scale, window)
+    return _one_by_one(query, key, value, segments, scale, dropout, window)
 
 
-def _attend(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
-    if not settings["dropout"] and takes_varlen(query):
-        return _varlen(query, key, value, segments, settings["scale"], settings["window"])
-    return _one_by_one(query, key, value, segments, **settings)
-
-
-def _over_ranks(query: T, key: T, value: T, segments: Segments, settings: dict[str, Any]) -> T:
+def _over_ranks(query: T, key: T, value: T, segments: Segments, given: dict[str, Any]) -> T:
     """Slices of the tokens with all heads -> the same of the result: in between each rank has all tokens of some heads.
 
     By DeepSpeed's Ulysses (arXiv 2309.14509). Where the ranks do not share out the heads of keys evenly, each head is
@@ -177,7 +172,7 @@ def _over_ranks(query: T, key: T, value: T, segments: Segments, settings: dict[s
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
 
     def attend(*whole: T) -> T:
-        return _attend(*(each.transpose(1, 2) for each in whole), segments, settings)
+        return _attend(*(each.transpose(1, 2) for each in whole), segments, given)
 
     exchange = DistributedAttention(attend, segments.group.tensors, scatter_idx=2, gather_idx=1)
     return exchange(*(each.transpose(1, 2) for each in (query, key, value)), batch_dim_idx=0)
