@@ -203,19 +203,6 @@ def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[l
     return plans
 
 
-def unused_share(plans: Sequence[Sequence[Sequence[SampleRef]]], budget: int) -> float:
-    """Share of the token budget of all micro-batches that holds no token, 0 to 1."""
-    batches = [batch for plan in plans for batch in plan]
-    return 1 - sum(map(computed_tokens, batches)) / (budget * len(batches))
-
-
-def waiting_share(plans: Sequence[Sequence[Sequence[SampleRef]]]) -> float:
-    """Share of token slots that ranks spend waiting for the fullest micro-batch of their round, 0 to 1."""
-    loads = [[computed_tokens(batch) for batch in plan] for plan in plans]
-    slots = len(plans) * sum(max(round_) for round_ in zip(*loads))
-    return 1 - sum(map(sum, loads)) / slots
-
-
 def own_micro_batches(plan: list[list[SampleRef]]) -> list[MicroBatch]:
     """One rank's plan as indices into its buffer; in place of an empty micro-batch, its first item as filler."""
     batches = [[sample.index for sample in batch] for batch in plan]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +29,7 @@ from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
+from .weight_files import check_size
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
@@ -113,6 +114,8 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
     with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
+        if os.path.isdir(path):
+            check_size(Path(path), config, auto)
         transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
     if report["missing_keys"]:
         # transformers would draw them at random and go on.
@@ -213,11 +216,6 @@ class VLRewardModel(nn.Module):
             raise ConfigError(f"{head_file}: weight must have shape {wanted}")
         model.score_head.load_state_dict({"weight": weight, "bias": head.get("bias", torch.zeros(1))})
         return model
-
-    def save_head(self, folder: str | Path) -> None:
-        """Write HEAD_FILE into a folder that holds the backbone's checkpoint."""
-        state = {name: value.detach().float().contiguous() for name, value in self.score_head.state_dict().items()}
-        save_file(state, Path(folder) / HEAD_FILE)
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B) float32 scores of padded inputs, read at the last real token of each row."""

@@ -21,8 +21,6 @@ from lightrft_visual.experience.batch_plan import (
     plan_by_count,
     plan_by_tokens,
     shuffled_steps,
-    unused_share,
-    waiting_share,
 )
 
 BUDGET = 20
@@ -39,6 +37,19 @@ def assert_complete(plans, tokens) -> None:
         planned = sorted(sample.index for batch in plan for sample in batch)
         assert planned == list(range(len(own)))
         assert all(sample.rank == rank for batch in plan for sample in batch)
+
+
+def unused_share(plans, budget) -> float:
+    """Share of the token budget of all micro-batches that holds no token, 0 to 1."""
+    batches = [batch for plan in plans for batch in plan]
+    return 1 - sum(map(computed_tokens, batches)) / (budget * len(batches))
+
+
+def waiting_share(plans) -> float:
+    """Share of token slots that ranks spend waiting for the fullest micro-batch of their round, 0 to 1."""
+    loads = [[computed_tokens(batch) for batch in plan] for plan in plans]
+    slots = len(plans) * sum(max(round_) for round_ in zip(*loads))
+    return 1 - sum(map(sum, loads)) / slots
 
 
 @settings(deadline=None)

@@ -26,6 +26,7 @@ from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...runtime import collectives
 from ...runtime.zero3_loading import Divide
+from ..weight_files import weight_files
 
 T = torch.Tensor
 
@@ -129,22 +130,10 @@ def load_divided(
     parts = {}
     for name in names:
         library, kind = index.get(name) or (None, None)
-        if library == "diffusers" and (files := weight_files(folder / name)):
+        if library == "diffusers" and (files := weight_files(folder / name, SAFETENSORS_WEIGHTS_NAME)):
             kept = () if name in cast else getattr(diffusers, kind)._keep_in_fp32_modules or ()
             parts[name] = _load(getattr(diffusers, kind), folder / name, _Weights(files, dtype, kept), divide)
     return parts
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """The safetensors file of each weight of a model's folder; {} where the weights are in another format."""
-    listed = folder / f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
-    if listed.is_file():
-        return {name: folder / file for name, file in json.loads(listed.read_text())["weight_map"].items()}
-    single = folder / SAFETENSORS_WEIGHTS_NAME
-    if not single.is_file():
-        return {}
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
 
 
 class _Weights:

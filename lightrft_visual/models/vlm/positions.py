@@ -128,12 +128,6 @@ def packed_text_positions(lengths: list[int], device: torch.device) -> T:
     return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
 
 
-def count_runs(types: T, value: int) -> int:
-    """How many separate placeholders of one kind a sample holds: its runs of `value` in types (L)."""
-    hits = (types == value).int()
-    return int((hits.diff(prepend=hits.new_zeros(1)) == 1).sum())
-
-
 class PatchConv3d(nn.Conv3d):
     """The patch embedding of a Qwen-VL tower: a convolution over patches of exactly its kernel's size.
 

@@ -272,11 +272,6 @@ class Guard:
                 self.raised.discard("eval_drift")
         return alarms
 
-    @property
-    def gold_is_best(self) -> int | None:
-        """The step of the best gold so far; None without any."""
-        return None if self.best is None else self.best[1]
-
     def _begin_anew(self) -> None:
         """Rewards of other weights are another number, which says nothing beside the one before: comparisons with gold
         and among components begin anew. Bands, which know no reward, stay."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -156,16 +155,3 @@ def load_state(path: str | Path) -> Any:
         return decode(json.loads(metadata[TREE]), tensors)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def load_torch(path: str | Path) -> Any:
-    """`torch.load` of tensors and plain containers only, on the CPU: a file with anything else is refused."""
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is refused: it holds more than tensors and plain containers") from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -15,7 +15,6 @@ from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES
 from lightrft_visual.models.vlm.positions import (
     MRopePositions,
     consecutive,
-    count_runs,
     packed_text_positions,
     text_positions,
     token_types,
@@ -41,10 +40,9 @@ def test_text_positions():
     assert packed_text_positions([3, 1, 2], torch.device("cpu")).tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
-def test_token_types_and_runs():
+def test_token_types_name_text_images_and_videos():
     types = token_types(torch.tensor([[7, 8, 8, 1, 8, 9]]), image_token_id=8, video_token_id=9)
     assert types.tolist() == [[0, 1, 1, 0, 1, 2]] and types.dtype == torch.int32
-    assert count_runs(types[0], 1) == 2 and count_runs(types[0], 2) == 1
     assert token_types(torch.tensor([[7, 8]]), None, None).tolist() == [[0, 0]]
 
 

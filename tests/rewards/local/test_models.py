@@ -6,10 +6,12 @@ import torch
 from launched import run_ranks
 from PIL import Image
 from reward_rollouts import make_samples
+from safetensors.torch import save_file
 from tiny_judges import build_classifier
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.models.loading import HEAD_FILE
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.local.models import by_length
 
@@ -20,6 +22,11 @@ def classifier(tmp_path_factory):
 
 
 RESPONSES = ["a", "bcd efg", "hi", "jkl mno pqr", "x"]
+
+
+def save_head(judge, folder):
+    state = {name: value.detach().contiguous() for name, value in judge.score_head.state_dict().items()}
+    save_file(state, folder / HEAD_FILE)
 
 
 def one_by_one(folder, queries):
@@ -171,7 +178,7 @@ def test_vision_language_reward_model(tmp_path):
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    VLRewardModel(AutoModelForImageTextToText.from_pretrained(tmp_path)).save_head(tmp_path)
+    save_head(VLRewardModel(AutoModelForImageTextToText.from_pretrained(tmp_path)), tmp_path)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     pictures = [Image.new("RGB", (56, 56), color) for color in ("red", "blue", "green")]
     prompts = [mark + "count", mark + mark + "compare colour", "no picture"]
@@ -199,7 +206,7 @@ def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, cla
     judge = tmp_path / "judge"
     build_tiny_checkpoint(judge, texts=["count no is more picture 1 2 3"])
     torch.manual_seed(0)
-    VLRewardModel(AutoModelForImageTextToText.from_pretrained(judge)).save_head(judge)
+    save_head(VLRewardModel(AutoModelForImageTextToText.from_pretrained(judge)), judge)
     here = Path(__file__).parent
     run_ranks("divided_ranks.py", classifier, str(judge), str(tmp_path), folder=here)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.state import load_state, load_torch, save_state
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.usercode.surroundings import rng_state, set_rng_state
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
@@ -115,27 +115,20 @@ def test_pickle_payloads_do_not_run(tmp_path):
     torch.save(Payload(mark), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps(Payload(mark)))
     for name in ("zip.pt", "old.pt", "plain.pkl"):
-        for load in (load_torch, load_state):
-            with pytest.raises(CheckpointError, match=name):
-                load(tmp_path / name)
+        with pytest.raises(CheckpointError, match=name):
+            load_state(tmp_path / name)
     assert not mark.exists()
     pickle.loads((tmp_path / "plain.pkl").read_bytes())
     assert mark.exists()
 
 
-def test_load_torch_gives_tensors(tmp_path):
-    torch.save({"a": torch.arange(3)}, tmp_path / "ok.pt")
-    assert torch.equal(load_torch(tmp_path / "ok.pt")["a"], torch.arange(3))
-
-
-@pytest.mark.parametrize("load", [load_state, load_torch])
-def test_missing_and_damaged_files_are_named(tmp_path, load):
+def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="absent"):
-        load(tmp_path / "absent")
+        load_state(tmp_path / "absent")
     for content in (b"", b"\0" * 100, b"\xff" * 100):
         (tmp_path / "broken").write_bytes(content)
         with pytest.raises(CheckpointError, match="broken"):
-            load(tmp_path / "broken")
+            load_state(tmp_path / "broken")
 
 
 @pytest.mark.parametrize("cut", [1, 8, 100])
