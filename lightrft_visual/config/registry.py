@@ -183,27 +183,27 @@ for _entry in (
 ):  # fmt: skip
     loss_terms.add(_entry)
 
-_features = f"{TRAINER}.features"
-for _entry in (  # in the order in which they follow a step
-    Hook("ema", f"{_features}.ema:build", "`enable_ema`: an average of the weights"),
-    Hook("entropy_target", f"{_features}.entropy_target:build", "`entropy_target`: a steered bonus", kinds=("vl",)),
-    Hook("reference_refresh", f"{_features}.reference_refresh:build", "`ref_update_steps`", kinds=("vl",)),
-    Hook("reward_weights", f"{_features}.reward_weights:build", "`reward_weights_file`: watched weights"),
-    Hook("noisy_rollouts", f"{_features}.noisy_rollouts:build", "`noisy_rollout_share`: noise", kinds=("vl",)),
-    Hook("balanced_rollouts", f"{_features}.balanced_rollouts:build", "`balance_rollouts`", kinds=("vl",)),
-    Hook("staleness", f"{_features}.rollouts_ahead:build", "`max_staleness`: the age of tokens"),
-    Hook("guard", f"{_features}.guard:build", "gold, learnt bands, alarms"),
-    Hook("image_dependence", f"{_features}.image_dependence:build", "`image_dependence_every`", kinds=("vl",)),
-    Hook("trained_prompts", f"{_features}.trained_prompts:build", "`trained_prompt_num`", kinds=("diffusion",)),
-    Hook("routing", f"{_features}.routing:build", "`routing_replay`: experts are used again", kinds=("vl",)),
-    Hook("compiled_blocks", f"{_features}.compiled_blocks:build", "`compile`: torch.compile", kinds=("vl",)),
-    Hook("episodes", f"{_features}.episodes:build", "`environment`, `tools`: metrics of turns", kinds=("vl",)),
-    Hook("records", f"{_features}.records:build", "rollouts that people are shown"),
-    Hook("conditions", f"{_features}.conditions:build", "what each evaluation was made with"),
-    Hook("selective_replay", f"{_features}.selective_replay:build", "`selective_replay`", kinds=("vl",)),
-    Hook("context_parallel", f"{_features}.context_parallel:build", "`sp_size`", kinds=("diffusion",)),
+_both, _sees, _draws = ("vl", "diffusion"), ("vl",), ("diffusion",)
+for _name, _about, _kinds in (  # in the order in which they follow a step
+    ("ema", "`enable_ema`: an average of the weights, for evaluation and export", _both),
+    ("entropy_target", "`entropy_target`: an entropy bonus steered to a wanted entropy", _sees),
+    ("reference_refresh", "`ref_update_steps`: the reference takes over the policy's weights", _sees),
+    ("reward_weights", "`reward_weights_file`: weights of rewards, read anew when the file changes", _both),
+    ("noisy_rollouts", "`noisy_rollout_share`: some samples of a prompt see a noisy image", _sees),
+    ("balanced_rollouts", "`balance_rollouts`: prompts dealt to ranks by the expected length of responses", _sees),
+    ("rollouts_ahead", "`max_staleness`: the age of tokens that are trained on", _both),
+    ("guard", "a gold reward, learnt bands, alarms", _both),
+    ("image_dependence", "`image_dependence_every`: how much answers change with another's image", _sees),
+    ("trained_prompts", "the metric `trained_prompt_num`: how many different prompts were trained on", _draws),
+    ("routing", "`routing_replay`: experts that were chosen are used again", _sees),
+    ("compiled_blocks", "`compile`: programs of torch.compile for the blocks", _sees),
+    ("episodes", "`environment`, `tools`: metrics of turns and calls", _sees),
+    ("records", "rollouts that people are shown", _both),
+    ("conditions", "what each evaluation was made with, in its file", _both),
+    ("selective_replay", "`selective_replay`: samples of earlier steps in the place of groups that agree", _sees),
+    ("context_parallel", "`sp_size`: ranks share the tokens of one forward of the denoiser", _draws),
 ):
-    hooks.add(_entry)
+    hooks.add(Hook(_name, f"{TRAINER}.features.{_name}:build", _about, kinds=_kinds))
 
 _aggregation = f"{ALGORITHMS}.loss_terms"
 for _entry in (
