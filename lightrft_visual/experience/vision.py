@@ -146,7 +146,7 @@ class VisionTensors:
     def joined(self) -> Named:
         """What the forward takes: every name that has rows."""
         found = {name: self.get(name) for name in self.names}
-        whole = {name: rows for name, rows in found.items() if rows is not None and len(rows)}
+        whole = {name: tensor for name, tensor in found.items() if tensor is not None and len(tensor)}
         for name, grids in PATCHES.items():
             parts = [known_on_host(part[name]) for part in self.parts if name in part]
             if grids in whole and parts and all(part is not None for part in parts):

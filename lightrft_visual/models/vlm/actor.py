@@ -93,10 +93,10 @@ class Backbone:
         if self.routers is None or not self.routers.notes(inputs):
             return self._hidden_at(inputs, indices)[0]
         with self.routers.recorded() as passes:
-            hidden, places = self._hidden_at(inputs, indices)
+            hidden, at = self._hidden_at(inputs, indices)
         width = inputs.sequences.shape[1]
-        chosen = passes[0].unflatten(0, (-1, len(passes[0]) // len(inputs.sequences))) if places is None else passes[0]
-        chosen = chosen[:, :width].flatten(0, 1) if places is None else chosen[places]
+        chosen = passes[0].unflatten(0, (-1, len(passes[0]) // len(inputs.sequences))) if at is None else passes[0]
+        chosen = chosen[:, :width].flatten(0, 1) if at is None else chosen[at]
         return replace(hidden, experts=by_sample(inputs, chosen))
 
     def _hidden_at(self, inputs: ModelInputs, indices: T) -> tuple[HiddenStates, T | None]:
@@ -295,11 +295,11 @@ class Actor(nn.Module):
         else:
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
         balance = None if self.backbone.routers is None else self.backbone.routers.balance()
-        spread = [
+        padded = [
             torch.zeros(mask.shape, dtype=each.dtype, device=each.device).masked_scatter(mask, each)
             for each in ((log_probs, entropy) if with_entropy else (log_probs,))
         ]
-        return ActorOutput(spread[0], spread[1] if with_entropy else None, experts, balance)
+        return ActorOutput(padded[0], padded[1] if with_entropy else None, experts, balance)
 
     def _score_either(
         self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool

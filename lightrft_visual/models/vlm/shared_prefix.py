@@ -105,11 +105,11 @@ class SharedSequence:
         """What the model reads: the row in place of the samples."""
         device = inputs.sequences.device
         tokens = on_host(inputs.sequences).flatten()[on_host(self.columns)].unsqueeze(0)
-        row = to_device(tokens, device), to_device(torch.ones_like(tokens), device)
+        packed = to_device(tokens, device), to_device(torch.ones_like(tokens), device)
         routing = None
         if inputs.routing is not None and (table := laid_out(inputs)) is not None:
             routing = list(table.flatten(0, 1)[self.columns].split(self.lengths))
-        return ModelInputs(*row, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing)
+        return ModelInputs(*packed, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing)
 
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""
