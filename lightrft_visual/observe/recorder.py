@@ -57,14 +57,14 @@ class RunRecorder:
         *,
         config: Mapping[str, Any] | None = None,
         active: bool | None = None,
-        lock: FolderLock | None = None,
+        locks: Sequence[FolderLock] = (),
     ):
-        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'; `lock` is released by `close`."""
+        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'; `close` releases `locks` of folders."""
         self.folder = Path(output_dir)
         self.rollout_folder = self.folder / "rollouts"  # of records and their images
         self.options = options or RecorderOptions()
         self.active = rank() == 0 if active is None else active
-        self._lock = lock
+        self._locks = list(locks)
         self._sinks: list[Sink] = []
         self._eval_sinks: list[Sink] = []
         if self.active:
@@ -112,9 +112,10 @@ class RunRecorder:
         if _identity(self.folder) != self._identity:
             told = "output_dir %s was removed or replaced during the run: what it held is lost, and a new one is begun"
             logger.warning(told, self.folder)
-            if self._lock is not None:
-                self._lock.forget()
-                self._lock = FolderLock.take(self.folder)
+            for own in [each for each in self._locks if each.path.parent == self.folder]:
+                own.forget()
+                self._locks.remove(own)
+                self._locks += filter(None, [FolderLock.take(self.folder)])
             self.folder.mkdir(parents=True, exist_ok=True)
             self._identity = _identity(self.folder)
         return True
@@ -204,8 +205,8 @@ class RunRecorder:
         for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
             sink.close()
         self.active = False
-        if self._lock is not None:
-            self._lock.release()
+        for lock in self._locks:
+            lock.release()
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -217,17 +217,18 @@ class FolderLock:
         self._finalizer = weakref.finalize(self, _let_go, path, file, os.getpid())
 
     @classmethod
-    def take(cls, folder: Path) -> FolderLock | None:
-        """Lock the folder, which is made where it is missing. None, with a warning, where its file system has no locks.
+    def take(cls, folder: Path, setting: str = "output_dir") -> FolderLock | None:
+        """Lock the folder, made where it is missing; None, with a warning, where its file system has no locks.
 
-        Raises FolderInUse, which names the process that holds it, and ConfigError where the folder cannot be written.
+        setting: that names it. Raises FolderInUse, which names the process that holds it, and ConfigError where it
+        cannot be written.
         """
         path = folder / FILE_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
             while True:
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-                if not _locked(file, folder):
+                if not _locked(file, folder, setting):
                     return None
                 if _is_at(path, file):
                     break
@@ -237,7 +238,7 @@ class FolderLock:
                 os.truncate(file, 0)
                 os.write(file, json.dumps(_myself()).encode())
         except OSError as error:
-            raise ConfigError(f"output_dir {folder} cannot be written: {error}") from error
+            raise ConfigError(f"{setting} {folder} cannot be written: {error}") from error
         return lock
 
     @contextmanager
@@ -274,7 +275,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _locked(file: int, folder: Path) -> bool:
+def _locked(file: int, folder: Path, setting: str) -> bool:
     """Whether the file is locked now; False, with a warning, where that cannot be. Raises FolderInUse."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,11 +284,11 @@ def _locked(file: int, folder: Path) -> bool:
         os.close(file)
         if error.errno in TAKEN:
             raise FolderInUse(
-                f"output_dir {folder} belongs to a run that is still going: {_in_words(holder)}. Wait for its end or "
-                "stop it, or give another output_dir"
+                f"{setting} {folder} belongs to a run that is still going: {_in_words(holder)}. Wait for its end or "
+                f"stop it, or give another {setting}"
             ) from None
-        told = "output_dir %s: its file system has no file locks (%s); see that no second run writes to it meanwhile"
-        logger.warning(told, folder, error)
+        told = "%s %s: its file system has no file locks (%s); see that no second run writes to it meanwhile"
+        logger.warning(told, setting, folder, error)
         return False
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -356,23 +356,28 @@ def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def output_folder_held(output_dir: str) -> Iterator[FolderLock | None]:
-    """Inside it a run is built in a folder that is its alone: rank 0 gets the lock, for the recorder to release.
+def folders_held(output: OutputConfig) -> Iterator[list[FolderLock]]:
+    """Inside it a run is built in folders that are its alone: rank 0 gets their locks, for the recorder to release.
 
-    It is released at once where the start fails. A collective: where another run is still going in the folder, every
-    rank raises FolderInUse, before anything is moved or loaded; ConfigError where the folder cannot be written.
+    They are released at once where the start fails. A collective: where another run is still going in one, every rank
+    raises FolderInUse, before anything is moved or loaded; ConfigError where a folder cannot be written.
     """
-    lock, refused = None, None
-    if collectives.is_rank_0():
+    folders, refused = {"output_dir": Path(output.output_dir)}, None
+    if output.ckpt_path is not None and Path(output.ckpt_path).resolve() != folders["output_dir"].resolve():
+        folders["ckpt_path"] = Path(output.ckpt_path)
+    with ExitStack() as held:
+        locks = []
         try:
-            lock = FolderLock.take(Path(output_dir))
+            for setting, folder in folders.items() if collectives.is_rank_0() else ():
+                if (lock := FolderLock.take(folder, setting)) is not None:
+                    held.enter_context(lock.released_on_error())
+                    locks.append(lock)
         except ConfigError as error:
             refused = error
-    refused = collectives.broadcast_object(refused)
-    if refused is not None:
-        raise refused
-    with nullcontext() if lock is None else lock.released_on_error():
-        yield lock
+        refused = collectives.broadcast_object(refused)
+        if refused is not None:
+            raise refused
+        yield locks
 
 
 @contextmanager
@@ -405,11 +410,11 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     return strategy
 
 
-def open_recorder(config: AnyConfig, resumed: bool, lock: FolderLock | None) -> RunRecorder:
+def open_recorder(config: AnyConfig, resumed: bool, locks: Sequence[FolderLock]) -> RunRecorder:
     """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError.
 
     resumed: whether the run goes on from a checkpoint; else what an earlier one left in the folder is put aside.
-    lock: of the folder; the recorder releases it when it is closed.
+    locks: of its folders; the recorder releases them when it is closed.
     """
     output = config.output
     if collectives.is_rank_0() and not resumed:
@@ -418,7 +423,7 @@ def open_recorder(config: AnyConfig, resumed: bool, lock: FolderLock | None) -> 
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
-    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, lock=lock)
+    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, locks=locks)
     if collectives.is_rank_0():
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
     recorder.write_env()

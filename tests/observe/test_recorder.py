@@ -151,7 +151,7 @@ def test_any_text_can_be_written_and_reads_back(tmp_path_factory, text, more):
 def test_a_folder_that_is_removed_during_the_run_is_said_and_made_again(tmp_path, caplog):
     folder = tmp_path / "run"
     lock = FolderLock.take(folder)
-    run = RunRecorder(folder, lock=lock)
+    run = RunRecorder(folder, locks=[lock])
     run.log_step(1, {"loss": 1.0})
     shutil.rmtree(folder)
     run.log_alarm(2, {"text": "x"})
@@ -165,7 +165,7 @@ def test_a_folder_that_is_removed_during_the_run_is_said_and_made_again(tmp_path
 
 
 def test_a_removed_folder_that_another_run_has_taken_ends_this_one(tmp_path):
-    run = RunRecorder(tmp_path / "run", lock=FolderLock.take(tmp_path / "run"))
+    run = RunRecorder(tmp_path / "run", locks=[FolderLock.take(tmp_path / "run")])
     shutil.rmtree(tmp_path / "run")
     other = FolderLock.take(tmp_path / "run")
     with pytest.raises(FolderInUse):

@@ -152,7 +152,7 @@ def test_folder_that_cannot_be_written_is_a_config_error(tmp_path):
 
 
 def test_recorder_releases_its_lock_when_it_is_closed(tmp_path):
-    recorder = RunRecorder(tmp_path, lock=FolderLock.take(tmp_path))
+    recorder = RunRecorder(tmp_path, locks=[FolderLock.take(tmp_path)])
     with pytest.raises(FolderInUse):
         FolderLock.take(tmp_path)
     recorder.close()

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.runtime import collectives
-from lightrft_visual.trainer.run_state import output_folder_held, refused_data_listed
+from lightrft_visual.trainer.run_state import folders_held, refused_data_listed
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:
@@ -45,32 +46,59 @@ def test_the_list_of_an_earlier_run_is_kept(tmp_path):
     assert rows[0] == earlier and len(rows) == 2
 
 
-def test_a_folder_is_held_until_its_lock_is_released(tmp_path):
-    with output_folder_held(str(tmp_path)) as lock:
+def held(output, checkpoints=None):
+    return folders_held(OutputConfig(output_dir=str(output), ckpt_path=checkpoints and str(checkpoints)))
+
+
+def release(locks):
+    for lock in locks:
+        lock.release()
+
+
+def test_folders_held_until_their_locks_are_released(tmp_path):
+    with held(tmp_path) as locks:
         pass
-    with pytest.raises(FolderInUse), output_folder_held(str(tmp_path)):
+    with pytest.raises(FolderInUse, match=f"output_dir {tmp_path} belongs"), held(tmp_path):
         pytest.fail("two runs in one folder")
-    lock.release()
-    with output_folder_held(str(tmp_path)) as lock:
-        lock.release()
+    release(locks)
+    with held(tmp_path) as locks:
+        release(locks)
 
 
-def test_a_start_that_fails_releases_the_folder(tmp_path):
-    with pytest.raises(ConfigError) as failure, output_folder_held(str(tmp_path)):
+def test_folders_held_other_output_same_checkpoints_refused_by_the_name_of_the_setting(tmp_path):
+    with held(tmp_path / "first", tmp_path / "checkpoints") as locks:
+        pass
+    told = f"ckpt_path {tmp_path}/checkpoints belongs to a run .* or give another ckpt_path"
+    with pytest.raises(FolderInUse, match=told), held(tmp_path / "second", tmp_path / "checkpoints"):
+        pytest.fail("two runs in one folder of checkpoints")
+    release(locks)
+    with held(tmp_path / "second", tmp_path / "checkpoints") as locks:
+        release(locks)
+    assert not list(tmp_path.rglob("run.lock"))
+
+
+def test_folders_held_checkpoints_in_the_output_folder_take_one_lock(tmp_path):
+    with held(tmp_path / "run", tmp_path / "other" / ".." / "run") as locks:
+        assert len(locks) == 1
+    release(locks)
+
+
+def test_folders_held_start_that_fails_releases_them(tmp_path):
+    with pytest.raises(ConfigError) as failure, held(tmp_path / "run", tmp_path / "checkpoints"):
         raise ConfigError("no such model")
-    with output_folder_held(str(tmp_path)) as lock:
-        lock.release()
+    with held(tmp_path / "run", tmp_path / "checkpoints") as locks:
+        release(locks)
     assert str(failure.value) == "no such model"
 
 
 @pytest.mark.parametrize("refused", [FolderInUse("taken"), None])
-def test_other_ranks_hear_from_rank_0_whether_the_folder_is_free(tmp_path, monkeypatch, refused):
+def test_folders_held_other_ranks_hear_from_rank_0_whether_they_are_free(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(collectives, "is_rank_0", lambda: False)
     monkeypatch.setattr(collectives, "broadcast_object", lambda mine: refused)
     if refused is None:
-        with output_folder_held(str(tmp_path)) as lock:
-            assert lock is None
+        with held(tmp_path) as locks:
+            assert locks == []
     else:
-        with pytest.raises(FolderInUse, match="taken"), output_folder_held(str(tmp_path)):
+        with pytest.raises(FolderInUse, match="taken"), held(tmp_path):
             pytest.fail("it went on")
     assert not list(tmp_path.iterdir())

@@ -42,8 +42,8 @@ from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_state import (
     check_output,
+    folders_held,
     open_recorder,
-    output_folder_held,
     refused_data_listed,
     start_strategy,
     synchronize,
@@ -72,15 +72,15 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     trained_on = TrainingReward.from_config(config)
     strategy = start_strategy(config)
     _check_ranks(config)
-    with output_folder_held(config.output.output_dir) as lock:
-        return _built(config, strategy, trained_on, lock, callbacks)
+    with folders_held(config.output) as locks:
+        return _built(config, strategy, trained_on, locks, callbacks)
 
 
 def _built(
     config: DiffusionRunConfig,
     strategy: DeepspeedStrategy,
     trained_on: TrainingReward | None,
-    lock: FolderLock | None,
+    locks: list[FolderLock],
     callbacks: Sequence[Any],
 ) -> DiffusionTrainer:
     resume_folder = check_output(config.output)
@@ -100,7 +100,7 @@ def _built(
     config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
     probed(config.guard.gold, eval_prompts, partial(_drawn, config, eval_prompts))
     rewards = _rewards(config, strategy, sets, trained_on is None)
-    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
+    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     algorithm = config.algorithm.entry
     total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)

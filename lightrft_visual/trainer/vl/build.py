@@ -48,8 +48,8 @@ from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_state import (
     check_output,
+    folders_held,
     open_recorder,
-    output_folder_held,
     refused_data_listed,
     start_strategy,
     synchronize,
@@ -73,11 +73,11 @@ def build_parts(config: RunConfig) -> VLParts:
     check_reward_config(config.reward)
     strategy = start_strategy(config)
     _check_ranks(config)
-    with output_folder_held(config.output.output_dir) as lock:
-        return _build_parts(config, strategy, lock)
+    with folders_held(config.output) as locks:
+        return _build_parts(config, strategy, locks)
 
 
-def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLock | None) -> VLParts:
+def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[FolderLock]) -> VLParts:
     resume_folder = check_output(config.output)
     named, judged = config.model.pretrain, config.gold
     log_stage("reading tokenizer and processor, checking the engine's settings")
@@ -91,7 +91,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, lock: FolderLoc
     sets = [each for each in (dataset, eval_set) if each is not None]
     config.reward, judged = (asked_once(each, dataset, checkpoint, config.data) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
-    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
+    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
     list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
     (total_steps, sampler), timer, hooks = _schedule(config, dataset), PhaseTimer(synchronize), Hooks()
     gold = _gold(judged, strategy, checkpoint, sets)

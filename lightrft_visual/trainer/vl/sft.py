@@ -40,8 +40,8 @@ from ..hooks import Hooks, StepData
 from ..loop import Evaluated, LoopSettings, PolicyTrainer
 from ..run_state import (
     check_output,
+    folders_held,
     open_recorder,
-    output_folder_held,
     refused_data_listed,
     start_strategy,
     synchronize,
@@ -230,11 +230,11 @@ def build_supervised(config: SFTRunConfig, callbacks: Sequence[Any] = ()) -> Sup
     if size % world:
         works = nearest(size, divisors(size * world, world))
         raise ConfigError(f"train_batch_size {size} does not divide over {world} ranks; use {works}")
-    with output_folder_held(config.output.output_dir) as lock:
-        return SupervisedTrainer(_parts(config, strategy, lock), callbacks)
+    with folders_held(config.output) as locks:
+        return SupervisedTrainer(_parts(config, strategy, locks), callbacks)
 
 
-def _parts(config: SFTRunConfig, strategy: Any, lock: FolderLock | None) -> SFTParts:
+def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTParts:
     resume_folder, named = check_output(config.output), config.model.pretrain
     log_stage("reading tokenizer and processor")
     config, checkpoint = open_model(config)
@@ -246,7 +246,7 @@ def _parts(config: SFTRunConfig, strategy: Any, lock: FolderLock | None) -> SFTP
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
     steps, sampler = _schedule(config, dataset)
-    recorder = open_recorder(config, resumed=resume_folder is not None, lock=lock)
+    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
     list_bad_rows(
         config.output.output_dir, resume_folder is not None, *(each.bad for each in (dataset, eval_set) if each)
     )
