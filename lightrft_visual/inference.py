@@ -75,6 +75,7 @@ class Checkpoint:
         from diffusers import DiffusionPipeline
 
         from .config import registry
+        from .models.diffusion.families.base import join_lora
 
         if not (Path(self.path) / ADAPTER).is_file():
             return DiffusionPipeline.from_pretrained(self.path)
@@ -89,9 +90,7 @@ class Checkpoint:
             pipeline = DiffusionPipeline.from_pretrained(path)
         else:
             pipeline = copy.deepcopy(base)
-        pipeline.load_lora_weights(self.path)
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
+        join_lora(pipeline, Path(self.path))
         return pipeline
 
 

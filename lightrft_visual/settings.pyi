@@ -511,7 +511,7 @@ class DiffusionSettings(TypedDict, total=False):
     pretrain: str
     """model. Default: 'embedded'."""
     teacher_pretrain: str | None
-    """of diffusion_opd: a pipeline of the same family, LoRA merged."""
+    """of diffusion_opd: a pipeline of the same family, or LoRA weights of this one."""
     tokenizer_path: str | None
     """of the text encoder; only for a .json file of parts."""
     family: str

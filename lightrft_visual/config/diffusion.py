@@ -77,7 +77,7 @@ class DiffusionModelConfig(Section):
     'embedded' for the built-in tiny SD3 or (family sd15) Stable Diffusion 1.5."""
 
     pretrain: str = EMBEDDED
-    teacher_pretrain: str | None = None  # of diffusion_opd: a pipeline of the same family, LoRA merged
+    teacher_pretrain: str | None = None  # of diffusion_opd: a pipeline of the same family, or LoRA weights of this one
     tokenizer_path: str | None = None  # of the text encoder; only for a .json file of parts
     family: Annotated[str, registered(registry.diffusion_families, "auto")] = (
         "auto"  # checked against the pipeline's class; auto takes what the pipeline is

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
 DATA = re.compile(r"\.(jsonl|json|csv|txt|parquet)$")
 CODE = re.compile(r"[^,=:]+\.py(?=:)")
-FOLDER = re.compile(r"^(/|\./|\.\./|~)")  # a model by path; other words may be names, of a hub or of the registry
+FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other words may be names, of a hub or the registry
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")

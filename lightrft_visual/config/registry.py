@@ -330,7 +330,7 @@ for _entry in (
     ),
     DiffusionAlgorithm(
         "diffusion_opd", f"{_diffusion}:diffusion_opd", "distillation from a teacher on the model's own SDE steps",
-        grouped=False, teacher=True, n_samples_per_prompt=1,
+        grouped=False, teacher=True, n_samples_per_prompt=1, embedded="embedded/diffusion_opd",
     ),
     DiffusionAlgorithm(
         "reward_fl", f"{_diffusion}:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),

@@ -97,7 +97,10 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--rwr_temperature", "2"], "belongs to rwr"),
         (["--dppo_threshold", "2e-5"], "belongs to flow_dppo"),
         (["--teacher_pretrain", "m"], "diffusion_opd learns from: give both, or none"),
-        (["--diffusion_algorithm", "diffusion_opd"], "diffusion_opd learns from: give both, or none"),
+        (
+            ["--diffusion_algorithm", "diffusion_opd", "--pretrain", "m"],
+            "diffusion_opd learns from: give both, or none",
+        ),
         (["--diffusion_algorithm", "crd", "--dpo_reference", "old"], "belongs to dgpo and diffusion_dpo"),
         (["--crd_beta", "2"], "belongs to crd"),
         (["--dpo_beta", "10"], "belongs to dgpo and diffusion_dpo"),

@@ -22,7 +22,7 @@ from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseC
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
-from lightrft_visual.models.diffusion.families.base import pack
+from lightrft_visual.models.diffusion.families.base import join_lora, pack
 from lightrft_visual.models.diffusion.layers import flow_match_schedule
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
@@ -144,6 +144,15 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
         read.guidance_scale_2 = policy.family.guidance_scale_2
         loaded = read.velocity(rows.x, rows.timesteps, rows.conditions, guidance)
     torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-6)
+
+    joined = build(name)
+    join_lora(joined, tmp_path)
+    with torch.no_grad():
+        read = family_of(joined, policy.family.text_length)
+        read.guidance_scale_2 = policy.family.guidance_scale_2
+        found = read.velocity(rows.x, rows.timesteps, rows.conditions, guidance)
+    torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for each in read.denoisers().values() for name, _ in each.named_modules())
 
 
 # How the stock pipeline is asked for what `rollout` draws; text lengths, where the family has one.

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from ....config.diffusion import DiffusionRunConfig
-from ....errors import ConfigError
+from ....errors import ConfigError, refused_as
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
 from ..layers import flow_match_schedule, upcast
@@ -231,6 +232,23 @@ def save_transformer_lora(folder: Path, layers: dict[str, dict[str, T]], configs
         transformer_lora_layers=layers["transformer"],
         transformer_lora_adapter_metadata=configs["transformer"],
     )
+
+
+def join_lora(pipeline: Any, folder: Path) -> None:
+    """Add the LoRA weights that a policy saved in `folder` to those of a stock pipeline. ConfigError where they do
+    not fit it."""
+    with refused_as(ConfigError, f"the LoRA weights in {folder} cannot be joined with their model"):
+        if not hasattr(pipeline, "load_lora_weights"):
+            pipeline.transformer.load_lora_adapter(folder, weight_name=LORA_WEIGHT_NAME_SAFE)
+            pipeline.transformer.fuse_lora()
+            pipeline.transformer.unload_lora()
+            return
+        pipeline.load_lora_weights(folder)
+        second = folder / "transformer_2"
+        if second.is_dir():
+            pipeline.load_lora_weights(second, load_into_transformer_2=True)
+        pipeline.fuse_lora(**({"components": ["transformer", "transformer_2"]} if second.is_dir() else {}))
+        pipeline.unload_lora_weights()
 
 
 def _stack(conditions: Conditions, key: str) -> T:
