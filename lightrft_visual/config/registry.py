@@ -400,6 +400,7 @@ for _entry in (
         "hunyuan_video15", f"{_families}.hunyuan_video15:HunyuanVideo15", "HunyuanVideo 1.5, text to video",
         pipeline="HunyuanVideo15Pipeline",
     ),
+    DiffusionFamily("ltx2", f"{_families}.ltx2:LTX2", "LTX-2, text to video; no sound", pipeline="LTX2Pipeline"),
     DiffusionFamily("z_image", f"{_families}.z_image:ZImage", "Z-Image", pipeline="ZImagePipeline"),
     DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
     DiffusionFamily(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from .wan_parts import load_wan_parts, wan_pipeline_name
 
 T = torch.Tensor
 ADAPTER = "default"
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 PROGRAMS_A_BLOCK = 64  # kinds of blocks, with and without gradients, LoRA on and off; torch.compile gives up after 8
 PIPELINE_SETTINGS = "lightrft_visual.json"  # beside model_index.json: what the pipeline itself does not say
@@ -385,12 +386,14 @@ class DiffusionPolicy(nn.Module):
         use_frozen_norms(self.denoisers)
         for name in self.trainable:
             if self.lora.rank == 0:
-                self.denoisers[name].requires_grad_(True)
+                for weight, values in self.denoisers[name].named_parameters():
+                    values.requires_grad_(re.fullmatch(self.family.left_out, weight) is None)
                 continue
             targets = self.family.own_modules(self.lora.target_modules or self.family.lora_targets)
             config = lora_config(
-                self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets
-            )
+                self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets,
+                exclude_modules=self.family.left_out if self.lora.target_modules else None,
+            )  # fmt: skip
             self.denoisers[name].add_adapter(config, adapter_name=ADAPTER)
 
 

@@ -58,6 +58,7 @@ class DiffusionFamily(ABC):
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
+    left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
     texts_at_once = 1
     takes_first_frame = False
