@@ -109,7 +109,8 @@ class DiffusionPolicy(nn.Module):
             if divide is not None:
                 trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
                 parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
-            pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
+            with torch.random.fork_rng([]):  # what loading draws differs by ZeRO stage, and adapters start alike
+                pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
             return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
