@@ -386,12 +386,8 @@ for _entry in (
         "flux_kontext", f"{_families}.flux_kontext:FluxKontext", "FLUX.1 Kontext: an image in, one out",
         pipeline="FluxKontextPipeline",
     ),
-    DiffusionFamily(
-        "flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"
-    ),
-    DiffusionFamily(
-        "flux2", f"{_families}.flux2:Flux2", "FLUX.2 [dev]; guidance is an embedding", pipeline="Flux2Pipeline"
-    ),
+    DiffusionFamily("flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"),
+    DiffusionFamily("flux2", f"{_families}.flux2:Flux2", "FLUX.2 [dev]; guidance embedded", pipeline="Flux2Pipeline"),
     DiffusionFamily("wan", f"{_families}.wan:Wan", "Wan text-to-video", pipeline="WanPipeline"),
     DiffusionFamily(
         "wan_i2v", f"{_families}.wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline"

@@ -191,8 +191,8 @@ def ltx2(transformer_is=None, connectors_are=None):
         "image_size": 28, "patch_size": 14,
     }  # fmt: skip
     transformer = LTX2VideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=WIDTH,
-        audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=2, audio_attention_head_dim=8,
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=WIDTH,
+        audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=4, audio_attention_head_dim=4,
         audio_cross_attention_dim=16, num_layers=2, caption_channels=WIDTH, rope_type="split",
         **(transformer_is or {}),
     )  # fmt: skip

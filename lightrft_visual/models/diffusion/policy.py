@@ -448,11 +448,6 @@ def family_class(pipeline_name: str) -> type[DiffusionFamily]:
     raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {known}")
 
 
-def takes_first_frame(path: str, family: str = "auto") -> bool:
-    """Whether the model at `path` is an image-to-video model; see `adapter_of`."""
-    return adapter_of(path, family).takes_first_frame
-
-
 def adapter_of(path: str, family: str = "auto") -> type[DiffusionFamily]:
     """The class of the model at `path`, before it is loaded: family auto reads model_index.json.
 

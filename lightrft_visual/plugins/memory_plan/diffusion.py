@@ -294,7 +294,8 @@ class DiffusionPlanner:
     def _products(self, steps: float) -> float:
         """Of the forwards of all samples over `steps` steps, guided ones twice."""
         shape = self.computed.latent_shape
-        tokens = prod(shape[1:]) / 4 + self.computed.told_tokens()
+        own = max(prod(shape[1:]) / 4, self.policy.family.image_tokens(shape))
+        tokens = own + self.computed.told_tokens()
         branches = 2 if self.config.sampling.guidance_scale > 1 and self.policy.family.uses_negative else 1
         networks = max(1, len(self.policy.family.denoisers()))
         return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps

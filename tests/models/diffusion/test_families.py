@@ -24,7 +24,7 @@ from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.layers import flow_match_schedule
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
 
@@ -271,6 +271,20 @@ def test_a_second_guidance_scale_is_refused_where_there_is_one_expert():
             policy_of(name).family.follow(config)
 
 
+def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds_and_else_refused():
+    config = DiffusionRunConfig()
+    config.sampling.frame_rate = 12.0
+    with pytest.raises(ConfigError, match="frame_rate is read by LTX-2"):
+        policy_of("wan").family.follow(config)
+    policy, start = policy_of("ltx2"), torch.randn(2, 4, 3, 2, 3)
+    conditions, timesteps = policy.encode_prompts(PROMPTS), torch.tensor([800.0, 300.0])
+    with torch.no_grad():
+        usual = policy(start, timesteps, conditions, 1.0)
+        policy.family.follow(config)
+        slower = policy(start, timesteps, conditions, 1.0)
+    assert policy.family.frame_rate == 12 and (usual - slower).abs().max() > 1e-4
+
+
 def test_samples_of_both_experts_in_one_batch_have_each_their_own_scale():
     policy = policy_of("wan_two_experts")
     conditions = policy.encode_prompts(PROMPTS, "")
@@ -448,6 +462,7 @@ def test_each_step_of_ltx2_is_the_stock_pipelines_where_it_keeps_sound_out(name)
     """Its guidance by modality, turned to 0 for videos, is the forward in which they do not hear the sound."""
     policy = DiffusionPolicy(family_of(build(name), 32))
     start = torch.randn(2, *policy.latent_shape(64, 96, 17))
+    policy.family.frame_rate = 12.0
     pipeline, steps, velocities = build(name), [], []
     pipeline.set_progress_bar_config(disable=True)
     pipeline.transformer.register_forward_hook(
@@ -460,10 +475,10 @@ def test_each_step_of_ltx2_is_the_stock_pipelines_where_it_keeps_sound_out(name)
         return {}
 
     pipeline(
-        PROMPTS, height=64, width=96, num_frames=17, num_inference_steps=3, latents=given_to_ltx2(pipeline, start),
+        PROMPTS, height=64, width=96, num_frames=17, num_inference_steps=3, frame_rate=12.0, max_sequence_length=32,
+        latents=given_to_ltx2(pipeline, start), output_type="latent", callback_on_step_end=keep,
         guidance_scale=1.0, modality_scale=0.0, stg_scale=0.0, guidance_rescale=0.0, audio_guidance_scale=1.0,
-        audio_modality_scale=2.0, audio_stg_scale=0.0, audio_guidance_rescale=0.0, max_sequence_length=32,
-        output_type="latent", callback_on_step_end=keep,
+        audio_modality_scale=2.0, audio_stg_scale=0.0, audio_guidance_rescale=0.0,
     )  # fmt: skip
     timesteps, sigmas = policy.default_schedule(3, start.shape[1:], None)
     conditions, x = policy.encode_prompts(PROMPTS), start
@@ -567,11 +582,14 @@ def test_experts_that_serve_no_trained_step_are_frozen():
 
 def test_image_to_video_is_known_before_loading(tmp_path):
     build("wan_i2v").save_config(tmp_path)
-    assert takes_first_frame(str(tmp_path)) and takes_first_frame("anything", "wan_i2v")
     build("wan").save_config(tmp_path / "text")
-    assert not takes_first_frame(str(tmp_path / "text")) and not takes_first_frame("anything", "sd3")
+    for path, family, takes in (
+        (tmp_path, "auto", True), ("anything", "wan_i2v", True), (tmp_path / "text", "auto", False),
+        ("anything", "sd3", False),
+    ):  # fmt: skip
+        assert adapter_of(str(path), family).takes_first_frame == takes
     with pytest.raises(ConfigError, match="no diffusers pipeline"):
-        takes_first_frame(str(tmp_path / "missing"))
+        adapter_of(str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*VIDEOS, "qwen_image21")])

@@ -8,8 +8,11 @@ same in rollout and replay, and no part of a sample. The weights that only sound
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
@@ -29,9 +32,10 @@ class LTX2(DiffusionFamily):
     """
 
     lora_targets = ATTENTION
+    divided_attention = ".attn1"  # diffusers' backward exchanges as many keys as queries: not so where texts are read
     left_out = r".*(audio|a2v|av_cross|keyframes).*"
     default_text_length = 1024
-    frame_rate = 24.0  # a second, which positions in time are counted by
+    frame_rate = 24.0  # positions in time are seconds
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
@@ -40,6 +44,7 @@ class LTX2(DiffusionFamily):
             raise ConfigError("this LTX-2 has no registers for the padding of texts, which is not proven here")
         if self.text_length % registers:
             raise ConfigError(f"max_sequence_length {self.text_length} must be a multiple of {registers} for LTX-2")
+        self.context_plan = _plan(pipeline.transformer.config.rope_type)
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """Gemma's layers through the connector of videos: context (B, L, D)."""
@@ -86,3 +91,12 @@ class LTX2(DiffusionFamily):
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """One a position."""
         return latent_shape[-1] * latent_shape[-2] * latent_shape[-3]
+
+
+def _plan(rope_type: str) -> dict[str, Any]:
+    """As diffusers has it, but for texts, which stay whole, and for rotations by heads (B, H, N, D), which do not."""
+    axis = 2 if rope_type == "split" else 1
+    tokens = ContextParallelInput(split_dim=1, expected_dims=3, split_output=False)
+    angles = ContextParallelInput(split_dim=axis, expected_dims=axis + 2, split_output=True)
+    gathered = ContextParallelOutput(gather_dim=1, expected_dims=3)
+    return {"": {"hidden_states": tokens}, "rope": {0: angles, 1: angles}, "proj_out": gathered}
