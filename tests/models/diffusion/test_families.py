@@ -512,6 +512,8 @@ def test_ltx2_trains_what_draws_videos_and_no_more(lora, name):
 def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
     with pytest.raises(ConfigError, match="must be a multiple of 16"):
         family_of(build("ltx2"), 24)
+    with pytest.raises(ConfigError, match="has no registers"):
+        family_of(tiny_families.ltx2(connectors_are={"video_connector_num_learnable_registers": None}), 32)
 
 
 def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):
