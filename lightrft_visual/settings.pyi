@@ -515,9 +515,9 @@ class DiffusionSettings(TypedDict, total=False):
     tokenizer_path: str | None
     """of the text encoder; only for a .json file of parts."""
     family: str
-    """auto | sd3 | flux | flux_kontext | flux2_klein | flux2 | wan | wan_i2v | hunyuan_video15 | z_image |
-    qwen_image | qwen_image21 | qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15; checked
-    against the pipeline's class; auto takes what the pipeline is. Default: 'auto'."""
+    """auto | sd3 | flux | flux_kontext | flux2_klein | flux2 | wan | wan_i2v | hunyuan_video15 | ltx2 |
+    z_image | qwen_image | qwen_image21 | qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15;
+    checked against the pipeline's class; auto takes what the pipeline is. Default: 'auto'."""
     bf16: bool
     """model. Default: False."""
     lora_rank: int
@@ -580,6 +580,8 @@ class DiffusionSettings(TypedDict, total=False):
     """sampling. Default: 512."""
     num_frames: int
     """sampling. Default: 1."""
+    frame_rate: float | None
+    """frames a second of LTX-2's videos, which move by it; default: 24."""
     source_pixels: int | None
     """area that images to edit are scaled to; default: the pipeline's 1024^2."""
     rollout_batch_size: int

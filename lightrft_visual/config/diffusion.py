@@ -25,6 +25,7 @@ from .algorithm import DiffusionAlgorithmConfig
 from .constraints import (
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Section,
     divisors,
@@ -137,6 +138,7 @@ class DiffusionSamplingConfig(Section):
     height: PositiveInt = 512
     width: PositiveInt = 512
     num_frames: PositiveInt = 1
+    frame_rate: PositiveFloat | None = None  # frames a second of LTX-2's videos, which move by it; default: 24
     source_pixels: PositiveInt | None = None  # area that images to edit are scaled to; default: the pipeline's 1024^2
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
     n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl 1

@@ -386,12 +386,8 @@ for _entry in (
         "flux_kontext", f"{_families}.flux_kontext:FluxKontext", "FLUX.1 Kontext: an image in, one out",
         pipeline="FluxKontextPipeline",
     ),
-    DiffusionFamily(
-        "flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"
-    ),
-    DiffusionFamily(
-        "flux2", f"{_families}.flux2:Flux2", "FLUX.2 [dev]; guidance is an embedding", pipeline="Flux2Pipeline"
-    ),
+    DiffusionFamily("flux2_klein", f"{_families}.flux2:Flux2Klein", "FLUX.2 [klein]", pipeline="Flux2KleinPipeline"),
+    DiffusionFamily("flux2", f"{_families}.flux2:Flux2", "FLUX.2 [dev]; guidance embedded", pipeline="Flux2Pipeline"),
     DiffusionFamily("wan", f"{_families}.wan:Wan", "Wan text-to-video", pipeline="WanPipeline"),
     DiffusionFamily(
         "wan_i2v", f"{_families}.wan:WanImageToVideo", "Wan image-to-video", pipeline="WanImageToVideoPipeline"
@@ -400,6 +396,7 @@ for _entry in (
         "hunyuan_video15", f"{_families}.hunyuan_video15:HunyuanVideo15", "HunyuanVideo 1.5, text to video",
         pipeline="HunyuanVideo15Pipeline",
     ),
+    DiffusionFamily("ltx2", f"{_families}.ltx2:LTX2", "LTX-2, text to video; no sound", pipeline="LTX2Pipeline"),
     DiffusionFamily("z_image", f"{_families}.z_image:ZImage", "Z-Image", pipeline="ZImagePipeline"),
     DiffusionFamily("qwen_image", f"{_families}.qwen_image:QwenImage", "Qwen-Image", pipeline="QwenImagePipeline"),
     DiffusionFamily(

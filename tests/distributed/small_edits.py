@@ -9,7 +9,7 @@ import tiny_families
 import torch
 from PIL import Image
 
-FAMILIES = ("z_image", "flux_kontext", "hunyuan_video15", "qwen_image21")
+FAMILIES = ("z_image", "flux_kontext", "hunyuan_video15", "ltx2", "qwen_image21")
 
 FIRST_FRAME = """
 def red(videos, prompts):

@@ -43,10 +43,13 @@ RUNS = {
     "--source_pixels 1024 --max_steps 2",
     "qwen_image21": "--pretrain {edits}/qwen_image21 --max_sequence_length null --max_steps 2",
     "hunyuan_video15": "--pretrain {edits}/hunyuan_video15 {video} --max_sequence_length 400",
+    "ltx2": "--pretrain {edits}/ltx2 {video} --height 64 --width 64 --num_frames 9 --max_sequence_length 16 "
+    "--gradient_checkpointing",
 }
 VIDEO = "--num_frames 5 --max_steps 2 --reward_fn {edits}/first.py:red"
 RUNS = {name: flags.replace("{video}", VIDEO) for name, flags in RUNS.items()}
-FAMILIES = ("edit", "z_image", "flux_kontext", "hunyuan_video15", "qwen_image21")
+FAMILIES = ("edit", "z_image", "flux_kontext", "hunyuan_video15", "ltx2", "qwen_image21")
+STAGES = {"edit": 3, "ltx2": 3}  # of ZeRO on two ranks; others: 2
 
 
 def with_resume(name: str, flags: str) -> dict[str, str]:
@@ -80,14 +83,16 @@ FLAGS = {
         "dgpo_2": f"{RUNS['dgpo']} --zero_stage 2 --max_steps 2",
         "pairs_2": f"{RUNS['pairs']} --zero_stage 2 --max_steps 2",
         "reward_fl_2": f"{REWARD_FL} --max_steps 2 --zero_stage 2",
-        **{f"{name}_2": f"{RUNS[name]} --zero_stage 2" for name in FAMILIES[1:]},
-        "edit_3": f"{RUNS['edit']} --zero_stage 3",
+        **{
+            f"{name}_{stage}": f"{RUNS[name]} --zero_stage {stage}"
+            for name, stage in ((each, STAGES.get(each, 2)) for each in FAMILIES)
+        },
     },
 }
 PAIRS = [
     ("flow", "flow_1"), ("flow", "flow_2"), ("flow", "flow_3"), ("full", "full_3"),
     ("nft", "nft_3"), ("awm", "awm_3"), ("dgpo", "dgpo_2"), ("pairs", "pairs_2"),
-    ("reward_fl", "reward_fl_2"), ("edit", "edit_3"), *((name, f"{name}_2") for name in FAMILIES[1:]),
+    ("reward_fl", "reward_fl_2"), *((name, f"{name}_{STAGES.get(name, 2)}") for name in FAMILIES),
 ]  # fmt: skip
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std")
 

@@ -7,6 +7,8 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
@@ -23,6 +25,8 @@ from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     QwenImage21Pipeline,
     QwenImage21Transformer2DModel,
     QwenImageEditPipeline,
@@ -37,10 +41,13 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from transformers import (
     ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
@@ -170,6 +177,54 @@ def hunyuan_video15():
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), text_encoder_2=t5_encoder(byt5), tokenizer_2=byt5,
         guider=ClassifierFreeGuidance(guidance_scale=3.0),
     )  # fmt: skip
+
+
+def ltx2(transformer_is=None, connectors_are=None):
+    """Prompts take a multiple of 16 tokens."""
+    tokenizer = build_tokenizer(["a red circle", "a blue cross on a green square"], family="qwen2")
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    transformer = LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=WIDTH,
+        audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=4, audio_attention_head_dim=4,
+        audio_cross_attention_dim=16, num_layers=2, caption_channels=WIDTH, rope_type="split",
+        **(transformer_is or {}),
+    )  # fmt: skip
+    shape = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": 16}
+    both = {f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in shape.items()}
+    connectors = LTX2TextConnectors(
+        caption_channels=WIDTH, text_proj_in_factor=3, rope_type="split", **(both | (connectors_are or {}))
+    )  # fmt: skip
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8,) * 4, decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 4, spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )  # fmt: skip
+    vae.latents_mean.uniform_(-0.5, 0.5)
+    vae.latents_std.uniform_(0.5, 2.0)
+    sound = AutoencoderKLLTX2Audio(base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16)
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
+        ),
+        vae=vae, audio_vae=sound, tokenizer=tokenizer, connectors=connectors, transformer=transformer,
+        text_encoder=Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)),
+        vocoder=LTX2Vocoder(in_channels=32, hidden_channels=32, upsample_kernel_sizes=[4], upsample_factors=[2]),
+    )  # fmt: skip
+
+
+def ltx23():
+    """LTX-2.3: gates, texts modulated by the noise, texts of both kinds projected by the connectors."""
+    kinds = {f"{kind}{name}": True for kind in ("", "audio_") for name in ("gated_attn", "cross_attn_mod")}
+    connectors = {"video_gated_attn": True, "audio_gated_attn": True, "per_modality_projections": True}
+    widths = {"video_hidden_dim": WIDTH, "audio_hidden_dim": 16, "audio_connector_attention_head_dim": 8}
+    return ltx2(kinds | {"use_prompt_embeddings": False, "perturbed_attn": True}, connectors | widths)
 
 
 def cosmos():
@@ -306,6 +361,8 @@ FAMILIES = {
     "wan_i2v": wan_i2v,
     "wan_two_experts": wan_two_experts,
     "hunyuan_video15": hunyuan_video15,
+    "ltx2": ltx2,
+    "ltx23": ltx23,
     "cosmos": cosmos,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,

@@ -36,14 +36,14 @@ class ContextParallel:
     """
 
     def __init__(self, family: DiffusionFamily, size: int) -> None:
-        self.size = size
+        self.size, self._divided = size, family.divided_attention
         self._plans = [(each, _plan_of(each, family, size)) for each in family.denoisers().values()]
         self._config = _parallel_config(size, family.device)
 
     def divide(self) -> None:
         """From here on the ranks of a group share each forward."""
         for denoiser, plan in self._plans:
-            for processor in _processors(denoiser):
+            for processor in _processors(denoiser, self._divided):
                 processor._parallel_config = self._config
             for name, entry in plan.items():
                 for module in _modules(denoiser, name):
@@ -53,7 +53,7 @@ class ContextParallel:
     def join(self) -> None:
         """From here on each rank computes whole forwards again."""
         for denoiser, plan in self._plans:
-            for processor in _processors(denoiser):
+            for processor in _processors(denoiser, self._divided):
                 processor._parallel_config = None
             for name in plan:
                 for module in _modules(denoiser, name):
@@ -101,7 +101,7 @@ def _plan_of(denoiser: nn.Module, family: DiffusionFamily, size: int) -> dict[st
         raise ConfigError(f"sp_size: diffusers has no plan that divides the tokens of {name}; leave it at 1")
     if sum(not isinstance(entry, dict) for entry in plan.values()) != 1:  # what follows would count on every rank
         raise ConfigError(f"sp_size: {name} gathers its tokens before its output, which is not proven; leave it at 1")
-    if not all(hasattr(each, "_parallel_config") for each in _processors(denoiser)):
+    if not all(hasattr(each, "_parallel_config") for each in _processors(denoiser, family.divided_attention)):
         raise ConfigError(f"sp_size: the attention of {name} sees the tokens of one rank alone; leave it at 1")
     if denoiser.config.num_attention_heads % size:
         heads = denoiser.config.num_attention_heads
@@ -109,9 +109,10 @@ def _plan_of(denoiser: nn.Module, family: DiffusionFamily, size: int) -> dict[st
     return plan
 
 
-def _processors(denoiser: nn.Module) -> Iterator[Any]:
-    """What computes attention in each of the denoiser's layers."""
-    return (module.processor for module in denoiser.modules() if getattr(module, "processor", None) is not None)
+def _processors(denoiser: nn.Module, divided: str) -> Iterator[Any]:
+    """What computes attention in each of the denoiser's layers, where the layer's name ends so."""
+    layers = (module for name, module in denoiser.named_modules() if name.endswith(divided))
+    return (layer.processor for layer in layers if getattr(layer, "processor", None) is not None)
 
 
 def _modules(denoiser: nn.Module, name: str) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from .wan_parts import load_wan_parts, wan_pipeline_name
 
 T = torch.Tensor
 ADAPTER = "default"
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 PROGRAMS_A_BLOCK = 64  # kinds of blocks, with and without gradients, LoRA on and off; torch.compile gives up after 8
 PIPELINE_SETTINGS = "lightrft_visual.json"  # beside model_index.json: what the pipeline itself does not say
@@ -108,7 +109,8 @@ class DiffusionPolicy(nn.Module):
             if divide is not None:
                 trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
                 parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
-            pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
+            with torch.random.fork_rng([]):  # what loading draws differs by ZeRO stage, and adapters start alike
+                pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
             return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
@@ -385,12 +387,14 @@ class DiffusionPolicy(nn.Module):
         use_frozen_norms(self.denoisers)
         for name in self.trainable:
             if self.lora.rank == 0:
-                self.denoisers[name].requires_grad_(True)
+                for weight, values in self.denoisers[name].named_parameters():
+                    values.requires_grad_(re.fullmatch(self.family.left_out, weight) is None)
                 continue
             targets = self.family.own_modules(self.lora.target_modules or self.family.lora_targets)
             config = lora_config(
-                self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets
-            )
+                self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets,
+                exclude_modules=self.family.left_out if self.lora.target_modules else None,
+            )  # fmt: skip
             self.denoisers[name].add_adapter(config, adapter_name=ADAPTER)
 
 
@@ -442,11 +446,6 @@ def family_class(pipeline_name: str) -> type[DiffusionFamily]:
             return family.load()
     known = ", ".join(family.pipeline for family in registry.diffusion_families)
     raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {known}")
-
-
-def takes_first_frame(path: str, family: str = "auto") -> bool:
-    """Whether the model at `path` is an image-to-video model; see `adapter_of`."""
-    return adapter_of(path, family).takes_first_frame
 
 
 def adapter_of(path: str, family: str = "auto") -> type[DiffusionFamily]:

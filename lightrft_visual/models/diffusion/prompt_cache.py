@@ -163,7 +163,8 @@ def encoder_digest(encoders: Iterable[nn.Module], tokenizers: Iterable[Any], *se
     """
     found = hashlib.sha256(repr((CHECKSUM, *settings)).encode())
     for encoder in encoders:
-        found.update(str(encoder.config.to_dict()).encode())
+        config = encoder.config if isinstance(encoder.config, dict) else encoder.config.to_dict()
+        found.update(str({name: value for name, value in config.items() if name != "_name_or_path"}).encode())
         for name, module in encoder.named_modules():
             if isinstance(module, BaseTunerLayer):
                 at_work = module.active_adapters, module.disable_adapters, module.scaling

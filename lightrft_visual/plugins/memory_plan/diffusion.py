@@ -9,6 +9,7 @@ from math import ceil, prod
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...algorithms.diffusion import training_guidance
 from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, trained_steps
@@ -23,7 +24,7 @@ from .table import HOST, Item, Phase, Plan
 from .zero import FP32, Model, Zero
 
 T = torch.Tensor
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder")
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors", "image_encoder")
 FEW_FRAMES, MORE_FRAMES = 3, 5  # latent frames that are looked at of a video
 SAMPLING_USE, TRAINING_USE = 0.4, 0.35  # of a device's products
 
@@ -49,6 +50,8 @@ class Computed:
         pipeline, dtype = self.family.pipeline, self.family.dtype
         network = next(iter(self.family.denoisers().values())).config
         names = ("joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim", "cap_feat_dim")
+        if network.get("use_prompt_embeddings"):  # LTX-2 before 2.3 projects its texts to the width of cross-attention
+            names = ("caption_channels",)
         wide = next(network[name] for name in names if network.get(name))
         if self.family.most_source_images:
             found = self.family.planned_conditions(count, wide)
@@ -274,7 +277,7 @@ class DiffusionPlanner:
         family = self.policy.family
         tokens = family.texts_at_once * self.computed.conditions(1, negative=False)["context"].shape[1]
         parts = [family.pipeline.components.get(name) for name in ENCODERS]
-        shapes = [part.config.get_text_config() for part in parts if isinstance(part, nn.Module)]
+        shapes = [part.config.get_text_config() for part in parts if isinstance(part, PreTrainedModel)]
         layers = [(each.num_hidden_layers + 1) * each.hidden_size for each in shapes]
         return Item("texts in the encoders", tokens * max(layers, default=0) * self.computed.width)
 
@@ -291,7 +294,8 @@ class DiffusionPlanner:
     def _products(self, steps: float) -> float:
         """Of the forwards of all samples over `steps` steps, guided ones twice."""
         shape = self.computed.latent_shape
-        tokens = prod(shape[1:]) / 4 + self.computed.told_tokens()
+        own = max(prod(shape[1:]) / 4, self.policy.family.image_tokens(shape))
+        tokens = own + self.computed.told_tokens()
         branches = 2 if self.config.sampling.guidance_scale > 1 and self.policy.family.uses_negative else 1
         networks = max(1, len(self.policy.family.denoisers()))
         return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps

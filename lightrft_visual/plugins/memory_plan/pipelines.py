@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
 from ...config import registry
@@ -119,7 +119,7 @@ def _part(library: str, name: str, config: dict[str, Any]) -> nn.Module:
     package = library if find_spec(library) else f"diffusers.pipelines.{library}"  # as diffusers writes its own
     kind = getattr(import_module(package), name)
     config = {key: value for key, value in config.items() if not key.startswith("_")}
-    if library == "diffusers":
+    if issubclass(kind, ModelMixin):
         return on_meta(lambda: kind.from_config(config))
     return on_meta(lambda: kind(kind.config_class(**config)))
 

@@ -23,7 +23,7 @@ from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 T = torch.Tensor
 HEADS, SAMPLES, SIDE = 4, 4, 48
 TALL = 64  # pixels of Qwen-Image's, of which a token takes 16 by 16
-VIDEOS = ("wan_i2v", "wan_two_experts")
+VIDEOS = ("wan_i2v", "wan_two_experts", "ltx2", "ltx23")
 # SD3's texts are of 5 tokens of CLIP and these of T5.
 TEXT_LENGTHS = {
     "qwen_image_edit": None,
@@ -33,6 +33,8 @@ TEXT_LENGTHS = {
     "flux_kontext": 8,
     "flux2": 8,
     "flux2_klein": 12,
+    "ltx2": 16,
+    "ltx23": 16,
 }
 LORA = ("flux_kontext", "qwen_image", "wan_i2v")
 
@@ -63,8 +65,10 @@ def policy_of(kind: str) -> DiffusionPolicy:
 def inputs_of(kind: str, policy: DiffusionPolicy) -> tuple[T, T, dict[str, T]]:
     """Latents, timesteps on both sides of two experts' boundary, conditions."""
     frames, draw = 13 if kind in VIDEOS else 1, torch.Generator().manual_seed(2)
-    height = TALL if kind.startswith("qwen") else SIDE
-    latents = torch.randn(SAMPLES, *policy.latent_shape(height, SIDE, frames), generator=draw)
+    height, width = TALL if kind.startswith("qwen") else SIDE, SIDE
+    if kind.startswith("ltx"):
+        height, width, frames = 64, 64, 17
+    latents = torch.randn(SAMPLES, *policy.latent_shape(height, width, frames), generator=draw)
     timesteps = torch.tensor([950.0, 900.0, 400.0, 100.0])
     texts = ["a red circle", "a blue cross"] * (SAMPLES // 2)
     images = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue", "green", "black")]

@@ -14,9 +14,9 @@ from lightrft_visual.models.diffusion.context_parallel import ContextParallel
 from lightrft_visual.models.diffusion.policy import family_of
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 
-# Joint texts, masked texts with LoRA, two experts of videos. `context_ranks.py` takes all families that have a plan:
-# flux_kontext, flux2, flux2_klein, qwen_image_edit, qwen_image_edit_plus and wan_i2v are as near.
-KINDS = ("sd3", "flux", "qwen_image", "wan_two_experts")
+# Joint texts, masked texts with LoRA, two experts of videos, a plan of our own. `context_ranks.py` takes all families
+# that have a plan: flux_kontext, flux2, flux2_klein, qwen_image_edit, qwen_image_edit_plus, wan_i2v, ltx23 are as near.
+KINDS = ("sd3", "flux", "qwen_image", "wan_two_experts", "ltx2")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import join_lora, pack
 from lightrft_visual.models.diffusion.layers import flow_match_schedule
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, takes_first_frame
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
 
@@ -39,6 +39,7 @@ CASES = {
     "wan_i2v": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "wan_two_experts": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
     "hunyuan_video15": ((32, 32, 5), 3.0, (3, 5, 32, 32)),
+    "ltx2": ((64, 96, 17), 3.0, (3, 17, 64, 96)),
     "cosmos": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image": ((32, 32, 1), 3.0, (3, 32, 32)),
     "qwen_image21": ((64, 64, 1), 3.0, (3, 64, 64)),
@@ -49,9 +50,10 @@ CASES = {
     "qwen_image_edit_plus": ((32, 32, 1), 3.0, (3, 32, 32)),
 }
 
-VIDEOS = ("wan", "wan_i2v", "wan_two_experts", "hunyuan_video15")
+VIDEOS = ("wan", "wan_i2v", "wan_two_experts", "hunyuan_video15", "ltx2")
 TEXT_LENGTHS = {
     "hunyuan_video15": 400,
+    "ltx2": 32,
     "qwen_image21": None,
     "qwen_image_edit": None,
     "qwen_image_edit_plus": None,
@@ -159,9 +161,24 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
 STOCK = {
     "z_image": (60, {"negative_prompt": ["", ""], "max_sequence_length": 60}),
     "hunyuan_video15": (400, {"negative_prompt": ["", ""]}),
+    "ltx2": (32, {
+        "max_sequence_length": 32, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0,
+        "audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "audio_guidance_rescale": 0.0,
+    }),
     "flux2": (300, {"max_sequence_length": 300}),
     "flux2_klein": (40, {"max_sequence_length": 40}),
-}
+}  # fmt: skip
+
+
+def without_sound(module, arguments, named):
+    """What the stock pipeline's own forward lacks to draw videos alone."""
+    return arguments, named | {"isolate_modalities": True}
+
+
+def given_to_ltx2(pipeline, latents):
+    """The stock pipeline normalises the latents that it is given."""
+    vae = pipeline.vae
+    return pipeline._denormalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -183,6 +200,9 @@ def test_all_trained_weights_draw_the_same_images_in_the_stock_pipeline(name, tm
         stock.vae.enable_slicing()  # it decodes no batch
     else:
         asked = asked | {"guidance_scale": guidance}
+    if name == "ltx2":
+        stock.transformer.register_forward_pre_hook(without_sound, with_kwargs=True)
+        start = given_to_ltx2(stock, start)
     asked = asked | ({"num_frames": frames} if name in VIDEOS else {})
     theirs = stock(
         prompt=PROMPTS, height=height, width=width, num_inference_steps=3, latents=start, output_type="pt", **asked
@@ -258,6 +278,20 @@ def test_a_second_guidance_scale_is_refused_where_there_is_one_expert():
     for name in ("wan", "flux"):
         with pytest.raises(ConfigError, match="this model has one network"):
             policy_of(name).family.follow(config)
+
+
+def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds_and_else_refused():
+    config = DiffusionRunConfig()
+    config.sampling.frame_rate = 12.0
+    with pytest.raises(ConfigError, match="frame_rate is read by LTX-2"):
+        policy_of("wan").family.follow(config)
+    policy, start = policy_of("ltx2"), torch.randn(2, 4, 3, 2, 3)
+    conditions, timesteps = policy.encode_prompts(PROMPTS), torch.tensor([800.0, 300.0])
+    with torch.no_grad():
+        usual = policy(start, timesteps, conditions, 1.0)
+        policy.family.follow(config)
+        slower = policy(start, timesteps, conditions, 1.0)
+    assert policy.family.frame_rate == 12 and (usual - slower).abs().max() > 1e-4
 
 
 def test_samples_of_both_experts_in_one_batch_have_each_their_own_scale():
@@ -432,6 +466,65 @@ def test_the_flux2_ode_matches_the_stock_pipeline():
         torch.testing.assert_close(policy.decode(ours.latents).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["ltx2", "ltx23"])
+def test_each_step_of_ltx2_is_the_stock_pipelines_where_it_keeps_sound_out(name):
+    """Its guidance by modality, turned to 0 for videos, is the forward in which they do not hear the sound."""
+    policy = DiffusionPolicy(family_of(build(name), 32))
+    start = torch.randn(2, *policy.latent_shape(64, 96, 17))
+    policy.family.frame_rate = 12.0
+    pipeline, steps, velocities = build(name), [], []
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.transformer.register_forward_hook(
+        lambda module, arguments, named, found: velocities.append(found[0]) if named["isolate_modalities"] else None,
+        with_kwargs=True,
+    )
+
+    def keep(pipeline, number, timestep, given):
+        steps.append((timestep, given["latents"]))
+        return {}
+
+    pipeline(
+        PROMPTS, height=64, width=96, num_frames=17, num_inference_steps=3, frame_rate=12.0, max_sequence_length=32,
+        latents=given_to_ltx2(pipeline, start), output_type="latent", callback_on_step_end=keep,
+        guidance_scale=1.0, modality_scale=0.0, stg_scale=0.0, guidance_rescale=0.0, audio_guidance_scale=1.0,
+        audio_modality_scale=2.0, audio_stg_scale=0.0, audio_guidance_rescale=0.0,
+    )  # fmt: skip
+    timesteps, sigmas = policy.default_schedule(3, start.shape[1:], None)
+    conditions, x = policy.encode_prompts(PROMPTS), start
+    ends = [*sigmas[1:], 0.0]
+    assert torch.equal(timesteps, torch.stack([timestep for timestep, _ in steps]))
+    for (timestep, latents), velocity, sigma, end in zip(steps, velocities, sigmas, ends, strict=True):
+        with torch.no_grad():
+            found = policy.velocity(x, timestep.expand(2), conditions)
+        torch.testing.assert_close(found.flatten(2).transpose(1, 2), velocity, rtol=0, atol=1e-5)
+        x = euler_step(x, found, sigma, end)
+        torch.testing.assert_close(x.flatten(2).transpose(1, 2), latents, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ltx2", "ltx23"])
+@pytest.mark.parametrize("lora", [LoraSettings(), LoraSettings(rank=2, target_modules=("to_q", "to_k", "net.2"))])
+def test_ltx2_trains_what_draws_videos_and_no_more(lora, name):
+    policy = DiffusionPolicy(family_of(build(name), 32), lora)
+    latents, timesteps = torch.randn(2, *policy.latent_shape(64, 96, 17)), torch.tensor([800.0, 300.0])
+    if lora.rank:
+        with torch.no_grad():
+            for weight in policy.trainable_parameters():
+                weight.normal_()
+    policy(latents, timesteps, policy.encode_prompts(PROMPTS, ""), 3.0).square().sum().backward()
+    trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
+    assert trained and not [name for name in trained if "audio" in name]
+    assert all(weight.grad is not None and weight.grad.any() for weight in policy.trainable_parameters())
+    hears = [weight for name, weight in policy.named_parameters() if "audio" in name]
+    assert hears and not any(weight.requires_grad for weight in hears)
+
+
+def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
+    with pytest.raises(ConfigError, match="must be a multiple of 16"):
+        family_of(build("ltx2"), 24)
+    with pytest.raises(ConfigError, match="has no registers"):
+        family_of(tiny_families.ltx2(connectors_are={"video_connector_num_learnable_registers": None}), 32)
+
+
 def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):
     policy = DiffusionPolicy(family_of(tiny_families.qwen_image(), 200))
     conditions = policy.encode_prompts(["a red circle", "a blue cross"])
@@ -500,11 +593,14 @@ def test_experts_that_serve_no_trained_step_are_frozen():
 
 def test_image_to_video_is_known_before_loading(tmp_path):
     build("wan_i2v").save_config(tmp_path)
-    assert takes_first_frame(str(tmp_path)) and takes_first_frame("anything", "wan_i2v")
     build("wan").save_config(tmp_path / "text")
-    assert not takes_first_frame(str(tmp_path / "text")) and not takes_first_frame("anything", "sd3")
+    for path, family, takes in (
+        (tmp_path, "auto", True), ("anything", "wan_i2v", True), (tmp_path / "text", "auto", False),
+        ("anything", "sd3", False),
+    ):  # fmt: skip
+        assert adapter_of(str(path), family).takes_first_frame == takes
     with pytest.raises(ConfigError, match="no diffusers pipeline"):
-        takes_first_frame(str(tmp_path / "missing"))
+        adapter_of(str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*VIDEOS, "qwen_image21")])

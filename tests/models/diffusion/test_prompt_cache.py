@@ -253,6 +253,21 @@ def test_a_policy_leaves_its_encoders_alone_where_all_prompts_are_on_disk(tmp_pa
     assert policy(TEXT_LENGTH + 1)[1] == 0
 
 
+def test_connectors_behind_the_text_encoder_count_and_their_folder_does_not(tmp_path):
+    def found(folder, change=0.0):
+        torch.manual_seed(0)
+        pipeline = tiny_families.ltx2()
+        pipeline.connectors.register_to_config(_name_or_path=folder)
+        with torch.no_grad():
+            pipeline.connectors.text_proj_in.weight[0, 0] += change
+        policy = DiffusionPolicy(family_of(pipeline, 16))
+        count = policy.keep_prompts_in(tmp_path, 2**20)
+        policy.encode_prompts(["a red circle"])
+        return count
+
+    assert [found("here"), found("there"), found("here", 1e-3)] == [0, 1, 0]
+
+
 def test_a_processor_in_the_place_of_a_tokenizer_counts_with_its_template():
     made = DiffusionPolicy(family_of(tiny_families.flux2()))
     processor = made.family.pipeline.tokenizer

@@ -10,7 +10,7 @@ import torch
 from tiny_wan_parts import write_parts
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, pipeline_class, takes_first_frame
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, pipeline_class
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_it_is_the_model_of_the_diffusers_folder(folder: Path) -> None:
 
 def test_the_kind_of_model_is_known_before_it_is_loaded(folder: Path) -> None:
     assert pipeline_class(str(folder / "paths.json")) == "WanImageToVideoPipeline"
-    assert takes_first_frame(str(folder / "paths.json"))
+    assert adapter_of(str(folder / "paths.json")).takes_first_frame
 
 
 def test_half_precision_keeps_what_diffusers_keeps(folder: Path) -> None:

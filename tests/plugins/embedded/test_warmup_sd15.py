@@ -7,7 +7,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, takes_first_frame
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, adapter_of
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, build_sd15_pipeline
 from lightrft_visual.plugins.embedded.resolve import embedded_folder
 from lightrft_visual.plugins.embedded.warmup_sd15 import (
@@ -41,7 +41,7 @@ def test_the_policy_reads_it_as_a_ddim_model(folder):
     policy = DiffusionPolicy.from_pretrained(str(folder), family="sd15")
     assert policy.prediction == "epsilon"
     assert policy.encode_prompts(["a red circle"])["context"].shape == (1, TEXT_LENGTH, SETTINGS.text_width)
-    assert not takes_first_frame(str(folder))
+    assert not adapter_of(str(folder)).takes_first_frame
 
 
 def test_another_family_has_no_embedded_model():

@@ -232,10 +232,11 @@ def test_host_memory_counts_too() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus", "flux_kontext"])
+@pytest.mark.parametrize("name", ["qwen_image", "z_image", "qwen_image_edit_plus", "flux_kontext", "ltx2", "ltx23"])
 def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
     tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
-    size = ["--height", "32", "--width", "32", "--lora_rank", "2"]
+    side = "64" if name.startswith("ltx") else "32"
+    size = ["--height", side, "--width", side, "--lora_rank", "2"]
     config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
     plan = check.plan_of(config, *check.named_device(config.plan))
     items = {item.name: item for item in plan.phases[1].items}

@@ -59,12 +59,15 @@ class DiffusionFamily(ABC):
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
+    left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
     texts_at_once = 1
     takes_first_frame = False
+    frame_rate: float | None = None  # frames a second, where the model reads it
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
     context_plan: dict[str, Any] | None = None  # where ranks divide tokens; None: as diffusers has it for the denoiser
+    divided_attention = ""  # how the names of the attention layers end that exchange the tokens that ranks divide
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -76,13 +79,14 @@ class DiffusionFamily(ABC):
         self.required: frozenset[str] = frozenset()  # networks that run in every forward, needed there or not
 
     def follow(self, config: DiffusionRunConfig) -> None:
-        """Take a run's settings. Raises ConfigError for a second guidance scale where there is one expert."""
+        """Take a run's settings. Raises ConfigError for one that this model does not read."""
         self.detach_guidance = config.algorithm.detach_guidance
         self.source_pixels, self.guidance_scale_2 = config.sampling.source_pixels, config.sampling.guidance_scale_2
         if self.guidance_scale_2 is not None and len(self.denoisers()) == 1:
-            raise ConfigError(
-                "guidance_scale_2 is that of a second expert, and this model has one network: leave it out"
-            )
+            raise ConfigError("guidance_scale_2 is that of a second expert; this model has one network: leave it out")
+        if config.sampling.frame_rate is not None and self.frame_rate is None:
+            raise ConfigError("frame_rate is read by LTX-2, and not by this model: leave it out")
+        self.frame_rate = config.sampling.frame_rate or self.frame_rate
 
     def own_modules(self, names: Iterable[str]) -> list[str]:
         """Module suffixes by diffusers' names."""
