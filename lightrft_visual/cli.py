@@ -165,12 +165,13 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 @click.option("--image", "images", multiple=True, help="An image of the prompt; repeat.")
 @click.option("-n", "count", default=1, help="Samples of each prompt.")
 @click.option("--seed", default=0)
-@click.option("--out", default="samples", help="Folder of images that are drawn.")
+@click.option("--out", default="samples", help="Folder of images and videos that are drawn.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], count: int, seed: int, out: str,
            settings: tuple[str, ...]) -> None:  # fmt: skip
     """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
     from .inference import sample as made
+    from .observe.images import write_mp4
 
     rows = [{"prompt": text, "images": [str(Path(image).resolve()) for image in images]} for text in prompts]
     found = made(checkpoint, rows, n=count, seed=seed, **_pairs(settings))
@@ -180,8 +181,8 @@ def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], c
                 click.echo(f"{text} -> {each}")
                 continue
             Path(out).mkdir(parents=True, exist_ok=True)
-            file = Path(out) / f"{number:03d}_{index:02d}.png"
-            each.save(file)
+            file = Path(out) / f"{number:03d}_{index:02d}{'.mp4' if isinstance(each, list) else '.png'}"
+            write_mp4(file, each) if isinstance(each, list) else each.save(file)
             click.echo(f"{text} -> {file}")
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def sample(
     model: Any, prompts: Any, images: Sequence[Any] | None = None, n: int = 1, *, seed: int = 0, base: Any = None,
     **settings: Any,
 ) -> list[list[Any]]:  # fmt: skip
-    """What a model answers or draws: for each prompt n texts, or n images.
+    """What a model answers or draws: for each prompt n texts, n images, or n videos as lists of frames.
 
     Args:
         model: as of `evaluate`.
@@ -267,15 +268,38 @@ def _drawn(
 ) -> list[list[Any]]:
     import torch
 
-    pipeline, run = checkpoint.pipeline(), checkpoint.run.get("sampling", {})
+    from .data.media import load_image
+
+    pipeline = checkpoint.pipeline()
     pipeline.set_progress_bar_config(disable=True)
-    names = ("height", "width", "guidance_scale", "guidance_scale_2")
-    usual = {name: run[name] for name in names if run.get(name) is not None}
-    usual |= {"num_inference_steps": run["eval_num_steps"]} if "eval_num_steps" in run else {}
-    drawn = []
+    usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {}))
+    at_once = n if "num_images_per_prompt" in signature(pipeline.__call__).parameters else 1  # a video is large alone
+    drawn: list[list[Any]] = []
     for number, prompt in enumerate(prompts):
-        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        shown = [load_image(each) for each in asked.get("images") or []]
+        if shown and "image" not in signature(pipeline.__call__).parameters:
+            raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
+        given: dict[str, Any] = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
         generators = [torch.Generator().manual_seed(seed + number * n + sample) for sample in range(n)]
-        out = pipeline(text, num_images_per_prompt=n, generator=generators, **usual | settings)
-        drawn.append(list(out.images if hasattr(out, "images") else out.frames))
+        given |= {"num_images_per_prompt": n} if at_once > 1 else {}
+        drawn.append([])
+        for first in range(0, n, at_once):
+            own = generators[first : first + at_once]
+            out = pipeline(prompt=asked["prompt"], generator=own, **usual | given | settings)
+            drawn[-1] += out.images if hasattr(out, "images") else out.frames
     return drawn
+
+
+def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes. run: its sampling."""
+    from .models.diffusion.policy import family_class
+
+    names = ("height", "width", "num_frames", "frame_rate", "guidance_scale", "guidance_scale_2", "negative_prompt")
+    own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}
+    own["output_type"] = "pil"
+    taken = signature(pipeline.__call__).parameters
+    if own["guidance_scale"] and "true_cfg_scale" in taken and family_class(type(pipeline).__name__).uses_negative:
+        # Its guidance_scale is an embedding, and without a negative prompt it does not guide.
+        own |= {"true_cfg_scale": own.pop("guidance_scale"), "negative_prompt": own["negative_prompt"] or ""}
+    return {name: value for name, value in own.items() if name in taken and value is not None}

@@ -81,7 +81,7 @@ def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
     assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("name", ["outputs/run/checkpoint-final", "./base", "/models/base", "~/base"])
+@pytest.mark.parametrize("name", ["outputs/run/checkpoint-final", "./base", "/models/base"])
 def test_missing_files_model_that_can_only_be_a_folder_is_named(name):
     (found,) = missing_files(parse_run(argv=["--pretrain", name, "--prompt_data", "embedded"]).config)
     assert found.startswith(f"--pretrain: {name} does not exist")

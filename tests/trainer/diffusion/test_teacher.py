@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import tiny_families
 import torch
-from lightrft_visual.config.spellings import DIFFUSION_PRESET
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.trainer.diffusion.teacher import load_teacher

@@ -1,0 +1,67 @@
+"""`sample` of diffusion models beside those that draw images from text: videos, edits, other names of the guidance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_families
+from click.testing import CliRunner
+from PIL import Image
+
+from lightrft_visual import sample
+from lightrft_visual.cli import cli
+from lightrft_visual.data.video import load_video
+from lightrft_visual.errors import ConfigError
+
+RUN = (
+    "sampling: {{height: {height}, width: {width}, num_frames: {frames}, eval_num_steps: 2, guidance_scale: {scale}}}\n"
+)
+
+
+def left_by_a_run(folder, name, height=32, width=48, frames=1, scale=3.0):
+    """A checkpoint of a family's tiny pipeline beside the settings of the run that left it."""
+    getattr(tiny_families, name)().save_pretrained(folder / "checkpoint-final")
+    (folder / "config.resolved.yaml").write_text(RUN.format(height=height, width=width, frames=frames, scale=scale))
+    return folder / "checkpoint-final"
+
+
+def pixels(drawn):
+    return np.stack([np.asarray(image, dtype=float) for image in drawn])
+
+
+@pytest.mark.parametrize(
+    "name, size, frames", [("wan", (32, 48), 5), ("hunyuan_video15", (32, 48), 5), ("ltx2", (64, 96), 17)]
+)
+def test_sample_video_model_gives_frames_of_the_runs_size_and_number(tmp_path, name, size, frames):
+    (videos,) = sample(left_by_a_run(tmp_path, name, *size, frames), ["a red ball"], n=2, seed=4)
+    assert [len(video) for video in videos] == [frames, frames]
+    assert {image.size for video in videos for image in video} == {size[::-1]}
+    assert np.abs(pixels(videos[0]) - pixels(videos[1])).max() > 0
+
+
+def test_sample_command_writes_a_video_that_can_be_read(tmp_path):
+    folder, out = left_by_a_run(tmp_path, "wan", frames=5), tmp_path / "drawn"
+    told = CliRunner().invoke(cli, ["sample", str(folder), "--prompt", "a red ball", "--out", str(out)])
+    assert told.exit_code == 0, told.output
+    assert load_video(out / "000_00.mp4").frames[0].shape == (32, 48, 3)
+
+
+def test_sample_guidance_of_a_run_is_the_pipelines_own_setting_of_that_meaning(tmp_path):
+    folder = left_by_a_run(tmp_path, "qwen_image")
+    as_in_the_run, told, without = (
+        pixels(sample(folder, ["a red ball"], **own)[0])
+        for own in ({}, {"true_cfg_scale": 3.0, "negative_prompt": ""}, {"true_cfg_scale": 1.0})
+    )
+    assert (as_in_the_run == told).all() and (as_in_the_run != without).any()
+
+
+def test_sample_edit_depends_on_the_image_of_the_prompt(tmp_path):
+    folder = left_by_a_run(tmp_path, "flux_kontext", width=32)
+    red, blue = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
+    (first,), (second,) = (sample(folder, ["make it green"], images=[image]) for image in (red, blue))
+    assert (pixels(first) != pixels(second)).any()
+
+
+def test_sample_image_for_a_model_of_text_alone_refused_by_its_name(tmp_path):
+    with pytest.raises(ConfigError, match="ZImagePipeline draws from text alone"):
+        sample(left_by_a_run(tmp_path, "z_image"), ["a"], images=[Image.new("RGB", (32, 32))])
