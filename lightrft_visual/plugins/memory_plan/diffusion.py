@@ -278,7 +278,7 @@ class DiffusionPlanner:
 
     def _denoising(self, count: int, guidance: float, backward: bool) -> Work:
         """Of a step of the network over `count` samples, and of the sampler's or the loss's operations after it."""
-        return self.computed.denoised(count, guidance, backward).work + Work(calls=STEP_CALLS * (1 + 2 * backward))
+        return self.computed.denoised(count, guidance, backward=backward).work + Work(calls=STEP_CALLS * (1 + 2 * backward))
 
     def _encode_seconds(self) -> float:
         """Text encoders and VAE to the device and back, and the step's different texts through the encoders."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -65,16 +64,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, T)]
-        for leaf in made:
-            self._follow(leaf)
+        made = list(_tensors((result,)))
+        for each in made:
+            self._follow(each)
         self.calls += 1
         formula = flop_registry.get(function._overloadpacket)
         if formula is not None:
             self.products(formula(*args, **kwargs, out_val=result))
         elif not function.is_view and function._overloadpacket.__name__ not in NOT_MOVED:
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, T)]
-            self.moved += sum(each.numel() * each.element_size() for each in (*read, *made))
+            self.moved += sum(each.numel() * each.element_size() for each in (*_tensors(args), *made))
         return result
 
     def products(self, flops: float) -> None:
@@ -102,6 +100,15 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self.now -= size
         del self.seen[key]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[T]:
+    """Those among the values, and in lists of them."""
+    for value in values:
+        if isinstance(value, T):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class _Attention(torch.autograd.Function):
