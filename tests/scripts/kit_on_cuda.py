@@ -41,6 +41,7 @@ class Noted:
 
     commands: dict[str, list[str]] = {}
     peak = "1 GiB"
+    measured = {"flops": 1.0, "again": 0.0, "computed_tokens": 1.0, "busy_seconds": 1.0}
 
     def __init__(self, script: str, folder: Path, flags: str, ranks: int = 1):
         self.commands[f"{folder.name} {len(self.commands)}"] = [script, *flags.split()]

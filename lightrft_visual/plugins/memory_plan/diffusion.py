@@ -154,7 +154,8 @@ class DiffusionPlanner:
             f"{self.samples} samples a rank and step"
         )
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+        tokens = 0.0  # a denoiser's are not counted
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), self._trained_work(), tokens)
 
     def _in_use(self) -> frozenset[str]:
         model, zero = self.config.model, self.config.distributed
@@ -278,7 +279,9 @@ class DiffusionPlanner:
 
     def _denoising(self, count: int, guidance: float, backward: bool) -> Work:
         """Of a step of the network over `count` samples, and of the sampler's or the loss's operations after it."""
-        return self.computed.denoised(count, guidance, backward=backward).work + Work(calls=STEP_CALLS * (1 + 2 * backward))
+        return self.computed.denoised(count, guidance, backward=backward).work + Work(
+            calls=STEP_CALLS * (1 + 2 * backward)
+        )
 
     def _encode_seconds(self) -> float:
         """Text encoders and VAE to the device and back, and the step's different texts through the encoders."""
@@ -343,13 +346,26 @@ class DiffusionPlanner:
         step = speeds.optimizer_step(self.zero, self.model, tensors)
         return updates * (self.own / micro * seconds + exchanged + step)
 
+    def _trained_work(self) -> Work:
+        """Of forward and backward of a step's updates, whichever phase runs the forwards."""
+        a, s, epochs = self.config.algorithm, self.config.sampling, self.config.train.max_epochs
+        micro = min(self.own, self.config.train.micro_train_batch_size)
+        if self.rewarded:
+            steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
+            one = self.computed.denoised(micro, s.guidance_scale, backward=True).work.times(steps)
+            return (one + self.computed.decoded(micro, True).work).times(self.samples * epochs / micro)
+        steps = trained_steps(self.config)
+        count = ceil(micro * self.config.train.steps_per_forward / self.sequence)
+        one = self.computed.denoised(count, training_guidance(self.config), backward=True).work
+        return one.times(self.samples * steps * epochs / count)
+
     def _replay_seconds(self, micro: int) -> float:
         """Of the trained steps of one micro-batch."""
         steps, together = trained_steps(self.config), self.config.train.steps_per_forward
         guidance, others = training_guidance(self.config), self._reference + self.config.keeps_old_policy
         kept = self._graphs().bytes > 0
         samples, turns = (self._micro(), steps) if kept else (micro, ceil(steps / together))
-        count = ceil(samples * (1 if kept else min(steps, together)) / self.sequence)
+        count = ceil(samples * (1 if kept else together) / self.sequence)
         share = steps * samples / self.sequence / (turns * count)
         work, beside = self._denoising(count, guidance, True), Work()
         if kept or others:

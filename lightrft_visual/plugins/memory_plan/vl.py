@@ -24,7 +24,7 @@ from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, ENGINE_CALLS, SYNC_CALLS, Speeds
 from .vl_shape import MicroBatch, VLShape
-from .zero import BUCKETS, FP32, Model, Zero
+from .zero import BUCKETS, FP32, Model, Zero, rounded
 
 FP8 = 1  # byte
 ASLEEP = 0.75 * GIB  # what an engine keeps on an accelerator while it sleeps: CUDA graphs, its context
@@ -60,7 +60,8 @@ class VLPlanner:
         if self.split:
             about += "; a trainer's device alone, those of the rollout workers hold an engine each"
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+        trained = self._update_work(self._micro_batch()).times(self._updates())
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), trained, self._tokens())
 
     def _in_use(self) -> frozenset[str]:
         """Settings that are on, by the words of the items' advice."""
@@ -90,11 +91,17 @@ class VLPlanner:
         model = self.shape.model
         items = [*program(self.device, self.resident), *fragments(self.device), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
-            items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
+            away = self.config.rollout.offload_reference
+            items.append(self._reference().on_host(away and not scoring))
+            if away and not self.device.on_cpu:  # its place on the host stays while it is at work
+                sizes = (each.numel() * self.shape.width for each in self.shape.whole.parameters())
+                items += rounded("reference", sizes)
         if self._teacher is not None:
             items.append(self._teacher)
         waits = self.config.rollout.offload_trainer and not train_states
         items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
+        if self.config.rollout.offload_trainer and not (self.device.on_cpu or self.config.distributed.adam_offload):
+            items += rounded("optimizer that waits", [FP32 * model.trained / self.zero.ranks] * 3)
         critic = self._critic
         if critic is not None:
             items.append(self.zero.weights("critic", critic))
@@ -326,16 +333,22 @@ class VLPlanner:
     def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
         """Of all updates: forward and backward, what the ranks exchange, and the optimizer's step. A critic takes what
         the policy takes."""
-        speeds, own, shape = self.speeds, self._own(), self.shape
-        updates = ceil(self.samples * shape.sequence / own) * self.config.train.max_epochs
-        computed = computed_tokens(self._samples(own)) / (batch.rows * batch.length)
-        work = shape.work(batch, self.device, backward=True).times(computed, micro_batches)
+        speeds, shape, work = self.speeds, self.shape, self._update_work(batch)
         found = 0.0
         for model in filter(None, (shape.model, self._critic)):
             found += speeds.seconds(work) + speeds.reducing(self.zero, model, micro_batches)
             found += speeds.gathering(self.zero, model, 2 * micro_batches)
             found += speeds.optimizer_step(self.zero, model, shape.trained_tensors)
-        return updates * found
+        return self._updates() * found
+
+    def _updates(self) -> int:
+        """Of a step."""
+        return ceil(self.samples * self.shape.sequence / self._own()) * self.config.train.max_epochs
+
+    def _update_work(self, batch: MicroBatch) -> Work:
+        """Of the policy's forwards and backwards of one update, the largest of which is over `batch`."""
+        times = computed_tokens(self._samples(self._own())) / (batch.rows * batch.length)
+        return self.shape.work(batch, self.device, backward=True).times(times, ceil(times))
 
     def _backward(self, gradients: list[Item], held: Item, micro_batches: int) -> list[list[Item]]:
         """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer."""
