@@ -37,9 +37,11 @@ def updates(again: Any, config: Any, steps: Path) -> dict[str, float]:
     """What forwards and backwards of a step's updates computed, by a plan (`again()`) of the lengths that there were.
 
     flops: of the model, attention included, each shared prompt once; again: more by checkpointing; computed_tokens: of
-    text and images, 0 where something is drawn. The kit's samples have equal lengths, so none of it is padding.
+    text and images, 0 where something is drawn. {} for answers of several lengths; with one there is no padding.
     """
     if hasattr(config, "rollout"):
+        if config.rollout.min_new_tokens != config.rollout.generate_max_len:
+            return {}
         with open(steps, newline="", encoding="utf-8") as file:
             tokens = float(list(csv.DictReader(file))[-1]["tokens"])
         rollout = config.rollout
