@@ -1,14 +1,20 @@
-"""measured.py OUTPUT.json SCRIPT [ARGUMENTS...]: runs a script and writes the accelerator's peak memory, the time, and
-what the run's own plan said about memory (null where there was none)."""
+"""measured.py OUTPUT.json SCRIPT [ARGUMENTS...]: runs a script and writes the accelerator's peak memory, the time, what
+the run's own plan said about memory, and how much its updates compute (null where there was no plan).
+
+GPU_CHECK_PROFILE=N: the N-th train phase is profiled: seconds in which the device worked, null without one."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import runpy
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -19,27 +25,88 @@ def noted_plans() -> list:
 
     plans, make = [], check.plan_of
 
-    def noted(*arguments, **options):
-        plans.append(make(*arguments, **options))
-        return plans[-1]
+    def noted(config, *arguments, **options):
+        plans.append((make(config, *arguments, **options), lambda: make(config, *arguments, **options), config))
+        return plans[-1][0]
 
     check.plan_of = noted
     return plans
+
+
+def updates(again: Any, config: Any, steps: Path) -> dict[str, float]:
+    """What forwards and backwards of a step's updates computed, by a plan (`again()`) of the lengths that there were.
+
+    flops: of the model, attention included, each shared prompt once; again: more by checkpointing; computed_tokens: of
+    text and images, 0 where something is drawn. {} for answers of several lengths; with one there is no padding.
+    """
+    if hasattr(config, "rollout"):
+        if config.rollout.min_new_tokens != config.rollout.generate_max_len:
+            return {}
+        with open(steps, newline="", encoding="utf-8") as file:
+            tokens = float(list(csv.DictReader(file))[-1]["tokens"])
+        rollout = config.rollout
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        rollout.prompt_max_len = round(tokens / samples) - rollout.generate_max_len
+    plan = again()
+    own = plan.trained
+    return {"flops": own.flops - own.again, "again": own.again, "computed_tokens": plan.tokens}
+
+
+def busy_seconds(events: Iterable[Any]) -> float:
+    """In which at least one of a profile's kernels or copies ran; ranges that a program names are none."""
+    from torch.autograd import DeviceType
+
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation
+    )
+    busy, until = 0.0, float("-inf")
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e6
+
+
+def profile_update(number: int) -> dict[str, float | None]:
+    """From now on the train phase of this number, from 1, is profiled; the result holds `busy_seconds` after it."""
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    from lightrft_visual.runtime.phase_timer import PhaseTimer
+
+    plain, found, passed = PhaseTimer.phase, {"busy_seconds": None}, []
+    kinds = supported_activities() - {ProfilerActivity.CPU} or {ProfilerActivity.CPU}
+
+    @contextmanager
+    def phase(self: PhaseTimer, name: str) -> Iterator[None]:
+        passed.extend([name] * (name == "train"))
+        if name != "train" or len(passed) != number:
+            with plain(self, name):
+                yield
+            return
+        with profile(activities=kinds) as seen, plain(self, name):
+            yield
+        found["busy_seconds"] = busy_seconds(seen.events()) or None
+
+    PhaseTimer.phase = phase
+    return found
 
 
 if __name__ == "__main__":
     output, script = Path(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     plans, began = noted_plans(), time.monotonic()
+    profiled = profile_update(int(os.environ.get("GPU_CHECK_PROFILE", "0")))
     runpy.run_path(script, run_name="__main__")
     from deepspeed.accelerator import get_accelerator
 
-    plan = plans[-1] if plans else None
-    result = {
+    plan, again, config = plans[-1] if plans else (None, None, None)
+    result = profiled | {
         "peak_bytes": get_accelerator().max_memory_allocated(),
         "seconds": time.monotonic() - began,
         "planned_bytes": None if plan is None else plan.peak(),
         "planned_phase": None if plan is None else plan.fullest().name,
     }
     if os.environ.get("RANK", "0") == "0":
-        output.write_text(json.dumps(result))
+        known = {} if plan is None else updates(again, config, Path(config.output.output_dir) / "metrics.csv")
+        output.write_text(json.dumps(result | known))

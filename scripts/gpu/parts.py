@@ -40,6 +40,7 @@ SEEING = (
     "--n_samples_per_prompt 8 --micro_rollout_batch_size 32 --micro_train_batch_size 32 --gradient_checkpointing true "
     "--max_eval_samples 0 --report false --save_trajectories false --actor_learning_rate 1e-6"
 )
+PROFILED = 3  # the step of a run on one rank whose update is profiled; its times are left out of medians
 EAGER = "--engine_enforce_eager true"  # where generation is not what is measured: CUDA graphs take half a minute
 DRAWING = (
     "--n_samples_per_prompt 4 --guidance_scale 1 --lora_rank 32 --max_sequence_length 5 --max_eval_samples 0 "
@@ -88,13 +89,15 @@ class Run:
         command = [sys.executable, *program] if ranks == 1 else started(program, ranks)
         done = subprocess.run(  # its output goes to the part's log as it comes, also of a run that is cut off
             [*command, "--output_dir", str(folder)], cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                              "GPU_CHECK_PROFILE": str(PROFILED if ranks == 1 else 0)},
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}")
         self.measured = json.loads(measured.read_text())
         with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
             self.steps = list(csv.DictReader(file))
+        self.timed = self.steps[: PROFILED - 1] + self.steps[PROFILED:] if ranks == 1 else self.steps
 
     @property
     def peak(self) -> str:
@@ -107,7 +110,7 @@ class Run:
 
     def median(self, name: str, skip: int = 1) -> float:
         """Of a column over the steps after the first `skip`, which warm up."""
-        values = [float(step[name]) for step in self.steps[skip:] or self.steps if step.get(name)]
+        values = [float(step[name]) for step in self.timed[skip:] or self.timed if step.get(name)]
         return statistics.median(values) if values else float("nan")
 
     def phases(self) -> str:
@@ -229,26 +232,38 @@ def routing(folder: Path, size: str) -> Rows:
 def grpo(folder: Path, size: str) -> Rows:
     """All weights trained, the optimizer on the host."""
     run = seeing(folder, size, "grpo", "--adam_offload true --engine_mem_util 0.25")
-    yield from _speed(run, folder, size)
+    yield from _speed(run)
 
 
 def grpo_lora(folder: Path, size: str) -> Rows:
     """LoRA, everything on the device."""
     run = seeing(folder, size, "grpo_lora", "--lora_rank 32 --engine_mem_util 0.25")
-    yield from _speed(run, folder, size)
+    yield from _speed(run)
 
 
-def _speed(run: Run, folder: Path, size: str) -> Rows:
+def _speed(run: Run) -> Rows:
     yield "phases, medians", run.phases()
     tokens = run.median("tokens")
     yield "tokens trained per second of a step", f"{tokens / run.median('time_step'):.0f}"
     yield "peak memory of torch, and of the plan", run.peak
-    weights = sum(f.stat().st_size for f in (folder / "models" / f"qwen2_5_vl_{size}").glob("*.safetensors"))
-    parameters = weights / (2 if size == "real" else 4)
-    flops = next((value for name, value in PEAK_FLOPS.items() if name in host()["device"]), None)
+    yield from _work(run)
+
+
+def _work(run: Run) -> Rows:
+    """How much of the card the updates used, by what they compute and by the time in which it worked."""
+    seconds, card = run.median("time_train"), host()["device"]
+    flops, again, busy = (run.measured.get(name) for name in ("flops", "again", "busy_seconds"))
     if flops is not None:
-        share = 6 * parameters * tokens / (run.median("time_train") * flops)
-        yield "share of peak FLOPs while training (6 N per token)", f"{share:.1%}"
+        yield "floating point operations of a step's updates", f"{flops:.3g}, by checkpointing {again:.3g} more"
+        tokens = run.measured["computed_tokens"]
+        if tokens:
+            yield "tokens of a step, computed and all", f"{tokens:.0f}, {run.median('tokens'):.0f}"
+        peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
+        reached = f"{flops / seconds / 1e12:.3g} TFLOPs a second"
+        share = f"{flops / seconds / peak:.1%}" if peak else "no card whose peak is known"
+        yield "share of peak FLOPs while training (tokens computed once, with attention)", f"{share}; {reached}"
+    told = "no card" if busy is None else f"{busy / seconds:.0%}, {busy:.2f} of {seconds:.2f} s"
+    yield "share of the train phase in which the card worked", told
 
 
 def zero_3(folder: Path, size: str) -> Rows:
@@ -295,6 +310,7 @@ def flow_grpo(folder: Path, size: str) -> Rows:
     yield "phases, medians", run.phases()
     yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
     yield "peak memory of torch, and of the plan", run.peak
+    yield from _work(run)
 
 
 def drawing(folder: Path, size: str, name: str, ranks: int = 1) -> Run:
@@ -322,11 +338,12 @@ def reward_fl(folder: Path, size: str) -> Rows:
         f"{DRAWING} --pretrain {model} --prompt_data {shapes.prompts(folder, 4)} {pixels} --num_frames {frames} "
         f"--num_steps 8 --differentiable_reward {folder / 'bright.py'}:bright --mid_timestep 6 --final_timestep 7 "
         "--rollout_batch_size 2 --n_samples_per_prompt 1 --micro_rollout_batch_size 1 --train_batch_size 2 "
-        f"--micro_train_batch_size 1 --max_steps 2 --gradient_checkpointing true {'--bf16 true' if real else ''}"
+        f"--micro_train_batch_size 1 --max_steps 3 --gradient_checkpointing true {'--bf16 true' if real else ''}"
     )
     run = Run("train_reward_fl.py", folder / "reward_fl", flags)
     yield "seconds a step", f"{run.median('time_step'):.2f}"
     yield "peak memory of torch, and of the plan", run.peak
+    yield from _work(run)
 
 
 def write_whole(path: Path, text: str) -> None:

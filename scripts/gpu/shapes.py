@@ -120,6 +120,27 @@ def _on_the_card() -> Iterator[None]:
     get_accelerator().empty_cache()
 
 
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside it models are built on meta tensors, and of them only configurations are saved."""
+    from unittest.mock import patch
+
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    def saved(model, folder, **_):
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+    with (
+        patch(f"{__name__}._on_the_card", lambda: torch.device("meta")),
+        patch.object(PreTrainedModel, "save_pretrained", saved),
+        patch.object(ModelMixin, "save_pretrained", lambda model, folder, **_: model.save_config(folder)),
+    ):
+        yield
+
+
 def questions(folder: Path, count: int, side: int) -> Path:
     """`count` rows with an image of side x side pixels each; returns the jsonl file."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(ROOT / "tests" / "rollout" / "vllm")]
 
@@ -43,6 +41,7 @@ class Noted:
 
     commands: dict[str, list[str]] = {}
     peak = "1 GiB"
+    measured = {"flops": 1.0, "again": 0.0, "computed_tokens": 1.0, "busy_seconds": 1.0}
 
     def __init__(self, script: str, folder: Path, flags: str, ranks: int = 1):
         self.commands[f"{folder.name} {len(self.commands)}"] = [script, *flags.split()]
@@ -53,21 +52,6 @@ class Noted:
 
     def phases(self) -> str:
         return ""
-
-
-def without_weights() -> None:
-    """Models are built on meta tensors, and of them only configurations are saved."""
-    from diffusers import ModelMixin
-    from transformers import PreTrainedModel
-
-    def saved(model, folder, **_):
-        model.config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-
-    shapes._on_the_card = lambda: torch.device("meta")
-    PreTrainedModel.save_pretrained = saved
-    ModelMixin.save_pretrained = lambda model, folder, **_: model.save_config(folder)
 
 
 def planned(script: str, words: list[str], folder: Path) -> str:
@@ -96,12 +80,12 @@ def engine(words: list[str]) -> str:
 
 def main(folder: Path, out: Path) -> None:
     prepare_environment()
-    without_weights()
     parts.Run = Noted
     results: dict[str, dict] = {}
     for name, (part, _) in parts.PARTS.items():
         before = set(Noted.commands)
-        rows = list(part(folder, "real"))
+        with shapes.without_weights():
+            rows = list(part(folder, "real"))
         results[name] = {"rows": len(rows), "runs": {each: {} for each in Noted.commands if each not in before}}
     runs = {name: run for each in results.values() for name, run in each["runs"].items()}
     for name, run in runs.items():

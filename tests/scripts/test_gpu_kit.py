@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 sys.path.insert(0, str(KIT))
 
 import check  # noqa: E402
+import measured  # noqa: E402
 import node  # noqa: E402
 import parts  # noqa: E402
 import shapes  # noqa: E402
@@ -65,6 +67,32 @@ def test_the_mixture_of_experts_is_one_with_fused_experts_as_published(tmp_path)
 def test_all_parts_together_take_at_most_25_minutes_and_those_of_a_node_20():
     assert sum(parts.LIMITS[name] for name in parts.PARTS) <= 25 * 60
     assert sum(limit for _, limit in node.PARTS.values()) <= 20 * 60
+
+
+def test_a_card_is_busy_where_any_kernel_runs_and_not_in_ranges_that_are_named():
+    from torch.autograd import DeviceType
+
+    def event(start: float, end: float, device=DeviceType.CUDA, named: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(time_range=span, device_type=device, is_user_annotation=named)
+
+    kernels = [event(5e6, 7e6), event(0, 2e6), event(1e6, 3e6), event(1e6, 2e6)]
+    others = [event(0, 9e6, DeviceType.CPU), event(0, 9e6, named=True)]
+    assert measured.busy_seconds([*kernels, *others]) == 5.0
+    assert measured.busy_seconds(others) == 0.0
+
+
+def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
+    monkeypatch.setattr(parts, "host", lambda: {"device": "NVIDIA H100 80GB HBM3, 79 GiB"})
+    run = object.__new__(parts.Run)
+    run.timed = [{}, {"time_train": "2", "tokens": "500"}]
+    run.measured = {"flops": 989e12, "again": 3e14, "computed_tokens": 300.0, "busy_seconds": 0.5}
+    rows = dict(parts._work(run))
+    assert rows["share of peak FLOPs while training (tokens computed once, with attention)"].startswith("50.0%; 494")
+    assert rows["share of the train phase in which the card worked"] == "25%, 0.50 of 2.00 s"
+    assert rows["tokens of a step, computed and all"] == "300, 500"
+    run.measured = {"busy_seconds": None}
+    assert dict(parts._work(run)) == {"share of the train phase in which the card worked": "no card"}
 
 
 def test_two_ranks_measure_what_they_tell_each_other(tmp_path):

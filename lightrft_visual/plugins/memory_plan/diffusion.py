@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import cache, cached_property
 from math import ceil, prod
 
@@ -17,16 +18,17 @@ from ...config.placement import GIB, Device
 from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
-from .meta import Held, held_bytes, weights_bytes
+from .meta import Held, Work, held_bytes, weights_bytes
 from .process import fragments, program
-from .reward_models import RewardModel, kept_here, reward_items, reward_models
+from .reward_models import RewardModel, judging, kept_here, reward_items, reward_models
 from .table import HOST, Item, Phase, Plan
+from .times import DISK, Speeds
 from .zero import FP32, Model, Zero
 
 T = torch.Tensor
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors", "image_encoder")
 FEW_FRAMES, MORE_FRAMES = 3, 5  # latent frames that are looked at of a video
-SAMPLING_USE, TRAINING_USE = 0.4, 0.35  # of a device's products
+STEP_CALLS = 80  # operations of a step beside the network: of the sampler, or of the loss
 
 
 class Computed:
@@ -77,11 +79,6 @@ class Computed:
         conditions = self.conditions(1, self.config.sampling.guidance_scale > 1).values()
         return sum(value.numel() * value.element_size() for value in conditions)
 
-    def told_tokens(self) -> int:
-        """Of one sample, beside its own."""
-        conditions = self.conditions(1, negative=False)
-        return sum(conditions[name].shape[1] for name in ("context", "source") if name in conditions)
-
     def latent_bytes(self) -> int:
         """Of one sample's latents, fp32."""
         return prod(self.latent_shape) * FP32
@@ -123,8 +120,9 @@ class Computed:
             held = Held(*(round(first + further * (second - first)) for first, second in zip(few, more)))
         else:
             held = self._decoded(part, None, backward)
-        calls = ceil(count / part)
-        return Held(held.kept * calls, held.peak + held.kept * (calls - 1))
+        turns = ceil(count / part)
+        work = astuple(held.work.times(count / part, turns))
+        return Held(held.kept * turns, held.peak + held.kept * (turns - 1), *work)
 
     def _decoded(self, count: int, frames: int | None, backward: bool) -> Held:
         shape = self.latent_shape if frames is None else (self.latent_shape[0], frames, *self.latent_shape[2:])
@@ -138,6 +136,7 @@ class DiffusionPlanner:
     def __init__(self, config: DiffusionRunConfig, computed: Computed, device: Device, ranks: int, local: int):
         self.config, self.computed, self.device, self.ranks, self.local = config, computed, device, ranks, local
         self.policy = computed.policy
+        self.speeds = Speeds.of(device, computed.width, ranks, local)
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
         s = config.sampling
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
@@ -158,7 +157,8 @@ class DiffusionPlanner:
             f"{self.samples} samples a rank and step"
         )
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+        tokens = 0.0  # a denoiser's are not counted
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), self._trained_work(), tokens)
 
     def _in_use(self) -> frozenset[str]:
         model, zero = self.config.model, self.config.distributed
@@ -252,7 +252,7 @@ class DiffusionPlanner:
         always = self._always(stepped=False)
         moments = [always] if self.device.on_cpu else [[*always, copy]]
         size = self.model.bytes + self._parts(*ENCODERS, "vae")
-        return Phase.fullest("load", size / 2e9, *moments)
+        return Phase.fullest("load", size / DISK, *moments)
 
     def _micro(self) -> int:
         return min(self.samples, self.config.sampling.micro_rollout_batch_size)
@@ -269,8 +269,30 @@ class DiffusionPlanner:
             [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, lent, decoded],
         ]
-        seconds = 0 if self.rewarded else self._products(s.num_steps) / (SAMPLING_USE * self.device.flops)
-        return Phase.fullest("generate", seconds, *moments)
+        return Phase.fullest("generate", 0.0 if self.rewarded else self._generate_seconds(count), *moments)
+
+    def _generate_seconds(self, count: int) -> float:
+        """Texts, all denoising steps, and the decoder over this rank's samples."""
+        turns, steps = ceil(self.samples / count), self.config.sampling.num_steps
+        one = self._denoising(count, self.config.sampling.guidance_scale, False)
+        seconds = steps * self.speeds.seconds(one.times(self.samples / count, turns))
+        decoded = self.computed.decoded(count, False).work.times(self.samples / count, turns)
+        gathered = self.speeds.gathering(self.zero, self.model, turns * steps)
+        return seconds + self.speeds.seconds(decoded) + gathered + self._encode_seconds()
+
+    def _denoising(self, count: int, guidance: float, backward: bool) -> Work:
+        """Of a step of the network over `count` samples, and of the sampler's or the loss's operations after it."""
+        return self.computed.denoised(count, guidance, backward=backward).work + Work(
+            calls=STEP_CALLS * (1 + 2 * backward)
+        )
+
+    def _encode_seconds(self) -> float:
+        """Text encoders and VAE to the device and back, and the step's different texts through the encoders."""
+        size, numbers = self._parts(*ENCODERS, "vae"), self._parts(*ENCODERS) / self.computed.width
+        prompts = ceil(self.samples / self.config.sampling.n_samples_per_prompt)
+        tokens = prompts * self.computed.conditions(1, negative=False)["context"].shape[1]
+        moved = 0.0 if self.speeds.alone else 2 * size / self.speeds.link
+        return moved + self.speeds.seconds(Work(2 * numbers * tokens))
 
     def _encoding(self) -> Item:
         """Of the texts of one call: what every layer of an encoder gives, which several pipelines read."""
@@ -289,21 +311,13 @@ class DiffusionPlanner:
             return held
         share = min(1.0, 256 * 256 / (s.height * s.width))
         media = count * self.computed.media_bytes()
-        return Held(held.kept, int(held.peak * share) + media)
-
-    def _products(self, steps: float) -> float:
-        """Of the forwards of all samples over `steps` steps, guided ones twice."""
-        shape = self.computed.latent_shape
-        own = max(prod(shape[1:]) / 4, self.policy.family.image_tokens(shape))
-        tokens = own + self.computed.told_tokens()
-        branches = 2 if self.config.sampling.guidance_scale > 1 and self.policy.family.uses_negative else 1
-        networks = max(1, len(self.policy.family.denoisers()))
-        return 2 * self.model.numbers / networks * tokens * branches * self.samples * steps
+        return held._replace(peak=int(held.peak * share) + media)
 
     def _score(self) -> Phase:
         """Reward models are at work one after the other, functions on the host."""
         held = [*self._drawn(), self._graphs()]
-        return Phase.fullest("score", 0.0, *([*self._always(judge=name), *held] for name in self._judges or [None]))
+        seconds = judging(self._judges, self.speeds, self.samples, 0)
+        return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self._judges or [None]))
 
     def _train(self) -> Phase:
         always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
@@ -322,15 +336,56 @@ class DiffusionPlanner:
         return Phase.fullest("train", self._train_seconds(), backward, kept, step)
 
     def _train_seconds(self) -> float:
-        passes = 4 if self.config.model.gradient_checkpointing else 3
+        """Of all updates: forwards and backwards, what the ranks exchange, and the optimizer's step."""
+        speeds, train = self.speeds, self.config.train
+        micro = min(self.own, train.micro_train_batch_size)
+        batches = ceil(self.own / micro)
+        updates = max(1.0, self.samples * self.sequence / self.own) * train.max_epochs
+        seconds = self._drawn_for_reward(micro) if self.rewarded else self._replay_seconds(micro)
+        forwards = batches * ceil(trained_steps(self.config) / train.steps_per_forward)
+        exchanged = speeds.reducing(self.zero, self.model, forwards)
+        exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)
+        tensors = sum(parameter.requires_grad for parameter in self.policy.parameters())
+        step = speeds.optimizer_step(self.zero, self.model, tensors)
+        return updates * (self.own / micro * seconds + exchanged + step)
+
+    def _trained_work(self) -> Work:
+        """Of forward and backward of a step's updates, whichever phase runs the forwards."""
+        a, s, epochs = self.config.algorithm, self.config.sampling, self.config.train.max_epochs
+        micro = min(self.own, self.config.train.micro_train_batch_size)
         if self.rewarded:
-            a, steps = self.config.algorithm, self.config.sampling.num_steps
-            trained = len(gradient_steps(steps, a.mid_timestep, a.final_timestep))
-            products = self._products(steps - trained + passes * trained)
-        else:
-            passes += self._reference - (self._graphs().bytes > 0)  # the forward was the rollout's
-            products = self._products(trained_steps(self.config) * passes)
-        return products * self.config.train.max_epochs / (TRAINING_USE * self.device.flops)
+            steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
+            one = self.computed.denoised(micro, s.guidance_scale, backward=True).work.times(steps)
+            return (one + self.computed.decoded(micro, True).work).times(self.samples * epochs / micro)
+        steps = trained_steps(self.config)
+        count = ceil(micro * self.config.train.steps_per_forward / self.sequence)
+        one = self.computed.denoised(count, training_guidance(self.config), backward=True).work
+        return one.times(self.samples * steps * epochs / count)
+
+    def _replay_seconds(self, micro: int) -> float:
+        """Of the trained steps of one micro-batch."""
+        steps, together = trained_steps(self.config), self.config.train.steps_per_forward
+        guidance, others = training_guidance(self.config), self._reference + self.config.keeps_old_policy
+        kept = self._graphs().bytes > 0
+        samples, turns = (self._micro(), steps) if kept else (micro, ceil(steps / together))
+        count = ceil(samples * (1 if kept else together) / self.sequence)
+        share = steps * samples / self.sequence / (turns * count)
+        work, beside = self._denoising(count, guidance, True), Work()
+        if kept or others:
+            beside = self._denoising(count, guidance, False)
+        if kept:  # the forward was the rollout's
+            work += beside.times(-1.0)
+        each = self.speeds.seconds(work.times(share, 1)) + others * self.speeds.seconds(beside.times(share, 1))
+        return turns * each * micro / samples
+
+    def _drawn_for_reward(self, micro: int) -> float:
+        """Of the samples of one micro-batch, drawn and decoded with a gradient through the last steps."""
+        a, s = self.config.algorithm, self.config.sampling
+        trained = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
+        plain, learnt = (self._denoising(micro, s.guidance_scale, backward) for backward in (False, True))
+        decoded = self.speeds.seconds(self.computed.decoded(micro, True).work)
+        steps = (s.num_steps - trained) * self.speeds.seconds(plain) + trained * self.speeds.seconds(learnt)
+        return steps + decoded + self._encode_seconds() * micro / self.own
 
     def _update_items(self) -> list[Item]:
         """The samples of one update on the device, all of them on the host: those of all ranks of a group."""

@@ -1,7 +1,8 @@
-"""Memory of a computation that is not carried out: it runs on meta tensors, whose storage is only counted.
+"""Memory and work of a computation that is not carried out: it runs on meta tensors, whose storage is only counted.
 
 Nothing is allocated, so a model of any size is looked at in a second. What autograd keeps, what checkpointing computes
-again in backward and what is freed in between is all in the number, as PyTorch itself decides it.
+again in backward, which gradients adapters leave out and what is freed in between is all in the numbers, as PyTorch
+itself decides it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,45 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...models.routing import count_experts
 
 T = torch.Tensor
+NOT_MOVED = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # no kernel
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a computation does. flops: of products and attention; again: those of them that checkpointing computes a
+    second time; moved: bytes that other operations read and write; calls: operations of PyTorch, views among them."""
+
+    flops: float = 0.0
+    again: float = 0.0
+    moved: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        pairs = zip(astuple(self), astuple(other))
+        return Work(*(own + more for own, more in pairs))
+
+    def times(self, count: float, calls: float | None = None) -> Work:
+        """So often; its calls as often as `calls` says, where a last micro-batch is smaller than the others."""
+        return Work(*(count * each for each in (self.flops, self.again, self.moved)), self.calls * (calls or count))
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside it, `now` is the sum of the storages that were made inside and still live, `peak` its largest value.
+    """Inside it, `now` is the sum of the storages that were made inside and still live, `peak` its largest value, and
+    `work` what was computed.
 
     known: tensors that were there before, which do not count.
     """
@@ -33,16 +56,36 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[T] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.flops = self.again = self.moved = self.calls = 0.0
         self.seen: dict[int, Any] = {}
         for tensor in known:
             self._follow(tensor, counts=False)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, T):
-                self._follow(leaf)
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        made = list(_tensors((result,)))
+        for each in made:
+            self._follow(each)
+        self.calls += 1
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            self.products(formula(*args, **kwargs, out_val=result))
+        elif not function.is_view and function._overloadpacket.__name__ not in NOT_MOVED:
+            self.moved += sum(each.numel() * each.element_size() for each in (*_tensors(args), *made))
         return result
+
+    def products(self, flops: float) -> None:
+        """Count floating point operations of a product. In a backward pass only what is computed again has gradients
+        switched on."""
+        self.flops += flops
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self.again += flops
+
+    @property
+    def work(self) -> Work:
+        """So far."""
+        return Work(self.flops, self.again, self.moved, self.calls)
 
     def _follow(self, tensor: T, counts: bool = True) -> None:
         storage = tensor.untyped_storage()
@@ -59,30 +102,51 @@ class LiveBytes(TorchDispatchMode):
         del self.seen[key]
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[T]:
+    """Those among the values, and in lists of them."""
+    for value in values:
+        if isinstance(value, T):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
 class _Attention(torch.autograd.Function):
-    """Keeps what the fused kernels keep: inputs, output and a number for each query. No scores."""
+    """Keeps what the fused kernels keep: inputs, output and a number for each query. No scores.
+
+    flops: of forward's two products; backward has five, as scores are computed again.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, live, flops):
         output = torch.empty_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
         norms = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, norms)
+        ctx.live, ctx.flops = live, flops
         return output
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        ctx.live.products(2.5 * ctx.flops)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 @contextmanager
-def fused_attention() -> Iterator[None]:
+def fused_attention(live: LiveBytes) -> Iterator[None]:
     """Inside it, a counting stand-in takes the place of PyTorch's attention, which would write scores on meta tensors.
 
     By the name in PyTorch's module and not by a mode: backward, where checkpointing computes again, runs outside modes.
     """
     own = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Attention.apply(query, key, value)
+
+    def attention(query: T, key: T, value: T, *_: Any, is_causal: bool = False, **__: Any) -> T:
+        pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if is_causal else 1.0)  # causal kernels skip half
+        flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
+        live.products(flops)
+        return _Attention.apply(query, key, value, live, flops)
+
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
@@ -116,14 +180,24 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Held(NamedTuple):
-    """Bytes beside weights and buffers: at the end of a forward, and the most in it and in the backward after it."""
+    """Bytes beside weights and buffers: at the end of a forward, and the most in it and in the backward after it. The
+    others are those of `Work`."""
 
     kept: int
     peak: int
+    flops: float = 0.0
+    again: float = 0.0
+    moved: float = 0.0
+    calls: float = 0.0
+
+    @property
+    def work(self) -> Work:
+        """Of the same passes."""
+        return Work(*self[2:])
 
 
 def held_bytes(module: nn.Module, run: Callable[[], T], *, backward: bool) -> Held:
-    """What `run`, a forward of the module, holds, and with `backward` the backward after it.
+    """What `run`, a forward of the module, holds and does, and with `backward` the backward after it.
 
     Gradients of weights leave as soon as they are whole: where they stay is the train engine's matter.
     """
@@ -134,7 +208,7 @@ def held_bytes(module: nn.Module, run: Callable[[], T], *, backward: bool) -> He
                 hooks.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
     live = LiveBytes([*module.parameters(), *module.buffers()])
     try:
-        with torch.set_grad_enabled(backward), fused_attention(), live:
+        with torch.set_grad_enabled(backward), fused_attention(live), live:
             result = run()
             kept = live.now
             if backward:
@@ -144,7 +218,7 @@ def held_bytes(module: nn.Module, run: Callable[[], T], *, backward: bool) -> He
         for hook in hooks:
             hook.remove()
         module.zero_grad(set_to_none=True)
-    return Held(kept, live.peak)
+    return Held(kept, live.peak, *astuple(live.work))
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch
+
 from ...config.placement import DEVICES, GIB, Device
 from ...rollout.vllm.arguments import HOST_CACHE
 from .table import HOST, Item
+from .times import products_a_thread
 
 PROGRAM, PROGRAM_ENGINE = 1.0 * GIB, 3.0 * GIB  # Python with torch, transformers, DeepSpeed; and with an engine, CUDA
 DRIVER = 1.25 * GIB  # context, loaded kernels, NCCL's buffers
 FRAGMENTS = 0.02  # of a device's memory
-CPU_FLOPS, CPU_BANDWIDTH = 50e9, 10e9  # of a core's float32 products; of a host's memory
+CPU_BANDWIDTH = 10e9  # bytes a second of a host's memory
 
 
 def program(device: Device, engine: bool) -> list[Item]:
@@ -58,10 +61,10 @@ def host_memory() -> float:
 
 
 def cpu(local: int) -> Device:
-    """This host without an accelerator, shared by `local` ranks."""
+    """This host without an accelerator, shared by `local` ranks. Its products are measured, once in a process."""
     memory = host_memory() / local
-    cores = max(1, (os.cpu_count() or 1) // local)
-    return Device("cpu", memory, memory, cores * CPU_FLOPS, CPU_BANDWIDTH, CPU_BANDWIDTH, ranks=1)
+    threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // local))
+    return Device("cpu", memory, memory, threads * products_a_thread(), CPU_BANDWIDTH, CPU_BANDWIDTH, ranks=1)
 
 
 def present(local: int) -> Device:

@@ -15,10 +15,13 @@ from ...config.placement import ResourcesConfig
 from ...config.shared import RewardConfig
 from ...rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
 from ...rewards.registry import find_scorer, named_entries, own_settings, scorer_names
-from .meta import on_meta
+from .meta import Work, on_meta
 from .shapes import find_shipped
 from .table import Item
+from .times import Speeds
 from .zero import Model, Zero
+
+SEEN = 256  # tokens of an image in a scorer such as CLIP ViT-L/14
 
 
 @dataclass(frozen=True)
@@ -136,3 +139,13 @@ def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | N
         if name == at_work and each.divided:
             items += zero.gathered(each.model)
     return items
+
+
+def judging(models: Mapping[str, RewardModel], speeds: Speeds, samples: int, tokens: float) -> float:
+    """Seconds of reward models over so many samples, of `tokens` tokens in sum: a forward each, and their way from the
+    host and back. Functions, and models of other processes, are not known."""
+    seconds = 0.0
+    for each in models.values():
+        seconds += speeds.seconds(Work(2.0 * each.model.numbers * max(tokens, samples * SEEN)))
+        seconds += 2 * each.model.bytes / speeds.link if each.offload and not speeds.alone else 0.0
+    return seconds

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...config.placement import GIB, Device
+from .meta import Work
 
 DEVICE, HOST = "device", "host"
 SMALL = 0.03  # of a phase: what is less needs no advice
@@ -54,7 +55,8 @@ def _sum(items: Iterable[Item], where: str) -> float:
 class Plan:
     """The phases of a run on one rank of `ranks` (`local` of them on a host). about: the model, in words.
 
-    in_use: settings that are on already, which are not advised. Limits are `device.memory` and the host's memory by
+    in_use: settings that are on already, which are not advised. trained: what forward and backward of a step's updates
+    compute, of `tokens` tokens, each shared prompt once. Limits are `device.memory` and the host's memory by
     rank; on the CPU both are one.
     """
 
@@ -64,6 +66,8 @@ class Plan:
     local: int
     phases: tuple[Phase, ...]
     in_use: frozenset[str] = frozenset()
+    trained: Work = Work()
+    tokens: float = 0.0
 
     def needed(self, phase: Phase) -> list[tuple[str, float, float]]:
         """(where, bytes needed, bytes there are) of a phase."""

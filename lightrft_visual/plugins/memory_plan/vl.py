@@ -17,16 +17,17 @@ from ...config.placement import GIB, Device
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
+from .meta import Work
 from .process import Host, fragments, program
-from .reward_models import RewardModel, kept_here, reward_items, reward_models
+from .reward_models import RewardModel, judging, kept_here, reward_items, reward_models
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
+from .times import DISK, ENGINE_CALLS, SYNC_CALLS, Speeds
 from .vl_shape import MicroBatch, VLShape
-from .zero import BUCKETS, FP32, Model, Zero
+from .zero import BUCKETS, FP32, Model, Zero, rounded
 
 FP8 = 1  # byte
 ASLEEP = 0.75 * GIB  # what an engine keeps on an accelerator while it sleeps: CUDA graphs, its context
-SCORING_USE, TRAINING_USE = 0.45, 0.35  # of a device's products, as large models reach them
 TOKEN_BYTES = 8 + 8 + 1 + 6 * FP32  # of a sample on the host: id, masks, log-probs, values and their like
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}  # of engines, in items
 MEDIA_CACHE = 4 * GIB  # vLLM's cache of processed images at most
@@ -46,6 +47,7 @@ class VLPlanner:
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
         self.host = Host(device, local)
+        self.speeds = Speeds.of(device, shape.width, ranks, local)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -58,7 +60,8 @@ class VLPlanner:
         if self.split:
             about += "; a trainer's device alone, those of the rollout workers hold an engine each"
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use())
+        trained = self._update_work(self._micro_batch()).times(self._updates())
+        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), trained, self._tokens())
 
     def _in_use(self) -> frozenset[str]:
         """Settings that are on, by the words of the items' advice."""
@@ -88,11 +91,17 @@ class VLPlanner:
         model = self.shape.model
         items = [*program(self.device, self.resident), *fragments(self.device), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
-            items.append(self._reference().on_host(self.config.rollout.offload_reference and not scoring))
+            away = self.config.rollout.offload_reference
+            items.append(self._reference().on_host(away and not scoring))
+            if away and not self.device.on_cpu:  # its place on the host stays while it is at work
+                sizes = (each.numel() * self.shape.width for each in self.shape.whole.parameters())
+                items += rounded("reference", sizes)
         if self._teacher is not None:
             items.append(self._teacher)
         waits = self.config.rollout.offload_trainer and not train_states
         items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
+        if self.config.rollout.offload_trainer and not (self.device.on_cpu or self.config.distributed.adam_offload):
+            items += rounded("optimizer that waits", [FP32 * model.trained / self.zero.ranks] * 3)
         critic = self._critic
         if critic is not None:
             items.append(self.zero.weights("critic", critic))
@@ -203,7 +212,7 @@ class VLPlanner:
         loaded = [*models, *self._engine(awake=True)]
         frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
         copies = 1 + (self._critic is not None) + frozen
-        seconds = copies * self.shape.model.bytes / 2e9 + (30 if self.resident else 2)
+        seconds = copies * self.shape.model.bytes / DISK + (30 if self.resident else 2)
         moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
         return Phase.fullest("load", seconds, *moments)
 
@@ -217,13 +226,19 @@ class VLPlanner:
         return Phase.fullest("generate", self._generate_seconds(), items)
 
     def _generate_seconds(self) -> float:
-        rollout, device, shape = self.config.rollout, self.device, self.shape
-        rows, weights = self._in_flight(), shape.base * shape.width / rollout.engine_tp_size
-        answer = self.config.response_max_len
-        context = rollout.prompt_max_len + answer / 2
-        step = (weights + rows * context * shape.cache_bytes(shape.width)) / device.bandwidth + 0.005
-        prompts = 2 * shape.base * self.prompts * rollout.prompt_max_len / (SCORING_USE * device.flops)
-        return ceil(self.samples / rows) * answer * step + prompts
+        """Prompts, each once, then a token of every sample at a time."""
+        rollout, shape, speeds = self.config.rollout, self.shape, self.speeds
+        rows, answer, size = self._in_flight(), self.config.response_max_len, rollout.engine_tp_size
+        weights = shape.base * shape.width / size
+        cache = rows * (rollout.prompt_max_len + answer / 2) * shape.cache_bytes(shape.width) / size
+        turns = ceil(self.samples / rows)
+        seconds = speeds.seconds(shape.reading(self.prompts * rollout.prompt_max_len / size, self.prompts))
+        if self.resident and not self.device.on_cpu:
+            work = Work(2 * shape.base * rows / size, calls=ENGINE_CALLS * shape.text.num_hidden_layers)
+            graphs = not rollout.engine_enforce_eager
+            return seconds + speeds.decoding(turns * answer, weights, cache, work, graphs)
+        gathered = speeds.gathering(self.zero, shape.model, turns * answer) if not self.resident else 0.0
+        return seconds + gathered + speeds.decoding(turns * answer, weights, cache, shape.one_token(rows), False)
 
     def _score(self) -> Phase:
         rollout, device = self.config.rollout, self.device
@@ -234,9 +249,23 @@ class VLPlanner:
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
         moments += [[*self._models(False, judge=name), *always] for name in self._judges]
-        models = 1 + (self.config.algorithm.init_kl_coef > 0) + (self._critic is not None)
-        seconds = models * 2 * self.shape.base * self._tokens() / (SCORING_USE * device.flops)
-        return Phase.fullest("score", seconds, *moments)
+        return Phase.fullest("score", self._score_seconds(samples, prompts), *moments)
+
+    def _score_seconds(self, samples: list[SampleRef], prompts: int) -> float:
+        """Forwards of all roles over micro-batches of so many samples, then of the reward models."""
+        batch = self._batch_of(samples, computed_tokens(samples), prompts)
+        algorithm, train = self.config.algorithm, self.config.train
+        updates = max(1.0, self.samples * self.shape.sequence / self._own())
+        later = 1.0 if train.separate_old_log_probs else (updates - 1) / updates  # old log-probs of all updates but one
+        own = 1.0 if algorithm.reads_log_probs else later
+        own += (self._critic is not None) + (self._teacher is not None)
+        reference = float(algorithm.init_kl_coef > 0)
+        forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
+        seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
+        for times, adapters in ((own, True), (reference, False)):
+            work = self.shape.work(batch, self.device, False, adapters)
+            seconds += times * self.speeds.seconds(work.times(forwards, calls))
+        return seconds + judging(self._judges, self.speeds, self.samples, self.samples * self.length)
 
     def _tokens(self) -> int:
         """That are computed in a pass over the step's samples."""
@@ -299,10 +328,27 @@ class VLPlanner:
             if trained is not None:
                 backward = self._backward(zero.gradients(name, trained, micro_batches), held, micro_batches)
                 moments += [[*always, *moment] for moment in (*backward, zero.step(name, trained))]
-        passes = 4 if self.config.model.gradient_checkpointing else 3
-        models = 1 + (self._critic is not None)
-        products = models * passes * 2 * self.shape.base * self._tokens() * train.max_epochs
-        return Phase.fullest("train", products / (TRAINING_USE * self.device.flops), *moments)
+        return Phase.fullest("train", self._train_seconds(batch, micro_batches), *moments)
+
+    def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
+        """Of all updates: forward and backward, what the ranks exchange, and the optimizer's step. A critic takes what
+        the policy takes."""
+        speeds, shape, work = self.speeds, self.shape, self._update_work(batch)
+        found = 0.0
+        for model in filter(None, (shape.model, self._critic)):
+            found += speeds.seconds(work) + speeds.reducing(self.zero, model, micro_batches)
+            found += speeds.gathering(self.zero, model, 2 * micro_batches)
+            found += speeds.optimizer_step(self.zero, model, shape.trained_tensors)
+        return self._updates() * found
+
+    def _updates(self) -> int:
+        """Of a step."""
+        return ceil(self.samples * self.shape.sequence / self._own()) * self.config.train.max_epochs
+
+    def _update_work(self, batch: MicroBatch) -> Work:
+        """Of the policy's forwards and backwards of one update, the largest of which is over `batch`."""
+        times = computed_tokens(self._samples(self._own())) / (batch.rows * batch.length)
+        return self.shape.work(batch, self.device, backward=True).times(times, ceil(times))
 
     def _backward(self, gradients: list[Item], held: Item, micro_batches: int) -> list[list[Item]]:
         """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer."""
@@ -322,7 +368,9 @@ class VLPlanner:
             versions = self.config.asynchronous.ahead + 2
             items += [Item("versions of the weights for the workers", versions * size / self.local, where=HOST)]
             items += self.zero.handed_over(self.shape.model)
-        return Phase.fullest("sync", size * 10 / self.device.bandwidth + 2 * moved / self.device.link, items)
+        calls = SYNC_CALLS * len(list(self.shape.whole.parameters())) if self.resident else 0
+        seconds = self.speeds.seconds(Work(moved=3 * size if self.resident else 0, calls=calls))
+        return Phase.fullest("sync", seconds + 2 * moved / self.device.link, items)
 
 
 def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[int | None]]:

@@ -7,7 +7,8 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import version
 from math import ceil
@@ -25,7 +26,7 @@ from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
 from ...runtime.files import cache_root
-from .meta import Held, held_bytes, on_meta, through_active_experts
+from .meta import Held, Work, held_bytes, on_meta, through_active_experts
 from .zero import FP32, Model
 
 logger = logging.getLogger(__name__)
@@ -61,13 +62,16 @@ def remembered(shape: str, count: Callable[[], Held]) -> Held:
 def _code() -> str:
     """A digest of what counts: versions of packages, and the files of the rooms that take part."""
     found = hashlib.sha256(" ".join(f"{name} {version(name)}" for name in COUNTED_BY).encode())
-    for room in ("plan", "models"):
+    for room in ("plugins/memory_plan", "models"):
         for path in sorted((PACKAGE / room).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()
 
 
 FEW_LAYERS = 3  # that are looked at of a decoder
+FEW_TOKENS = 8  # by which operations are counted, which are as many for any number of tokens
+HEAD_CALLS, HEAD_PASSES = 20, 10  # operations of a chunk of logits (models/logprobs.py), and how often they touch it
+SAMPLER_CALLS = 60  # of choosing a token for each sample (rollout/hf.py, rollout/sampling.py)
 LARGEST_IMAGE = 16384 * 28 * 28  # pixels, where max_pixels is not set: the processors' own bound
 
 
@@ -154,6 +158,11 @@ class VLShape:
         return sum(p.numel() for name, p in self.trained.named_parameters() if ".lora_" not in name)
 
     @cached_property
+    def trained_tensors(self) -> int:
+        """How many of its tensors are trained."""
+        return sum(parameter.requires_grad for parameter in self.trained.parameters())
+
+    @cached_property
     def tower(self) -> nn.Module | None:
         """The vision tower; None for text-only models."""
         names = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
@@ -208,6 +217,31 @@ class VLShape:
         head = held.kept + self._head(batch.actions, device, backward=True)
         return max(held.peak, head) + self._tower(batch.prompts, backward=True) + embedded
 
+    def work(self, batch: MicroBatch, device: Device, backward: bool, adapters: bool = True) -> Work:
+        """Of a forward over a micro-batch, and with backward of the backward after it. adapters: False for the
+        reference of LoRA, which is the model without them."""
+        self.trained.train(backward)
+        batch = batch.over(self.sequence)
+        held = self._decoder(batch, backward, adapters).work
+        if batch.lengths is not None and not device.on_cpu:  # one call for all segments, as for padded samples
+            held = replace(held, calls=self._calls(backward, adapters))
+        return held + self._head_work(batch.actions, device, backward) + self._tower_work(batch.prompts, backward)
+
+    def reading(self, tokens: float, prompts: float) -> Work:
+        """Of an engine's forward over so many tokens of prompts, media among them."""
+        return Work(2 * self.base * tokens, calls=self._calls(False)) + self._tower_work(prompts, False)
+
+    def one_token(self, rows: int) -> Work:
+        """Of the trained model's forward over one more token of so many samples, and of choosing the next."""
+        self.trained.eval()
+        held = self._decoder(MicroBatch(rows, 1, 0, 0), False).work
+        return held + Work(2 * rows * self.whole.get_output_embeddings().weight.numel(), calls=SAMPLER_CALLS)
+
+    def _calls(self, backward: bool, adapters: bool = True) -> float:
+        """Operations of the decoder over padded samples."""
+        self.trained.train(backward)
+        return self._decoder(MicroBatch(1, FEW_TOKENS, 0, 0), backward, adapters).calls
+
     @property
     def sequence(self) -> int:
         """Ranks that hold a micro-batch together."""
@@ -217,13 +251,14 @@ class VLShape:
         """The embeddings of a row that several ranks hold together, which each of them has whole before it is cut."""
         return 0 if self.sequence == 1 else batch.rows * batch.length * self.text.hidden_size * self.width
 
-    def _decoder(self, batch: MicroBatch, backward: bool) -> Held:
+    def _decoder(self, batch: MicroBatch, backward: bool, adapters: bool = True) -> Held:
         """`_decoded`, counted once for each shape. What code of the user's own makes is counted each time."""
-        if self.config.model.trust_remote_code or self.config.plugins:
-            return self._decoded(batch, backward)
-        sizes = self.model_config.to_json_string(use_diff=False)
-        shape = f"{sizes} {self.config.model} {batch} {backward} {self.trained.training}"
-        return remembered(shape, lambda: self._decoded(batch, backward))
+        with nullcontext() if adapters or not self.config.model.lora_rank else self.trained.disable_adapter():
+            if self.config.model.trust_remote_code or self.config.plugins:
+                return self._decoded(batch, backward)
+            sizes = self.model_config.to_json_string(use_diff=False)
+            shape = f"{sizes} {self.config.model} {batch} {backward} {self.trained.training} {adapters}"
+            return remembered(shape, lambda: self._decoded(batch, backward))
 
     def _decoded(self, batch: MicroBatch, backward: bool) -> Held:
         """The decoder over a micro-batch, with the mask of a padded one.
@@ -244,7 +279,7 @@ class VLShape:
         finally:
             decoder.layers = layers
         mask = batch.rows * batch.length**2 if batch.lengths is None else 0
-        return Held(held.kept + mask, held.peak + mask)
+        return held._replace(kept=held.kept + mask, peak=held.peak + mask)
 
     def _decode(self, decoder: nn.Module, batch: MicroBatch, by_segments: bool, backward: bool) -> Held:
         ids = torch.zeros(batch.rows, batch.length, dtype=torch.long, device="meta")
@@ -272,18 +307,61 @@ class VLShape:
                 held += vocabulary * hidden * (FP32 * products + (self.width if self.width < FP32 else 0))
         return held
 
+    def _head_work(self, actions: int, device: Device, backward: bool) -> Work:
+        """Of the same. Backward makes the logits again, and the gradient of what was read and, where it is trained, of
+        the weight."""
+        weight = self.whole.get_output_embeddings().weight
+        product, passes = 2.0 * actions * weight.numel(), 3 + weight.requires_grad if backward else 1
+        rows = chunk_length(weight.shape[0], torch.device("cpu" if device.on_cpu else "meta"))
+        chunks = ceil(actions / rows) * (1 + backward)
+        moved = HEAD_PASSES * (1 + backward) * actions * weight.shape[0] * FP32
+        return Work(passes * product, backward * product, moved, chunks * HEAD_CALLS)
+
+    def _tower_work(self, prompts: float, backward: bool) -> Work:
+        """Of the vision tower over the media of some prompts. Its blocks have as many operations as layers have."""
+        if self.tower is None or not prompts:
+            return Work()
+        trained = backward and any(parameter.requires_grad for parameter in self.tower.parameters())
+        full = trained and all(parameter.requires_grad for parameter in self.tower.parameters())
+        again = trained and self.config.model.gradient_checkpointing
+        passes = 1 + again + (1 + full if trained else 0)
+        calls = self._blocks() * self._calls(trained) / self.text.num_hidden_layers
+        _, patches, size = self.media_bytes()
+        numbers = sum(parameter.numel() for parameter in self.tower.parameters())
+        product = 2 * numbers * prompts * patches + prompts * self._attended(patches)
+        hidden, inner = self._tower_widths()
+        moved = passes * prompts * patches * self._blocks() * 2 * self.width * (14 * hidden + 4 * inner)  # in and out
+        return Work(passes * product, again * product, moved + prompts * size, calls)
+
+    def _attended(self, patches: float) -> float:
+        """Products of the tower's attention over an image: in windows where it has them, but for some blocks."""
+        vision, depth = self.model_config.vision_config, self._blocks()
+        window, whole = getattr(vision, "window_size", None), depth
+        inside = (window / self.patch_side) ** 2 if window else patches
+        if window:
+            whole = len(vision.fullatt_block_indexes)
+        pairs = patches * (whole * patches + (depth - whole) * min(inside, patches))
+        return 4 * pairs * self._tower_widths()[0]
+
+    def _blocks(self) -> int:
+        vision = self.model_config.vision_config
+        return getattr(vision, "depth", None) or vision.num_hidden_layers
+
+    def _tower_widths(self) -> tuple[int, int]:
+        """(hidden, of the inner layer) of a block."""
+        vision = self.model_config.vision_config
+        hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+        return hidden, getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
+
     def _tower(self, prompts: int, backward: bool) -> int:
         """Activations of the vision tower over the patches of some prompts; its blocks are all alike."""
         if self.tower is None:
             return 0
-        vision, model = self.model_config.vision_config, self.config.model
-        hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
-        inner = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
-        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
-        block = self.width * (14 * hidden + 4 * inner)
+        hidden, inner = self._tower_widths()
+        depth, block = self._blocks(), self.width * (14 * hidden + 4 * inner)
         if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
             each = self.width * (6 * hidden + 3 * inner)
-        elif model.gradient_checkpointing:
+        elif self.config.model.gradient_checkpointing:
             each = depth * self.width * hidden + block
         else:
             each = depth * block

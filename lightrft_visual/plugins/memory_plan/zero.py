@@ -7,7 +7,9 @@ as stage 1 does and keeps gradients in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil, log2
 
 from torch import nn
 
@@ -47,6 +49,13 @@ class Model:
     def bytes(self) -> int:
         """Of the whole model's weights."""
         return self.numbers * self.width
+
+
+def rounded(name: str, sizes: Iterable[float]) -> list[Item]:
+    """What page-locked tensors of these bytes take beside them: PyTorch's allocator of such memory gives each the next
+    power of two. Other memory of the host is taken as it is asked for."""
+    more = sum(2.0 ** ceil(log2(size)) - size for size in sizes if size > 0)
+    return [Item(f"{name}, page-locked to powers of two", more, where=HOST)] if more else []
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,10 @@ class Zero:
         extra = (FP32 + model.width) * model.trained / share if self.config.adam_offload else 0  # gradients, weights
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
         item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments + extra, lower)
-        return [item.on_host(self.config.adam_offload)]
+        if not self.config.adam_offload:
+            return [item]
+        locked = [] if self.on_cpu else [FP32 * model.trained / share] * 2  # of weights and gradients; moments are not
+        return [item.on_host(), *rounded(f"{name}: fp32 weights and gradients", locked)]
 
     def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
         """While backward runs: those reduced so far, those of the present micro-batch, and buckets."""

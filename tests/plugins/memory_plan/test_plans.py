@@ -121,7 +121,7 @@ def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     items = [{item.name: item.bytes for item in plan.phases[3].items} for plan in (shared, alone)]
     used = [each["activations of a micro-batch"] for each in items]
     assert used[0] < 0.6 * used[1]  # the gradient of the head's weights is the same
-    assert shared.phases[3].seconds == pytest.approx(1536 / 8704 * alone.phases[3].seconds)
+    assert shared.phases[3].seconds < 0.6 * alone.phases[3].seconds  # each of 32 updates also has its optimizer step
     padded = plan_of(*settings, "--attn_implementation", "eager").phases[3]  # takes no segments
     assert {item.name: item.bytes for item in padded.items}["activations of a micro-batch"] == used[1]
 
@@ -135,7 +135,8 @@ def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
     assert one / 4 < four < one / 2  # each has the whole row's embeddings, a chunk of logits, one prompt's images
     hosts = [{item.name: item.bytes for item in plan.phases[3].items}["tokens of the batch"] for plan in plans]
     assert hosts[1] == 4 * hosts[0]  # the samples of all four
-    assert plans[0].phases[3].seconds == plans[1].phases[3].seconds
+    seconds = [plan.phases[3].seconds for plan in plans]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.25)  # smaller forwards, four times as many of them
 
 
 def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
