@@ -14,6 +14,7 @@ from math import ceil
 
 from ...config import registry
 from ...config.placement import GIB, Device
+from ...config.shared import FULL, NONE
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
@@ -65,7 +66,7 @@ class VLPlanner:
         c, zero = self.config, self.config.distributed
         on = {
             "bf16": c.model.bf16,
-            "gradient_checkpointing": c.model.gradient_checkpointing,
+            "gradient_checkpointing": c.model.gradient_checkpointing == FULL,
             "lora_rank": c.model.lora_rank > 0,
             "offload_reference": c.rollout.offload_reference,
             "zero_stage 2": zero.zero_stage >= 2,
@@ -299,7 +300,7 @@ class VLPlanner:
             if trained is not None:
                 backward = self._backward(zero.gradients(name, trained, micro_batches), held, micro_batches)
                 moments += [[*always, *moment] for moment in (*backward, zero.step(name, trained))]
-        passes = 4 if self.config.model.gradient_checkpointing else 3
+        passes = 4 if self.config.model.gradient_checkpointing != NONE else 3
         models = 1 + (self._critic is not None)
         products = models * passes * 2 * self.shape.base * self._tokens() * train.max_epochs
         return Phase.fullest("train", products / (TRAINING_USE * self.device.flops), *moments)

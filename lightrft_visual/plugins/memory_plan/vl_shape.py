@@ -18,8 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...config.placement import Device
+from ...config.shared import ATTENTION, NONE
 from ...config.vl import RunConfig
 from ...models.attention import Segments, attend_by_segments
+from ...models.checkpointed import checkpoint_blocks
 from ...models.loading import add_lora, freeze
 from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
@@ -61,7 +63,7 @@ def remembered(shape: str, count: Callable[[], Held]) -> Held:
 def _code() -> str:
     """A digest of what counts: versions of packages, and the files of the rooms that take part."""
     found = hashlib.sha256(" ".join(f"{name} {version(name)}" for name in COUNTED_BY).encode())
-    for room in ("plan", "models"):
+    for room in ("plugins/memory_plan", "models"):
         for path in sorted((PACKAGE / room).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()
@@ -121,8 +123,7 @@ class VLShape:
         transformer = on_meta(
             lambda: auto.from_config(self.model_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code)
         )
-        if model.gradient_checkpointing:
-            transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(transformer, model.gradient_checkpointing)
         freeze(transformer, model.freeze_prefix)
         through_active_experts(transformer)
         return transformer
@@ -283,8 +284,8 @@ class VLShape:
         block = self.width * (14 * hidden + 4 * inner)
         if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
             each = self.width * (6 * hidden + 3 * inner)
-        elif model.gradient_checkpointing:
-            each = depth * self.width * hidden + block
+        elif model.gradient_checkpointing != NONE:
+            each = depth * self.width * hidden * (2 if model.gradient_checkpointing == ATTENTION else 1) + block
         else:
             each = depth * block
         _, patches, size = self.media_bytes()
