@@ -4,8 +4,9 @@ A checkpointed block keeps what goes into it and runs once more in backward (arX
 it whose cost grows with the square of the length, while its result is as large as what goes in. With `attention` that
 result is kept too, and backward runs all of the block again but attention (as torchtitan's selective checkpointing).
 
-PyTorch's `create_selective_checkpoint_contexts` counts every operation and asks for the same ones in both passes. Under
-ZeRO-3 they differ, as weights are gathered in between; here the calls of attention alone are counted.
+PyTorch's `create_selective_checkpoint_contexts` counts all operations, and refuses one in the second run that the first
+has not had. Under ZeRO-3 there are some: a block's weights may be gathered ahead of its first run and within its
+second. Here calls of attention alone are counted.
 """
 
 from __future__ import annotations

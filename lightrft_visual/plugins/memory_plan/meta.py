@@ -59,13 +59,23 @@ class LiveBytes(TorchDispatchMode):
         del self.seen[key]
 
 
+def _attended(query: T, key: T, value: T) -> tuple[T, T]:
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+# An operation, as the kernels are, that checkpointing may keep the result of.
+OWN = torch.library.Library("lightrft_visual", "FRAGMENT")
+OWN.define("attention_of_shapes(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
+OWN.impl("attention_of_shapes", _attended, "Meta")
+
+
 class _Attention(torch.autograd.Function):
     """Keeps what the fused kernels keep: inputs, output and a number for each query. No scores."""
 
     @staticmethod
     def forward(ctx, query, key, value):
-        output = torch.empty_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
-        norms = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        output, norms = torch.ops.lightrft_visual.attention_of_shapes(query, key, value)
         ctx.save_for_backward(query, key, value, output, norms)
         return output
 
