@@ -313,7 +313,8 @@ def check_fields(section: Any) -> None:
             if constraint.meaning is not None:
                 setattr(section, item.name, value := constraint.meaning(value))
             if not constraint.holds(value):
-                near = nearest_name(value, map(str, constraint.names())) if isinstance(value, str) else None
+                guessed = isinstance(value, str) and len(value) > 2  # a shorter one is near to anything
+                near = nearest_name(value, map(str, constraint.names())) if guessed else None
                 hint = f"did you mean {near!r}? " if near else ""
                 raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
 
