@@ -16,9 +16,8 @@ class VLSettings(TypedDict, total=False):
     compile: bool
     """torch.compile of the blocks of trained models: slower to start, fewer kernels a step. Default: False."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; of blocks, what backward runs again: full, all of it; attention, all
-    but attention, which is kept; auto, none of them, attention or full, by what the memory plan has room for;
-    true is full. Default: 'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
@@ -533,8 +532,8 @@ class DiffusionSettings(TypedDict, total=False):
     max_sequence_length: int | None
     """tokens of the T5 or LLM encoder; default: the family's own."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; what backward runs again, as in vision-language runs; true is full.
-    Default: 'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     compile: bool
     """torch.compile of the denoisers' blocks: slower to start, faster steps. Default: False."""
     vae_tiling: bool
@@ -913,9 +912,8 @@ class SFTSettings(TypedDict, total=False):
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; of blocks, what backward runs again: full, all of it; attention, all
-    but attention, which is kept; auto, none of them, attention or full, by what the memory plan has room for;
-    true is full. Default: 'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int

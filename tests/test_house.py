@@ -26,8 +26,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1894, "experience": 3144, "config": 4591, "runtime": 5576, "data": 3105,
-    "models": 5342, "rollout": 4599, "rewards": 4274, "algorithms": 1789, "trainer": 7212, "observe": 3447,
+    "": 1894, "experience": 3144, "config": 4621, "runtime": 5576, "data": 3105,
+    "models": 5452, "rollout": 4599, "rewards": 4274, "algorithms": 1789, "trainer": 7227, "observe": 3447,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

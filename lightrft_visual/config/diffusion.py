@@ -91,7 +91,7 @@ class DiffusionModelConfig(Section):
     target_modules: str | None = None  # comma-separated module suffixes; default: the attention projections
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
-    gradient_checkpointing: Checkpointing = NONE  # what backward runs again, as in vision-language runs; true is full
+    gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
     compile: bool = False  # torch.compile of the denoisers' blocks: slower to start, faster steps
     vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory; checkpoints too
@@ -105,13 +105,13 @@ class DiffusionModelConfig(Section):
 
     def check(self) -> None:
         """Offloading checkpointed activations checkpoints them; a tokenizer belongs to a model in parts."""
-        offload, how = self.use_gradient_checkpointing_offload, self.gradient_checkpointing
-        require(
-            not offload or how in (NONE, FULL),
-            f"use_gradient_checkpointing_offload moves what whole blocks keep: with gradient_checkpointing {how} leave "
-            "it out, or use full",
-        )
-        self.gradient_checkpointing = FULL if offload else how
+        if self.use_gradient_checkpointing_offload:
+            how, told = (
+                self.gradient_checkpointing,
+                "use_gradient_checkpointing_offload takes gradient_checkpointing full",
+            )
+            require(how in (NONE, FULL), f"{told}, not {how}: leave one of them out")
+            self.gradient_checkpointing = FULL
         require(
             self.tokenizer_path is None or self.pretrain.endswith(PARTS),
             f"tokenizer_path belongs to a model given as a {PARTS} file of its parts (model_paths); a pipeline folder "

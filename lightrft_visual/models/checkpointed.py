@@ -26,7 +26,6 @@ from ..config.shared import ATTENTION, NONE
 from ..errors import ConfigError
 
 T = torch.Tensor
-BACKWARD = ("backward", "bwd")
 
 
 def checkpoint_blocks(transformer: PreTrainedModel, how: str) -> None:
@@ -57,7 +56,7 @@ def checkpointing_func(how: str, name: str) -> Callable[..., Any]:
 
 
 class KeptAttention:
-    """The `context_fn` of one model's checkpoints: (mode of the forward, mode of the second run) for each block.
+    """The `context_fn` of one model's checkpoints: (mode of the first run, mode of the second) for each block.
 
     name: of the model. The second run raises ConfigError where no block has called attention as one operation.
     """
@@ -67,51 +66,45 @@ class KeptAttention:
 
     def __call__(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         results: list[Any] = []
-        return _Keep(self, results), _Give(self, results)
+        return _Run(self, results, False), _Run(self, results, True)
 
 
-class _AttentionMode(TorchDispatchMode):
-    def __init__(self, model: KeptAttention, results: list[Any]) -> None:
+class _Run(TorchDispatchMode):
+    """Inside, results of attention are kept, or in the second run of a block given again in their order."""
+
+    def __init__(self, model: KeptAttention, results: list[Any], again: bool) -> None:
         super().__init__()
-        self.model, self.results = model, results
+        self.model, self.results, self.again = model, results, again
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Blocks may be compiled: their programs call attention as an operation too."""
         return True
 
-
-class _Keep(_AttentionMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if keeps(func) and not dropped_out(func, args, kwargs):
-            self.model.found = True
-            self.results.append(tree_map_only(T, T.detach, result))  # without the graph, which refers to the block
-        return result
-
-
-class _Give(_AttentionMode):
     def __enter__(self) -> Any:
-        if not self.model.found:
-            raise ConfigError(
-                f"gradient_checkpointing attention: no block of {self.model.name} has attention as one operation "
-                "whose result can be kept; use full"
-            )
+        if self.again and not self.model.found:
+            why = "no block has attention as one operation whose result can be kept"
+            raise ConfigError(f"gradient_checkpointing attention of {self.model.name}: {why}; use full")
         self.left = iter(self.results)  # a second backward begins anew
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
-        if keeps(func) and not dropped_out(func, args, kwargs):
+        kept = keeps(func) and not dropped_out(func, args, kwargs)
+        if kept and self.again:
             return next(self.left)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if kept:
+            self.model.found = True
+            self.results.append(tree_map_only(T, T.detach, result))  # without the graph, which refers to the block
+        return result
 
 
 @cache
 def keeps(operation: Any) -> bool:
     """Whether an operation is attention: PyTorch's kernels, those of FlashAttention and of other packages."""
     name = operation.name().rpartition("::")[2]
-    forward = ("attention" in name or "attn" in name) and not any(each in name for each in BACKWARD)
-    return forward and not operation._schema.is_mutable
+    forward = "backward" not in name and "bwd" not in name and not operation._schema.is_mutable
+    return forward and ("attention" in name or "attn" in name)
 
 
 def dropped_out(operation: Any, args: Sequence, kwargs: Mapping | None) -> bool:

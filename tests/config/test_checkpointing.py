@@ -56,7 +56,7 @@ def test_a_typing_mistake_is_answered_by_the_nearest_word(schema, preset):
 
 
 def test_eager_attention_is_several_operations_and_cannot_be_kept():
-    with pytest.raises(ConfigError, match="keeps the result of one operation, and attn_implementation eager"):
+    with pytest.raises(ConfigError, match="attention keeps one operation's result, and eager"):
         chosen("--gradient_checkpointing", "attention", "--attn_implementation", "eager")
     assert chosen("--gradient_checkpointing", "--attn_implementation", "eager") == "full"
 
@@ -64,5 +64,5 @@ def test_eager_attention_is_several_operations_and_cannot_be_kept():
 @pytest.mark.parametrize("how", ["attention", "auto"])
 def test_offloaded_activations_are_those_of_whole_blocks(how):
     assert DiffusionModelConfig(use_gradient_checkpointing_offload=True).gradient_checkpointing == "full"
-    with pytest.raises(ConfigError, match=f"with gradient_checkpointing {how} leave it out, or use full"):
+    with pytest.raises(ConfigError, match=f"takes gradient_checkpointing full, not {how}: leave one"):
         DiffusionModelConfig(use_gradient_checkpointing_offload=True, gradient_checkpointing=how)

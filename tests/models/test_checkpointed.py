@@ -12,9 +12,9 @@ import torch
 import torch._dynamo
 import torch.nn.attention.varlen
 import torch.nn.functional as F
+from attention_calls import AttentionCalls
 from equality import adapters, assert_same, loss_and_gradients, weighed
 from tiny_models import checkpoint_of, features_of, inputs_of, prompts_for, rollouts_of, text_prompts
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightrft_visual.config.vl import ModelConfig
@@ -32,25 +32,6 @@ from lightrft_visual.models.vlm.actor import Actor, Critic
 from lightrft_visual.trainer.features.compiled_blocks import compile_blocks
 
 HOW = ("none", "attention", "full")
-
-
-class Calls(TorchDispatchMode):
-    """Counts calls of attention, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward = self.backward = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name()
-        if "_scaled_dot_product_" in name:
-            self.backward += "backward" in name
-            self.forward += "backward" not in name
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +58,15 @@ def rollouts(checkpoint) -> list[Rollout]:
     ]  # fmt: skip
 
 
-def counted(actor: Actor, inputs) -> tuple[tuple, Calls, int]:
-    """((loss, gradients), calls of attention, those before backward) of a forward and its backward."""
+def counted(actor: Actor, inputs) -> tuple[tuple, int, int]:
+    """((loss, gradients), calls of attention in forward and backward, those before backward)."""
     actor.zero_grad(set_to_none=True)
-    with Calls() as calls:
+    with AttentionCalls() as calls:
         loss = weighed(actor(inputs, ScoringRule()), inputs)
-        before = calls.forward
+        before = calls.count
         loss.backward()
-    return (loss.item(), {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}), calls, before
+    gradients = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+    return (loss.item(), gradients), calls.count, before
 
 
 def compare(made: dict[str, Actor], inputs) -> None:
@@ -92,7 +74,7 @@ def compare(made: dict[str, Actor], inputs) -> None:
     results = {}
     for how, actor in made.items():
         results[how], calls, once = counted(actor, inputs)
-        assert once > 0 and calls.forward == {"none": 1, "attention": 1, "full": 2}[how] * once
+        assert once > 0 and calls == {"none": 1, "attention": 1, "full": 2}[how] * once
         assert_same(results[how], results["none"], 1e-6)
 
 
@@ -102,15 +84,14 @@ def test_losses_and_gradients_are_the_same_and_attention_runs_once_where_it_is_k
     compare({how: actor_of(checkpoint, how, adapted, share) for how in HOW}, inputs)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_programs_of_compiled_blocks_keep_attention_too(tmp_path, packed):
-    """Padded, attention is inside of them."""
+def test_programs_of_compiled_blocks_keep_attention_too(tmp_path):
+    """Of padded samples: attention is inside of them."""
     torch._dynamo.reset()
     text = checkpoint_of(tmp_path, "qwen2")
-    made = {how: actor_of(text, how, True, packed) for how in HOW[:2]}
+    made = {how: actor_of(text, how, True) for how in HOW[:2]}
     for actor in made.values():
         compile_blocks(actor, "eager")
-    compare(made, inputs_of(text, rollouts_of(text, text_prompts()), packed))
+    compare(made, inputs_of(text, rollouts_of(text, text_prompts())))
 
 
 def test_dropout_behind_attention_draws_the_same_numbers_again(checkpoint):
@@ -129,9 +110,9 @@ def test_a_critic_keeps_attention_too(checkpoint):
         model = load_transformer(checkpoint.path, ModelConfig(gradient_checkpointing=how), torch.float32)
         critic = Critic(model, True).train()
         torch.nn.init.constant_(critic.value_head.weight, 0.1)
-        with Calls() as calls:
+        with AttentionCalls() as calls:
             critic(inputs).square().sum().backward()
-        found.append((calls.forward, [p.grad for p in critic.parameters() if p.grad is not None]))
+        found.append((calls.count, [p.grad for p in critic.parameters() if p.grad is not None]))
     assert found[0][0] == found[1][0] == found[2][0] / 2
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-6)
 
@@ -228,7 +209,7 @@ def test_a_model_without_attention_as_one_operation_is_refused_in_its_first_back
     actor = actor_of(checkpoint, "attention")
     actor.transformer.set_attn_implementation("eager")
     inputs = inputs_of(checkpoint, rollouts(checkpoint)[:3])
-    with pytest.raises(ConfigError, match="no block of Qwen2_5_VLForConditionalGeneration has attention as one op"):
+    with pytest.raises(ConfigError, match="attention of Qwen2_5_VLForConditionalGeneration: no block has"):
         loss_and_gradients(actor, [inputs])
 
 

@@ -404,11 +404,8 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
     refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
     if sequence > 1 and refused:
         raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
-    experts = "its experts are noted between operations" if count_experts(checkpoint.config) else None
-    if config.model.compile and (refused or experts):
-        raise ConfigError(
-            f"compile makes programs of blocks around their attention: {refused or experts}; leave it out"
-        )
+    if config.model.compile and (refused or count_experts(checkpoint.config)):
+        raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 
 
 def _of_info(name: str) -> Callable[[Experience], T | None]:
