@@ -15,8 +15,9 @@ class VLSettings(TypedDict, total=False):
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
     compile: bool
     """torch.compile of the blocks of trained models: slower to start, fewer kernels a step. Default: False."""
-    gradient_checkpointing: bool
-    """model. Default: False."""
+    gradient_checkpointing: bool | str
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
@@ -530,8 +531,9 @@ class DiffusionSettings(TypedDict, total=False):
     """comma-separated denoisers (transformer, transformer_2); default: all."""
     max_sequence_length: int | None
     """tokens of the T5 or LLM encoder; default: the family's own."""
-    gradient_checkpointing: bool
-    """model. Default: False."""
+    gradient_checkpointing: bool | str
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     compile: bool
     """torch.compile of the denoisers' blocks: slower to start, faster steps. Default: False."""
     vae_tiling: bool
@@ -911,8 +913,9 @@ class SFTSettings(TypedDict, total=False):
     """model. Default: False."""
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
-    gradient_checkpointing: bool
-    """model. Default: False."""
+    gradient_checkpointing: bool | str
+    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
+    'none'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int

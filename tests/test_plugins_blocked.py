@@ -100,7 +100,8 @@ for name in names:
 REWARD = "def length(completions, **kwargs):\n    return [float(len(each) % 7) for each in completions]\n"
 STEP = (
     "--engine_type hf --max_steps 1 --rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4 "
-    "--micro_train_batch_size 2 --generate_max_len 4 --prompt_max_len 64 --auto_micro_batches"
+    "--micro_train_batch_size 2 --generate_max_len 4 --prompt_max_len 64 --auto_micro_batches "
+    "--gradient_checkpointing auto"
 )
 
 
@@ -165,5 +166,8 @@ def test_a_step_is_trained_without_the_folder_of_a_plug_in(deleted, stepped):
     told = (run / "log.txt").read_text(errors="replace")
     assert (run / "code").read_text() == "0", told[-3000:]
     assert "step 1/1" in told and (run / "out" / "checkpoint-final").is_dir()
-    stays = "auto_micro_batches needs the plug-in memory_plan" in told
-    assert stays == (deleted in ("memory_plan", ""))
+    gone = deleted in ("memory_plan", "")
+    assert ("auto_micro_batches needs the plug-in memory_plan: it takes the sizes as they are given" in told) == gone
+    assert ("gradient_checkpointing auto needs the plug-in memory_plan: it takes full" in told) == gone
+    settled = (run / "out" / "config.resolved.yaml").read_text()
+    assert f"gradient_checkpointing: {'full' if gone else 'none'}" in settled

@@ -99,10 +99,10 @@ def _flag(name: str, tokens: deque[str], names: Names) -> Setting:
 
 
 def _negated(name: str, names: Names) -> Setting:
-    """``--no_name`` turns a bool off."""
+    """``--no_name`` turns a bool off, or what may stand alone as one."""
     if name[:3] in ("no_", "no-"):
         found = names.find(name[3:])
-        if found and found[0][0].kind == "bool":
+        if found and (found[0][0].kind == "bool" or found[0][0].name in BARE_VALUES):
             return Setting(name[3:], False, COMMAND_LINE)
     raise names.unknown(name, COMMAND_LINE)
 

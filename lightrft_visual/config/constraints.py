@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError, did_you_mean
+from ..errors import nearest as nearest_name
 
 logger = logging.getLogger(__name__)
 
@@ -174,12 +175,14 @@ class Constraint:
         words: what is said of one that does not, behind 'NAME is VALUE; '.
         choices: the values allowed, for `--help`; empty where they cannot be listed.
         registry: what names more of them.
+        meaning: what a section has in the place of a value as it was written.
     """
 
     holds: Callable[[Any], bool]
     words: str = ""
     choices: tuple = ()
     registry: Registry | None = None
+    meaning: Callable[[Any], Any] | None = None
 
     def names(self) -> tuple:
         """The values allowed now; a registry may have grown since the field was written."""
@@ -209,9 +212,10 @@ def positive_or(special: int, meaning: str) -> Constraint:
     return Constraint(lambda value: value > 0 or value == special, f"it must be positive, or {special} for {meaning}")
 
 
-def one_of(*allowed: Any) -> Constraint:
-    """One of the values, which `--help` lists."""
-    return Constraint(lambda value: value in allowed, f"it must be one of: {', '.join(map(str, allowed))}", allowed)
+def one_of(*allowed: Any, meaning: Callable[[Any], Any] | None = None) -> Constraint:
+    """One of the values, which `--help` lists, or what means one of them."""
+    words = f"it must be one of: {', '.join(map(str, allowed))}"
+    return Constraint(lambda value: value in allowed, words, allowed, meaning=meaning)
 
 
 def registered(registry: Registry, *besides: str) -> Constraint:
@@ -306,8 +310,13 @@ def check_fields(section: Any) -> None:
                 finite = not isinstance(number, float) or math.isfinite(number)
                 require(finite, f"{item.name} is {number}; it must be a finite number")
         for constraint in constraints_of(type(section))[item.name]:
+            if constraint.meaning is not None:
+                setattr(section, item.name, value := constraint.meaning(value))
             if not constraint.holds(value):
-                raise ConfigError(f"{item.name} is {_shown(value)}; {_words(constraint)}")
+                guessed = isinstance(value, str) and len(value) > 2  # a shorter one is near to anything
+                near = nearest_name(value, map(str, constraint.names())) if guessed else None
+                hint = f"did you mean {near!r}? " if near else ""
+                raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
 
 
 def _shown(value: Any) -> str:

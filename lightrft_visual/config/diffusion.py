@@ -41,9 +41,12 @@ from .constraints import (
 from .placement import AsyncConfig
 from .shared import (
     EMBEDDED,
+    FULL,
+    NONE,
     AdamBetas,
     BadRows,
     BadShare,
+    Checkpointing,
     DistributedConfig,
     GuardConfig,
     MaxNorm,
@@ -89,7 +92,7 @@ class DiffusionModelConfig(Section):
     target_modules: str | None = None  # comma-separated module suffixes; default: the attention projections
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
     compile: bool = False  # torch.compile of the denoisers' blocks: slower to start, faster steps
     vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory; checkpoints too
@@ -103,7 +106,13 @@ class DiffusionModelConfig(Section):
 
     def check(self) -> None:
         """Offloading checkpointed activations checkpoints them; a tokenizer belongs to a model in parts."""
-        self.gradient_checkpointing |= self.use_gradient_checkpointing_offload
+        if self.use_gradient_checkpointing_offload:
+            how, told = (
+                self.gradient_checkpointing,
+                "use_gradient_checkpointing_offload takes gradient_checkpointing full",
+            )
+            require(how in (NONE, FULL), f"{told}, not {how}: leave one of them out")
+            self.gradient_checkpointing = FULL
         require(
             self.tokenizer_path is None or self.pretrain.endswith(PARTS),
             f"tokenizer_path belongs to a model given as a {PARTS} file of its parts (model_paths); a pipeline folder "
@@ -302,7 +311,8 @@ class DiffusionRunConfig(Section):
         once = train.max_epochs == 1 and train.train_batch_size == s.rollout_batch_size * s.n_samples_per_prompt
         alike = not self.keeps_old_policy and (a.cfg_in_training or s.guidance_scale <= 1)
         known = a.entry.trains_on == "steps" and (a.timestep_fraction == 1 or a.timestep_choice == "first")
-        here = not zero.split and zero.zero_stage < 3 and zero.sp_size == 1 and not self.model.gradient_checkpointing
+        here = not zero.split and zero.zero_stage < 3 and zero.sp_size == 1
+        here = here and self.model.gradient_checkpointing == NONE
         return train.rollout_graph_gib > 0 and once and alike and known and here
 
     @property

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from ..errors import ConfigError, nearest
 from . import registry
 from .constraints import Constraint, constraints_of
-from .spellings import OWN, ROOTS, removed
+from .spellings import BARE_VALUES, OWN, ROOTS, removed
 
 FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind deepspeed is the launcher's
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion", "sft": "supervised"}
@@ -87,8 +87,9 @@ class Leaf:
         """bool | number | text | list | mapping | any: what decides how values are read."""
         base = self.hint
         if get_origin(base) in (Union, UnionType):
-            members = [member for member in get_args(base) if member is not NoneType]
-            base = members[0] if len(members) == 1 else Any
+            members = set(get_args(base)) - {NoneType}
+            members = members - {bool} or members  # a word beside true and false is read as text
+            base = members.pop() if len(members) == 1 else Any
         return KINDS.get(get_origin(base) or base, "any")
 
 
@@ -247,7 +248,7 @@ class Names:
         return near or nearest(last, [name for name in known if "." not in name])
 
     def _bools(self) -> list[str]:
-        return [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool"]
+        return [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool" or leaf.name in BARE_VALUES]
 
 
 def other_run(schema: type, name: str) -> str | None:

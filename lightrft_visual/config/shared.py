@@ -26,6 +26,11 @@ MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be posi
 BadRows = Annotated[str, one_of("error", "skip")]
 BadShare = Annotated[float, Share]
 
+NONE, ATTENTION, FULL, AUTO = "none", "attention", "full", "auto"  # gradient_checkpointing
+BOOLS = {"true": FULL, "yes": FULL, "on": FULL, "1": FULL, "false": NONE, "no": NONE, "off": NONE, "0": NONE}
+_words = one_of(NONE, ATTENTION, FULL, AUTO, meaning=lambda value: BOOLS.get(str(value).lower(), value))
+Checkpointing = Annotated[bool | str, _words]
+
 
 def accumulated(steps: int, micro_batch_size: int) -> int:
     """Samples of an update that is `steps` micro-batches on each rank, as many as the launcher started."""

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from . import registry
 from .diffusion import DiffusionRunConfig
 from .sft import SFTRunConfig
-from .shared import accumulated
+from .shared import FULL, accumulated
 from .vl import RunConfig
 
 
@@ -313,7 +313,7 @@ UNSET_WORDS: dict[str, tuple[str, ...]] = {
 }  # FastVideo, LightRFT
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
-BARE_VALUES: dict[str, str] = {"freeze_prefix": "true"}
+BARE_VALUES: dict[str, str] = {"freeze_prefix": "true", "gradient_checkpointing": FULL}
 
 # Text settings that hold a comma-separated list: several words, a JSON list and a YAML list mean the same.
 COMMA_LISTS = (

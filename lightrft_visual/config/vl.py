@@ -33,10 +33,13 @@ from .constraints import (
 from .environment import EpisodeConfig
 from .placement import AsyncConfig
 from .shared import (
+    ATTENTION,
     EMBEDDED,
+    NONE,
     AdamBetas,
     BadRows,
     BadShare,
+    Checkpointing,
     DistributedConfig,
     GuardConfig,
     MaxNorm,
@@ -80,7 +83,7 @@ class ModelConfig(Section):
     bf16: bool = False
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
     compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
     freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
     lora_rank: NonNegativeInt = 0
     lora_alpha: int = 16
@@ -94,7 +97,9 @@ class ModelConfig(Section):
     )
 
     def check(self) -> None:
-        """LoRA's scale, and what it adapts."""
+        """LoRA's scale, and what it adapts; attention that can be kept."""
+        kept = self.gradient_checkpointing != ATTENTION or self.attn_implementation != "eager"
+        require(kept, "gradient_checkpointing attention keeps one operation's result, and eager attention has several")
         require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
         adapts = not self.target_parameters or (self.lora_rank > 0 and self.lora_dropout == 0)
         require(adapts, "target_parameters needs a lora_rank above 0 and a lora_dropout of 0")

@@ -27,6 +27,7 @@ from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError, refused_as
 from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
+from .checkpointed import checkpoint_blocks
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
 from .weight_files import check_size
@@ -121,8 +122,7 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
         # transformers would draw them at random and go on.
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"model {path} lacks {len(report['missing_keys'])} weight(s): {some}")
-    if model.gradient_checkpointing:
-        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_blocks(transformer, model.gradient_checkpointing)
     return transformer
 
 

@@ -17,7 +17,7 @@ from ..config import registry
 from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.sft import SFTRunConfig
-from ..config.shared import OutputConfig
+from ..config.shared import AUTO, FULL, OutputConfig
 from ..config.vl import RunConfig
 from ..data.bad_rows import TooManyBadRows, list_bad_rows
 from ..errors import CheckpointError, ConfigError
@@ -400,14 +400,26 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
         seed=config.train.seed,
     )
     strategy.setup_distributed()
-    if config.plan is not None and config.plan.auto_micro_batches:
-        plan = registry.service("memory_plan")
-        if plan is not None:
-            plan.use_chosen_sizes(config)
-        elif collectives.is_rank_0():
-            logger.warning("auto_micro_batches needs the plug-in memory_plan: the sizes stay as they are given")
-        strategy.micro_batch_size = config.train.micro_train_batch_size
+    _use_plan(config)
+    strategy.micro_batch_size = config.train.micro_train_batch_size
     return strategy
+
+
+def _use_plan(config: AnyConfig) -> None:
+    """Let the plan of memory choose what is left to it; without one the sizes stay, and checkpointing is full."""
+    planned, auto = config.plan is not None, config.model.gradient_checkpointing == AUTO
+    sized = planned and config.plan.auto_micro_batches
+    plan = registry.service("memory_plan") if planned and (auto or sized) else None
+    if plan is not None:
+        plan.use_choices(config)
+        return
+    if auto:
+        config.model.gradient_checkpointing = FULL
+    need = "the plug-in memory_plan" if planned else "a plan, which supervised runs do not have"
+    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (sized, "the sizes as they are given")}
+    for name, (asked, taken) in told.items() if collectives.is_rank_0() else ():
+        if asked:
+            logger.warning("%s needs %s: it takes %s", name, need, taken)
 
 
 def open_recorder(config: AnyConfig, resumed: bool, locks: Sequence[FolderLock]) -> RunRecorder:

@@ -12,9 +12,9 @@ from lightrft_visual.models.vlm.actor import Actor
 PLAIN = ScoringRule()
 
 
-def adapters(model):
+def adapters(model, dropout: float = 0.0):
     torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -14,6 +14,7 @@ from lightrft_visual.algorithms.loss_terms import Balance, LossDenominators
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.models.checkpointed import checkpoint_blocks
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.routing import sparse_blocks
 from lightrft_visual.rollout.weight_sync import named_weights
@@ -70,7 +71,7 @@ def test_checkpointed_layers_give_the_same_balance_and_gradients(checkpoint, inp
     actor.backbone.routers.use("off", balances=True)
     for checkpointed in (False, True):
         if checkpointed:
-            actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_blocks(actor.model, "attention")
         actor.train()
         actor.zero_grad()
         actor(inputs, RULE).router_loss.backward()

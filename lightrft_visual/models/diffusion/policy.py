@@ -27,12 +27,14 @@ from torch import nn
 
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
+from ...config.shared import FULL
 from ...errors import ConfigError, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
 from ...runtime.zero3_loading import Divide
+from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config
 from .families.base import DiffusionFamily
 from .layers import load_divided, use_frozen_norms
@@ -339,13 +341,13 @@ class DiffusionPolicy(nn.Module):
             for name in self.trainable:
                 self.denoisers[name].enable_adapters()
 
-    def enable_gradient_checkpointing(self, offload: bool = False) -> None:
+    def enable_gradient_checkpointing(self, offload: bool = False, how: str = FULL) -> None:
         """Recompute blocks of the trained networks and of the VAE's decoder in backward; offload keeps what is saved
-        between them in host memory."""
+        between them in host memory. how: as the setting; it says what of the networks' blocks is kept."""
         self.offload_activations = offload
         checkpoint_decoder(self.family.pipeline.vae)
         for name in self.trainable:
-            self.denoisers[name].enable_gradient_checkpointing()
+            self.denoisers[name].enable_gradient_checkpointing(checkpointing_func(how, name))
 
     def _kept_activations(self) -> AbstractContextManager[Any]:
         return torch.autograd.graph.save_on_cpu() if self.offload_activations else nullcontext()

@@ -114,7 +114,8 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
         return target
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
-    build(scratch)
+    with torch.random.fork_rng(devices=[]):  # a run draws the same numbers, whether it builds or finds
+        build(scratch)
     try:
         os.rename(scratch, target)
     except OSError:

@@ -12,7 +12,7 @@ import torch
 
 from ...config.diffusion import DiffusionRunConfig, trained_steps
 from ...config.placement import DEVICES, PRESENT, Device
-from ...config.shared import PlanConfig
+from ...config.shared import ATTENTION, AUTO, FULL, NONE, PlanConfig
 from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...runtime import collectives
@@ -122,6 +122,7 @@ def planner_of(
 
 
 Size = tuple[str, str]  # section and name of a setting
+LIGHTER = (NONE, ATTENTION)  # checkpointing that runs less again than the full one, the one that holds most first
 FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
 
 
@@ -180,6 +181,56 @@ def _fits(plan: Plan, least: Plan) -> bool:
     )
 
 
+def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> str:
+    """For gradient_checkpointing auto the first of none, attention and full whose plan fills at most `FILLED` of the
+    device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned."""
+    trial = deepcopy(config)
+
+    def planned(how: str) -> Plan | None:
+        trial.model.gradient_checkpointing = how
+        return plan_of(trial, device, ranks, local, online)
+
+    least = planned(FULL)
+    if least is None:
+        return FULL
+    options = LIGHTER[:1] if getattr(config.model, "attn_implementation", "") == "eager" else LIGHTER
+    return next((how for how in options if _fits(planned(how), least)), FULL)
+
+
+def use_choices(config: AnyConfig) -> None:
+    """Put what is left to the plan into the configuration, for this rank's device and the same on all ranks. A
+    collective."""
+    if config.model.gradient_checkpointing == AUTO:
+        _use_chosen_checkpointing(config)
+    if config.plan.auto_micro_batches:
+        use_chosen_sizes(config)
+
+
+def _use_chosen_checkpointing(config: AnyConfig) -> None:
+    """That of the rank which has room for the least."""
+    ranks, local = started()
+    try:
+        how = chosen_checkpointing(config, present(local), ranks, local, online=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a model that is built otherwise than those planned so far
+        logger.warning("gradient_checkpointing auto takes full, as no plan could be made: %s", error)
+        how = FULL
+    words = (*LIGHTER, FULL)
+    most = collectives.all_reduce_max(torch.tensor(float(words.index(how))))
+    config.model.gradient_checkpointing = words[int(most)]
+    if collectives.is_rank_0():
+        logger.info("gradient_checkpointing auto: %s", words[int(most)])
+
+
+def planned_checkpointing(config: AnyConfig) -> str:
+    """What a dry run would choose for the device that it names, which `config` gets, in a line; empty without auto."""
+    if config.model.gradient_checkpointing != AUTO:
+        return ""
+    config.model.gradient_checkpointing = how = chosen_checkpointing(config, *named_device(config.plan))
+    return f"gradient_checkpointing auto: {how}"
+
+
 def planned_sizes(config: AnyConfig) -> str:
     """The sizes for the device that a dry run names, which `config` gets, in a line; empty where none are asked for."""
     if not config.plan.auto_micro_batches:
@@ -215,11 +266,11 @@ def _use(config: AnyConfig, sizes: dict[Size, int]) -> str:
 def dry_run(config: AnyConfig) -> tuple[str, int]:
     """(what to show, exit code) of a run that is only planned: 1 where it does not fit on the device that was named.
 
-    The micro-batch sizes that the run would choose are put into `config`.
+    The checkpointing and the micro-batch sizes that the run would choose are put into `config`.
     """
     device, ranks, local = named_device(config.plan)
     try:
-        sizes = planned_sizes(config)
+        chosen = [planned_checkpointing(config), planned_sizes(config)]
         plan = plan_of(config, device, ranks, local)
     except ConfigError:
         raise
@@ -228,4 +279,4 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     if plan is None:
         return unknown(config), 0
     refused = config.plan.plan_device is not None and not plan.fits and config.plan.plan != "force"
-    return "\n".join(filter(None, [sizes, plan.text()])), int(refused)
+    return "\n".join(filter(None, [*chosen, plan.text()])), int(refused)

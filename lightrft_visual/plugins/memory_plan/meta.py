@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -111,6 +111,18 @@ def _tensors(values: Iterable[Any]) -> Iterator[T]:
             yield from _tensors(value)
 
 
+def _attended(query: T, key: T, value: T, flops: float) -> tuple[T, T]:
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+# An operation, as the kernels are, that checkpointing may keep the result of. flops: of its two products.
+OWN = torch.library.Library("lightrft_visual", "FRAGMENT")
+OWN.define("attention_of_shapes(Tensor query, Tensor key, Tensor value, float flops) -> (Tensor, Tensor)")
+OWN.impl("attention_of_shapes", _attended, "Meta")
+register_flop_formula(torch.ops.lightrft_visual.attention_of_shapes)(lambda *shapes, **_: shapes[-1])
+
+
 class _Attention(torch.autograd.Function):
     """Keeps what the fused kernels keep: inputs, output and a number for each query. No scores.
 
@@ -119,8 +131,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, live, flops):
-        output = torch.empty_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
-        norms = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        output, norms = torch.ops.lightrft_visual.attention_of_shapes(query, key, value, flops)
         ctx.save_for_backward(query, key, value, output, norms)
         ctx.live, ctx.flops = live, flops
         return output
@@ -143,7 +154,6 @@ def fused_attention(live: LiveBytes) -> Iterator[None]:
     def attention(query: T, key: T, value: T, *_: Any, is_causal: bool = False, **__: Any) -> T:
         pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if is_causal else 1.0)  # causal kernels skip half
         flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
-        live.products(flops)
         return _Attention.apply(query, key, value, live, flops)
 
     F.scaled_dot_product_attention = attention

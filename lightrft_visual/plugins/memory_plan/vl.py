@@ -14,6 +14,7 @@ from math import ceil
 
 from ...config import registry
 from ...config.placement import GIB, Device
+from ...config.shared import FULL
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
@@ -68,7 +69,7 @@ class VLPlanner:
         c, zero = self.config, self.config.distributed
         on = {
             "bf16": c.model.bf16,
-            "gradient_checkpointing": c.model.gradient_checkpointing,
+            "gradient_checkpointing": c.model.gradient_checkpointing == FULL,
             "lora_rank": c.model.lora_rank > 0,
             "offload_reference": c.rollout.offload_reference,
             "zero_stage 2": zero.zero_stage >= 2,

@@ -19,8 +19,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...config.placement import Device
+from ...config.shared import ATTENTION, NONE
 from ...config.vl import RunConfig
 from ...models.attention import Segments, attend_by_segments
+from ...models.checkpointed import checkpoint_blocks
 from ...models.loading import add_lora, freeze
 from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
@@ -125,8 +127,7 @@ class VLShape:
         transformer = on_meta(
             lambda: auto.from_config(self.model_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code)
         )
-        if model.gradient_checkpointing:
-            transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(transformer, model.gradient_checkpointing)
         freeze(transformer, model.freeze_prefix)
         through_active_experts(transformer)
         return transformer
@@ -323,7 +324,7 @@ class VLShape:
             return Work()
         trained = backward and any(parameter.requires_grad for parameter in self.tower.parameters())
         full = trained and all(parameter.requires_grad for parameter in self.tower.parameters())
-        again = trained and self.config.model.gradient_checkpointing
+        again = trained and self.config.model.gradient_checkpointing != NONE
         passes = 1 + again + (1 + full if trained else 0)
         calls = self._blocks() * self._calls(trained) / self.text.num_hidden_layers
         _, patches, size = self.media_bytes()
@@ -361,8 +362,8 @@ class VLShape:
         depth, block = self._blocks(), self.width * (14 * hidden + 4 * inner)
         if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
             each = self.width * (6 * hidden + 3 * inner)
-        elif self.config.model.gradient_checkpointing:
-            each = depth * self.width * hidden + block
+        elif (checkpointing := self.config.model.gradient_checkpointing) != NONE:
+            each = depth * self.width * hidden * (2 if checkpointing == ATTENTION else 1) + block
         else:
             each = depth * block
         _, patches, size = self.media_bytes()

@@ -16,7 +16,7 @@ from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, refit_update, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.kinds import Task
-from ...config.shared import RewardConfig
+from ...config.shared import NONE, RewardConfig
 from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
 from ...data.sampler import fitting_batch
@@ -373,8 +373,8 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         policy.compile_blocks()
     if model.vae_tiling:
         policy.family.pipeline.vae.enable_tiling()
-    if model.gradient_checkpointing:
-        policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload)
+    if model.gradient_checkpointing != NONE:
+        policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload, model.gradient_checkpointing)
     policy.move_to(strategy.device)
     _keep_prompts(policy)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))

@@ -32,6 +32,7 @@ from ...experience.items import unpack_actions
 from ...experience.rollouts import ScoringRule
 from ...experience.types import Experience, ModelInputs
 from ...models.loading import Checkpoint
+from ...models.routing import count_experts
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
@@ -403,6 +404,8 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
     refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
     if sequence > 1 and refused:
         raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
+    if config.model.compile and (refused or count_experts(checkpoint.config)):
+        raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 
 
 def _of_info(name: str) -> Callable[[Experience], T | None]:

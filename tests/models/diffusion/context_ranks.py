@@ -107,7 +107,7 @@ def difference(whole: dict[str, T], parts: dict[str, T], own: slice, size: int) 
 
 
 def cases(kind: str):
-    """Groups of 4 ranks compute activations again in their backward."""
+    """Groups of 4 ranks compute activations but attention again in their backward."""
     policy = policy_of(kind)
     inputs = inputs_of(kind, policy)
     whole = result(policy, inputs, slice(None))
@@ -121,7 +121,7 @@ def cases(kind: str):
         if size == 2:
             again = result(policy, inputs, slice(None))
             yield "joined again", max((again[name] - each).abs().max().item() for name, each in whole.items())
-            policy.enable_gradient_checkpointing()
+            policy.enable_gradient_checkpointing(how="attention")
 
 
 def refused() -> dict[str, str]:

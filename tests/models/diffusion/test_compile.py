@@ -7,6 +7,7 @@ are traced and run as they are, and the compiler makes one of them.
 import pytest
 import torch
 import torch._dynamo
+from attention_calls import AttentionCalls
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -73,6 +74,20 @@ def test_compiled_blocks_compute_the_same_with_lora_without_it_and_backward():
     programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert 0 < programs <= 6  # two kinds of blocks; rollout, replay, reference
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_checkpointed_programs_keep_the_results_of_attention():
+    found = []
+    for how, backend in (("none", None), ("attention", "aot_eager")):
+        made, asked_for = policy(backend, layers=1), asked(policy(layers=1), 3)
+        made.train()
+        if how != "none":
+            made.enable_gradient_checkpointing(how=how)
+        with AttentionCalls() as calls:
+            made(*asked_for).square().mean().backward()
+        found.append((calls.count, [parameter.grad for parameter in made.trainable_parameters()]))
+    assert found[1][0] == found[0][0] > 0
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 
 
 def test_the_compiler_makes_a_program_for_the_host_or_the_accelerator():

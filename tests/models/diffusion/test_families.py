@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import tiny_families
 import torch
+from attention_calls import AttentionCalls
 from diffusers import DiffusionPipeline
 from PIL import Image
 
@@ -107,6 +108,27 @@ def rollout(policy, name):
     ids, shared = torch.arange(2), shared_of(policy, name)
     own = conditions if shared is None else {}
     return sampler, guidance, result, experience_of(result, own, group_id=ids, sample_id=ids, shared=shared)
+
+
+@pytest.mark.parametrize("name", ["sd15", "flux", "wan", "hunyuan_video15", "qwen_image", "z_image"])
+def test_attention_that_is_kept_does_not_run_in_backward_and_changes_nothing(name):
+    policy, (size, guidance, _), found = policy_of(name), CASES[name], []
+    for weight in policy.trainable_parameters():  # LoRA's begin as zeros
+        torch.nn.init.normal_(weight, std=0.1)
+    latents, times = torch.randn(2, *policy.latent_shape(*size)), torch.tensor([950.0, 300.0])
+    conditions = conditions_of(policy, name, size)
+    policy.train()
+    for how in ("none", "attention"):
+        if how == "attention":
+            policy.enable_gradient_checkpointing(how=how)
+        policy.zero_grad()
+        with AttentionCalls() as calls:
+            velocity = policy(latents, times, conditions, guidance)
+            before = calls.count
+            velocity.square().mean().backward()
+        assert calls.count == before > 0
+        found.append((velocity.detach(), [weight.grad for weight in policy.trainable_parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

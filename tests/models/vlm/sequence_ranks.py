@@ -86,7 +86,7 @@ def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[i
 
 
 def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
-    """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them. Stage 3 computes activations again."""
+    """Under ZeRO, by micro-batches; the gradients as DeepSpeed reduces them. Activations are computed again."""
     for wrap, cases in ((lambda model: model, ((0, 2), (2, 4), (3, 2), (3, 4))), (adapters, ((3, 2),))):
         whole = loss_and_gradients(actor_of(checkpoint, wrap=wrap), [inputs_of(checkpoint, rollouts)])
         for stage, size in cases:
@@ -96,7 +96,8 @@ def zero_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int
 
 
 def under_zero(strategy: DeepspeedStrategy, checkpoint: Checkpoint, wrap, part: list, group: SequenceGroup) -> Result:
-    recomputed = ModelConfig(gradient_checkpointing=strategy.config.zero_stage == 3)
+    full = strategy.config.zero_stage == 3 and group.size == 4
+    recomputed = ModelConfig(gradient_checkpointing="full" if full else "attention")
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, recomputed, strategy.dtype)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)

@@ -6,6 +6,7 @@ The compiler itself would take minutes on the host: its programs are traced here
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from equality import loss_and_gradients
 from moe import moe_checkpoint
 from peft import LoraConfig, get_peft_model
 from tiny_models import checkpoint_of, features_of, inputs_of, load, prompts_for, text_prompts
+from whole_runs import rows, run_plan
 
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
@@ -124,3 +126,23 @@ def test_what_cannot_be_compiled_is_refused(tmp_path, checkpoint):
 def test_whole_weights_and_whole_samples_are_asked_for(flags, text):
     with pytest.raises(ConfigError, match=text):
         load_config(RunConfig, ["compile=true", flags], preset=None)
+
+
+RUN = (
+    "--bf16 true --lora_rank 3 --target_modules q_proj,down_proj --packing_samples --engine_type hf "
+    "--rollout_batch_size 3 --n_samples_per_prompt 3 --train_batch_size 9 --micro_train_batch_size 5 "
+    "--generate_max_len 5 --max_steps 2 --max_eval_samples 0 --report false --parity_every 0"
+).split()
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_in_half_precision_and_checkpointed_blocks_trains_as_without_programs(tmp_path, cache_root):
+    runs = {"plain": RUN, "compiled": [*RUN, "--compile"]}
+    runs = {name: [*flags, "--gradient_checkpointing"] for name, flags in runs.items()}
+    run_plan(runs, tmp_path, cache_root, driver=Path(__file__).parent / "compiled_runs.py")
+    steps = list(zip(rows(tmp_path / "compiled"), rows(tmp_path / "plain"), strict=True))
+    assert len(steps) == 2 and steps[1][0]["policy_version"] == 1
+    for compiled, plain in steps:
+        assert compiled["reward_mean"] == plain["reward_mean"] and compiled["grad_norm"] > 0
+        for name in ("entropy", "grad_norm", "policy_loss"):
+            assert compiled[name] == pytest.approx(plain[name], rel=0.02, abs=1e-6), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import JanusConfig, Qwen2Config
+from transformers import GPT2Config, JanusConfig, Qwen2Config, Qwen3VLMoeConfig
 
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
@@ -30,6 +30,13 @@ def check(config, flags: str) -> None:
         (Qwen2Config(), "--drawing_entropy_coef 0.0", "drawing_entropy_coef.*writes text only; leave it out"),
         (Qwen2Config(), "--papo_coef 0.01", "papo_coef hides parts of images: this model reads text only"),
         (Qwen2Config(), "--noisy_rollout_share 0.5", "noisy_rollout_share.*this model reads text only"),
+        (
+            Qwen3VLMoeConfig(),
+            "--compile",
+            "compile: its experts are noted between operations; leave it out",
+        ),
+        (GPT2Config(), "--compile", "compile: it is not proven for model type 'gpt2'; leave it out"),
+        (Qwen2Config(), "--compile --attn_implementation eager", "attn_implementation eager does not take segments"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(config, flags, message):
@@ -38,5 +45,5 @@ def test_what_a_model_cannot_do_is_refused(config, flags, message):
 
 
 def test_what_it_can_do_is_not():
-    check(Qwen2Config(), "")
+    check(Qwen2Config(), "--compile")
     check(JanusConfig(), "--homogeneous_batches --train_batch_size 128 --drawing_entropy_coef 0.0 --entropy_coef 0.05")

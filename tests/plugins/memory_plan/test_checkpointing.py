@@ -1,0 +1,104 @@
+"""What checkpointing keeps by the plan, and which the plan chooses."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lightrft_visual.config import registry
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import config_or_exit, parse_run
+from lightrft_visual.config.placement import DEVICES
+from lightrft_visual.config.sft import SFTRunConfig
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.plugins.memory_plan import check
+from lightrft_visual.plugins.memory_plan.diffusion import Computed
+from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
+from lightrft_visual.plugins.memory_plan.shapes import language_model
+from lightrft_visual.plugins.memory_plan.vl_shape import MicroBatch, VLShape
+from lightrft_visual.trainer import run_state
+
+HOW = ("none", "attention", "full")
+CARD = DEVICES["h100-80gb"]
+SEVEN = (
+    "--pretrain Qwen/Qwen2.5-VL-7B-Instruct --bf16 --zero_stage 2 --packing_samples --rollout_batch_size 128 "
+    "--n_samples_per_prompt 16 --generate_max_len 2048 --offload_trainer --gradient_checkpointing auto"
+).split()
+
+
+def config_of(*argv: str) -> RunConfig:
+    return parse_run(RunConfig, [*SEVEN, *argv]).config
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_layer_keeps_its_input_and_with_attention_that_and_a_number_for_each_head(packed):
+    kept, length = {}, 1537
+    for how in HOW:
+        config = config_of("--gradient_checkpointing", how)
+        shape = VLShape(config, language_model(config.model))
+        shape.trained.train()
+        kept[how] = shape._decoded(MicroBatch(1, length, 700, 1, [length] if packed else None), True).kept
+    text = shape.text
+    heads = text.num_attention_heads
+    result = length * (text.hidden_size * 2 + heads * 4)  # bfloat16, and float32 norms
+    assert kept["attention"] - kept["full"] == text.num_hidden_layers * result
+    assert kept["full"] < kept["attention"] < 0.1 * kept["none"]
+
+
+def test_a_drawing_model_keeps_more_than_in_full_and_less_than_without():
+    kept = {}
+    for how in HOW:
+        argv = f"--pretrain embedded --lora_rank 3 --gradient_checkpointing {how}".split()
+        config = parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config
+        kept[how] = Computed(config, pipeline_policy(config)).denoised(3, 1.0, True).kept
+    assert kept["full"] < kept["attention"] < 0.7 * kept["none"], kept
+
+
+@pytest.mark.parametrize("size,how", [(1, "attention"), (16, "full")])
+def test_auto_is_the_first_that_leaves_a_tenth_of_the_card_free(size, how):
+    config = config_of("--micro_train_batch_size", str(size))
+    assert check.chosen_checkpointing(config, CARD, 8, 8) == how and config.model.gradient_checkpointing == "auto"
+    needed = {}
+    for each in HOW:
+        config.model.gradient_checkpointing = each
+        needed[each] = check.plan_of(config, CARD, 8, 8).phases[3].total("device") / CARD.memory
+    assert needed["none"] > 0.9 and (needed["attention"] <= 0.9) is (how == "attention")
+
+
+def test_auto_is_none_where_all_fits_and_skips_attention_that_cannot_be_kept():
+    small = parse_run(RunConfig, ["--gradient_checkpointing", "auto"]).config
+    assert check.chosen_checkpointing(small, CARD, 1, 1) == "none"
+    assert check.chosen_checkpointing(config_of("--attn_implementation", "eager"), CARD, 8, 8) == "full"
+    unknown = parse_run(RunConfig, ["--pretrain", "someone/unheard-of", "--gradient_checkpointing", "auto"]).config
+    assert check.chosen_checkpointing(unknown, CARD, 1, 1) == "full"
+
+
+def test_a_dry_run_says_what_it_would_choose(capsys):
+    argv = ["--gradient_checkpointing", "auto", "--plan_device", "h100-80gb", "--dry_run"]
+    with pytest.raises(SystemExit) as left:
+        config_or_exit(RunConfig, argv)
+    assert left.value.code == 0 and "# gradient_checkpointing auto: none" in capsys.readouterr().out
+
+
+def test_all_ranks_take_what_holds_least(monkeypatch):
+    config = parse_run(RunConfig, ["--gradient_checkpointing", "auto"]).config
+    monkeypatch.setattr(check, "present", lambda local: CARD)
+    monkeypatch.setattr(check.collectives, "all_reduce_max", lambda value: torch.maximum(value, torch.tensor(1.0)))
+    check.use_choices(config)
+    assert config.model.gradient_checkpointing == "attention"
+
+
+@pytest.mark.parametrize(
+    "schema,need", [(RunConfig, "needs the plug-in memory_plan"), (SFTRunConfig, "needs a plan, which supervised runs")]
+)
+def test_without_a_plan_auto_is_full_and_one_line_says_so(monkeypatch, caplog, schema, need):
+    monkeypatch.setattr(registry, "service", lambda name: None)
+    config = parse_run(schema, ["--gradient_checkpointing", "auto"], preset=None).config
+    with caplog.at_level(logging.WARNING):
+        run_state._use_plan(config)
+    assert config.model.gradient_checkpointing == "full"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"gradient_checkpointing auto {need}") and line.endswith("it takes full")
