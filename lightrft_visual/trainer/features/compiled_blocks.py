@@ -22,6 +22,7 @@ from ...runtime.start_up import log_stage
 
 # Two kinds of blocks, in parts around their attention, with and without gradients and adapters; torch gives up after 8.
 PROGRAMS_A_BLOCK = 64
+BEHIND = ("visual.merger", "model.norm")  # modules behind the last block: the tower's head, the text's last norm
 
 
 def build(parts: Any) -> None:
@@ -33,7 +34,7 @@ def build(parts: Any) -> None:
 
 
 def compile_blocks(model: Actor | Critic, backend: str = "inductor") -> int:
-    """Let torch.compile make programs of the repeated blocks; their number.
+    """Let torch.compile make programs of the repeated blocks and of what stands behind them; the number of blocks.
 
     Steps of a generation, which have a cache, stay as they are. backend: of torch.compile. Raises ConfigError for
     another attention than PyTorch's, a family that is not proven, and experts, which are noted between operations.
@@ -45,15 +46,18 @@ def compile_blocks(model: Actor | Critic, backend: str = "inductor") -> int:
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, PROGRAMS_A_BLOCK)
-    for block in blocks:
-        block.forward = _program_of(block.forward, backend)  # behind the hooks and the checkpoints of the block
+    behind = [module for name, module in model.named_modules() if name.endswith(BEHIND)]
+    for block in blocks:  # behind the hooks and the checkpoints of the block
+        block.forward = _program_of(block.forward, backend, lambda given: given.get("past_key_values") is None)
+    for module in behind:  # which are not told of a cache
+        module.forward = _program_of(module.forward, backend, lambda _: torch.is_grad_enabled())
     return len(blocks)
 
 
-def _program_of(plain: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _program_of(plain: Callable[..., Any], backend: str, taken: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
     program = torch.compile(plain, backend=backend, dynamic=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (program if kwargs.get("past_key_values") is None else plain)(*args, **kwargs)
+        return (program if taken(kwargs) else plain)(*args, **kwargs)
 
     return forward
