@@ -107,11 +107,9 @@ class DiffusionModelConfig(Section):
     def check(self) -> None:
         """Offloading checkpointed activations checkpoints them; a tokenizer belongs to a model in parts."""
         if self.use_gradient_checkpointing_offload:
-            how, told = (
-                self.gradient_checkpointing,
-                "use_gradient_checkpointing_offload takes gradient_checkpointing full",
-            )
-            require(how in (NONE, FULL), f"{told}, not {how}: leave one of them out")
+            how = self.gradient_checkpointing
+            told = f"use_gradient_checkpointing_offload takes gradient_checkpointing full, not {how}: leave one out"
+            require(how in (NONE, FULL), told)
             self.gradient_checkpointing = FULL
         require(
             self.tokenizer_path is None or self.pretrain.endswith(PARTS),
