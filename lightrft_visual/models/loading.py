@@ -78,8 +78,10 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
     fetch_model(path, code=model.trust_remote_code)
     with refused_as(ConfigError, f"model {path} cannot be loaded{_looked_at(path)}"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         processor, family = None, family_of(config)
+        if os.path.isdir(path):
+            check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         if family.vision:
             pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
@@ -115,8 +117,6 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
     with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
-        if os.path.isdir(path):
-            check_size(Path(path), config, auto)
         transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
     if report["missing_keys"]:
         # transformers would draw them at random and go on.

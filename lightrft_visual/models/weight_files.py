@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers.initialization import no_init_weights
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..errors import ConfigError
@@ -39,7 +38,8 @@ def check_size(folder: Path, config: Any, auto: Any) -> None:
     """Refuse a config.json that describes a far larger model than the weights beside it hold. ConfigError.
 
     A model within twice their size is left to the loader, which names each weight that does not fit; so are folders
-    without safetensors files, and quantized weights, where several share an element.
+    without safetensors files, quantized weights, where several share an element, and code of the folder's own. Not
+    inside a load under ZeRO-3, where transformers would divide what is built here.
 
     Args:
         folder: where config.json and the weights lie.
@@ -47,7 +47,7 @@ def check_size(folder: Path, config: Any, auto: Any) -> None:
         auto: the class of transformers that builds the model, such as AutoModelForCausalLM.
     """
     files = weight_files(folder)
-    if not files or getattr(config, "quantization_config", None):
+    if not files or getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
         return
     if deepest := max(
         (depth for depth in _depths(config.to_dict()) if depth > max(MOST_LAYERS, len(files))), default=0
@@ -56,7 +56,7 @@ def check_size(folder: Path, config: Any, auto: Any) -> None:
             f"model {folder}: config.json describes {deepest} layers, the files hold {len(files)} weights"
         )
     held = sum(map(_elements, set(files.values())))
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         wanted = sum(weight.numel() for weight in auto.from_config(config).parameters())
     if wanted > 2 * held + MORE_ELEMENTS:
         raise ConfigError(f"model {folder}: config.json describes {wanted:,} parameters, the files hold {held:,}")

@@ -11,9 +11,9 @@ from tiny_models import checkpoint_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from lightrft_visual.config.vl import ModelConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.loading import load_transformer
+from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.weight_files import check_size, weight_files
 
 
@@ -45,10 +45,10 @@ def rewritten(folder, **text_settings):
     (folder / "config.json").write_text(json.dumps(read))
 
 
-def test_load_transformer_config_far_wider_than_weights_refused_before_it_is_allocated(folder):
+def test_open_checkpoint_config_far_wider_than_weights_refused_before_it_is_allocated(folder):
     rewritten(folder, vocab_size=10**7)
     with Largest() as seen, pytest.raises(ConfigError, match=r"describes [\d,]+ parameters, the files hold [\d,]+"):
-        load_transformer(str(folder), ModelConfig(), torch.float32)
+        open_checkpoint(str(folder), ModelConfig(), DataConfig())
     assert seen.elements < 10**6
 
 
@@ -59,7 +59,7 @@ def test_check_size_more_layers_than_weights_refused_by_their_number(folder):
         check_size(folder, config, AutoModelForImageTextToText)
 
 
-@pytest.mark.parametrize("change", ["none", "no safetensors", "quantized"])
+@pytest.mark.parametrize("change", ["none", "no safetensors", "quantized", "own code"])
 def test_check_size_model_of_its_size_or_unknown_size_passes(folder, change):
     config = AutoConfig.from_pretrained(folder)
     if change != "none":
@@ -69,6 +69,8 @@ def test_check_size_model_of_its_size_or_unknown_size_passes(folder, change):
             path.unlink()
     if change == "quantized":
         config.quantization_config = {"quant_method": "fp8"}
+    if change == "own code":
+        config.auto_map = {"AutoModel": "mine.Model"}
     check_size(folder, config, AutoModelForImageTextToText)
 
 
