@@ -55,10 +55,10 @@ def test_sample_guidance_of_a_run_is_the_pipelines_own_setting_of_that_meaning(t
     assert (as_in_the_run == told).all() and (as_in_the_run != without).any()
 
 
-def test_sample_edit_depends_on_the_image_of_the_prompt(tmp_path):
-    folder = left_by_a_run(tmp_path, "flux_kontext", width=32)
+def test_sample_video_depends_on_the_image_of_the_prompt(tmp_path):
+    folder = left_by_a_run(tmp_path, "wan_i2v", width=32, frames=5)
     red, blue = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
-    (first,), (second,) = (sample(folder, ["make it green"], images=[image]) for image in (red, blue))
+    first, second = (sample(folder, ["it moves"], images=[image])[0][0] for image in (red, blue))
     assert (pixels(first) != pixels(second)).any()
 
 
