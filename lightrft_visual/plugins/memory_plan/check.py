@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from math import ceil
+from typing import TypeVar
 
 import torch
 
@@ -121,6 +122,7 @@ def planner_of(
     return lambda each: VLPlanner(each, shape, device, ranks, local).plan()
 
 
+C = TypeVar("C")
 Size = tuple[str, str]  # section and name of a setting
 LIGHTER = (NONE, ATTENTION)  # checkpointing that runs less again than the full one, the one that holds most first
 FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
@@ -208,19 +210,25 @@ def use_choices(config: AnyConfig) -> None:
 
 def _use_chosen_checkpointing(config: AnyConfig) -> None:
     """That of the rank which has room for the least."""
-    ranks, local = started()
-    try:
-        how = chosen_checkpointing(config, present(local), ranks, local, online=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("gradient_checkpointing auto takes full, as no plan could be made: %s", error)
-        how = FULL
+    how = _chosen_here(chosen_checkpointing, config, FULL, "gradient_checkpointing auto takes full")
     words = (*LIGHTER, FULL)
     most = collectives.all_reduce_max(torch.tensor(float(words.index(how))))
     config.model.gradient_checkpointing = words[int(most)]
     if collectives.is_rank_0():
         logger.info("gradient_checkpointing auto: %s", words[int(most)])
+
+
+def _chosen_here(choose: Callable[..., C], config: AnyConfig, otherwise: C, told: str) -> C:
+    """What is chosen for this rank's device; `otherwise`, with a warning that begins as `told`, where nothing can be
+    planned."""
+    ranks, local = started()
+    try:
+        return choose(config, present(local), ranks, local, online=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a model that is built otherwise than those planned so far
+        logger.warning("%s, as no plan could be made: %s", told, error)
+        return otherwise
 
 
 def planned_checkpointing(config: AnyConfig) -> str:
@@ -240,15 +248,8 @@ def planned_sizes(config: AnyConfig) -> str:
 
 def use_chosen_sizes(config: AnyConfig) -> None:
     """Put the sizes for this rank's device into the configuration, the smallest of all ranks. A collective."""
-    ranks, local = started()
-    try:
-        sizes = chosen_sizes(config, present(local), ranks, local, online=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("micro-batch sizes stay as they are given, as no plan could be made: %s", error)
-        sizes = {}
-    names = list(_limits(config, ranks))
+    sizes: dict[Size, int] = _chosen_here(chosen_sizes, config, {}, "micro-batch sizes stay as they are given")
+    names = list(_limits(config, started()[0]))
     mine = [sizes.get(name) or getattr(getattr(config, name[0]), name[1]) for name in names]
     least = -collectives.all_reduce_max(-torch.tensor(mine, dtype=torch.float64))
     text = _use(config, dict(zip(names, (int(value) for value in least.tolist()))))

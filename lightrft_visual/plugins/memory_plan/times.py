@@ -31,14 +31,13 @@ SYNC_CALLS = 22  # of a weight that an engine takes over, adapters merged: the 0
 # of the smallest size that one of a model takes the time of, by one of the embedded model. Both with engine hf.
 HOST_PRODUCTS, HOST_CALL = 0.7, 3.0
 STEP_CALLS = 20  # of a trained tensor in an optimizer step and DeepSpeed's buffers around it; an estimate
-STEP_BYTES = (
-    4 * FP32 + 3 * FP32
-)  # of a trained number: gradient, weight and two moments read, all but the first written
+STEP_BYTES = 7 * FP32  # of a trained number: gradient, weight and two moments read, all but the first written
 # Bytes a second that a card sends to others of its host: NVLink, of the vendors' data sheets; others by PCIe. Between
 # hosts a network of 400 Gbit/s for each card.
 PEERS, NETWORK = {"a100": 300e9, "b200": 900e9, "h100": 450e9, "h200": 450e9, "h20-": 450e9}, 50e9
 REACHED = 0.7  # of such a bandwidth, by large all-reduces
 DISK = 2e9  # bytes a second of a checkpoint that is read
+HOST_MEMORY = 20e9  # bytes a second of one rank's share of a host with accelerators; an estimate
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Speeds:
         """Of AdamW over this rank's part of a model, on the host with adam_offload."""
         part = model.trained / (zero.ranks if zero.stage or model.width < FP32 else 1)
         if zero.config.adam_offload and not self.alone:
-            return part * ((STEP_BYTES + model.width) / host_bandwidth() + (FP32 + model.width) / self.link)
+            return part * ((STEP_BYTES + model.width) / HOST_MEMORY + (FP32 + model.width) / self.link)
         return self.seconds(Work(moved=part * (STEP_BYTES + model.width), calls=tensors * STEP_CALLS))
 
     def reducing(self, zero: Zero, model: Model, micro_batches: int) -> float:
@@ -98,11 +97,6 @@ class Speeds:
     def gathering(self, zero: Zero, model: Model, passes: float) -> float:
         """Of the whole model by stage 3, for so many forward or backward passes."""
         return passes * model.bytes * (zero.ranks - 1) / zero.ranks / self.peers if zero.stage == 3 else 0.0
-
-
-def host_bandwidth() -> float:
-    """Bytes a second of a host's memory, as one rank's share of a host with accelerators reaches it: an estimate."""
-    return 20e9
 
 
 @cache
