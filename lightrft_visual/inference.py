@@ -71,15 +71,17 @@ class Checkpoint:
         self.pipeline().save_pretrained(folder)
         yield folder
 
-    def pipeline(self) -> Any:
+    def pipeline(self, bf16: bool = False) -> Any:
         """The diffusers pipeline, adapters joined with their base. Raises ConfigError where that is not known."""
+        import torch
         from diffusers import DiffusionPipeline
 
         from .config import registry
         from .models.diffusion.families.base import join_lora
 
+        dtype = torch.bfloat16 if bf16 else torch.float32
         if not (Path(self.path) / ADAPTER).is_file():
-            return DiffusionPipeline.from_pretrained(self.path)
+            return DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
         run = self.run.get("model", {})
         base = self.base or run.get("pretrain")
         if base is None:
@@ -88,9 +90,9 @@ class Checkpoint:
             path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
             if os.path.isabs(path) and not os.path.isdir(path):
                 raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
-            pipeline = DiffusionPipeline.from_pretrained(path)
+            pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
         else:
-            pipeline = copy.deepcopy(base)
+            pipeline = copy.deepcopy(base).to(dtype)
         join_lora(pipeline, Path(self.path))
         return pipeline
 
@@ -206,7 +208,7 @@ def sample(
         seed: of what is drawn.
         base: as of `evaluate`.
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
-            arguments of its pipeline, such as num_inference_steps.
+            arguments of its pipeline, such as num_inference_steps, and bf16 (default: as in the run).
     """
     listed = _asked([prompts] if isinstance(prompts, str) else list(prompts), images)
     with _on_disk(model) as checkpoint:
@@ -267,11 +269,16 @@ def _drawn(
     checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any]
 ) -> list[list[Any]]:
     import torch
+    from deepspeed.accelerator import get_accelerator
 
     from .data.media import load_image
 
-    pipeline = checkpoint.pipeline()
+    device = get_accelerator().device_name()
+    bf16 = settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu"))
+    pipeline = checkpoint.pipeline(bf16)
     pipeline.set_progress_bar_config(disable=True)
+    if device != "cpu":  # one part at a time, so that what a run trains in shards fits
+        pipeline.enable_model_cpu_offload(device=device)
     usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {}))
     at_once = n if "num_images_per_prompt" in signature(pipeline.__call__).parameters else 1  # a video is large alone
     drawn: list[list[Any]] = []
