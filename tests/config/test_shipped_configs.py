@@ -19,6 +19,11 @@ def test_it_loads_and_sets_something(name: str) -> None:
     assert any("command line" not in source for source in check_config.check(name, []).sources.values())
 
 
+@pytest.mark.parametrize("task", ["embedded_click", "embedded_reasoning", "embedded_zoom"])
+def test_recipe_of_an_embedded_task_named_alone_brings_the_tasks_data(task: str) -> None:
+    assert check_config.check(task, []).config.data.prompt_data == task
+
+
 def test_vision_language_recipes_have_sound_rewards() -> None:
     from lightrft_visual.rewards.recipe import load_recipe
 
