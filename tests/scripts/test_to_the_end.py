@@ -1,0 +1,91 @@
+"""A run over several visits to a card: its scenes, its settings, how it is stopped and told of."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import ndimage
+
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
+from lightrft_visual.config.vl import RunConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "gpu"))
+
+import to_the_end  # noqa: E402
+
+
+def test_scenes_show_as_many_shapes_as_their_answers_say_and_splits_differ(tmp_path):
+    kinds: set[str] = set()
+    for split in ("train", "test"):
+        path = to_the_end.counting_split(tmp_path, split, 24)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            pixels = np.asarray(Image.open(tmp_path / row["images"][0]))
+            _, _, colour, kind, *_ = row["prompt"].split()
+            of_colour, found = ndimage.label((pixels == to_the_end.COLOURS[colour]).all(axis=2))
+            shares = [  # of a shape's own box: a square fills it, a circle pi / 4 of it, a triangle half
+                (of_colour[box] == index).mean() for index, box in enumerate(ndimage.find_objects(of_colour), start=1)
+            ]
+            named = ["square" if share > 0.95 else "circle" if share > 0.65 else "triangle" for share in shares]
+            assert len(named) == found and f"{named.count(kind.rstrip('s'))}" == row["reference"], row
+        kinds |= {row["reference"] for row in rows}
+    assert {"0", "1", "2"} <= kinds
+    train, test = ({each.read_bytes() for each in (tmp_path / name).glob("*.png")} for name in ("train", "test"))
+    assert len(train) == len(test) == 24 and not train & test
+
+
+@pytest.mark.parametrize(
+    "schema,preset,flags",
+    [(RunConfig, VL_PRESET, to_the_end.COUNTING), (DiffusionRunConfig, DIFFUSION_PRESET, to_the_end.OCR)],
+)
+def test_the_settings_of_a_real_run_are_ones_that_runs_take(schema, preset, flags):
+    assert parse_run(schema, flags.split(), preset=preset).config.output.save_steps == 20
+
+
+def test_a_run_that_outlasts_the_visit_is_asked_to_end(tmp_path):
+    code, seconds = to_the_end.visit([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, 0.5)
+    assert code != 0 and seconds < to_the_end.SAVING
+    assert to_the_end.visit([sys.executable, "-c", "print('ended')"], tmp_path, 300)[0] == 0
+    assert (tmp_path / "visits.log").read_text().endswith("ended\n")
+
+
+def test_a_report_adds_up_visits_and_takes_the_place_of_the_last_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name, rows in (
+        ("metrics", [{"step": 1}, {"step": 40}]),
+        ("eval_metrics", [{"step": 0, "eval_reward": 0.25}, {"step": 40, "eval_reward": 0.5}]),
+    ):
+        with open(tmp_path / "run" / f"{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    (tmp_path / "visits.json").write_text(json.dumps([{"seconds": 1800}, {"seconds": 5400}]))
+    note = {"steps": 200, "price": 2.5, "model": "Random weights", "host": {"device": "a card", "torch": "2"}}
+    text = to_the_end.report("ocr", tmp_path, note)
+    assert "40 of 200 steps in 2 visit(s), 2.00 hours of the card with loading, 5.00 dollars at 2.5 an hour" in text
+    assert "| 0 | 0.250 |\n| 40 | 0.500 |" in text
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n")
+    to_the_end.into(page, "ocr", "old\n")
+    page.write_text(page.read_text() + "\nlater\n")
+    to_the_end.into(page, "ocr", text)
+    assert "old" not in page.read_text() and page.read_text().count(text) == 1 and "later" in page.read_text()
+
+
+@pytest.mark.slow
+def test_a_tiny_run_comes_to_its_end_and_is_told_of(tmp_path, monkeypatch, capsys, cache_root):
+    argv = ["to_the_end.py", "counting", str(tmp_path), "--size", "tiny", "--steps", "1", "--minutes", "20",
+            "--max_eval_samples", "8", "--report", "false", "--rollout_batch_size", "8", "--train_batch_size", "64",
+            "--micro_rollout_batch_size", "64", "--micro_train_batch_size", "64"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", argv)
+    assert to_the_end.main() == 0
+    assert "1 of 1 steps in 1 visit(s)" in (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.endswith("done\n")
