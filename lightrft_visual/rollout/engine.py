@@ -13,8 +13,8 @@ from ..config.vl import RunConfig
 from ..errors import ConfigError, NonFiniteError, RolloutError
 from ..experience.rollouts import Completion, PromptBatch, PromptFeatures, Rollout, SamplingSettings
 from ..models.loading import Checkpoint
-from ..runtime.deepspeed import TrainEngine
 from ..runtime.seeding import derive_seed
+from ..runtime.train_engine import TrainEngine
 from .multimodal import MultimodalDataProcessor
 
 Finished = Callable[[int, list[Completion]], None]

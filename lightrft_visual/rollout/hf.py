@@ -23,8 +23,8 @@ from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.routing import of_responses
 from ..models.vlm.actor import Actor
 from ..runtime import collectives
-from ..runtime.deepspeed import TrainEngine
 from ..runtime.seeding import derive_seed
+from ..runtime.train_engine import TrainEngine
 from ..runtime.zero3_loading import reading_across
 from .engine import Finished, diverged
 from .weight_sync import take_over

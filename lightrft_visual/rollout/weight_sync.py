@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from ..errors import RolloutError
 from ..runtime.checkpoint.export import TRANSPOSED
 from ..runtime.checkpoint.manifest import is_adapted, plain_name
-from ..runtime.deepspeed import TrainEngine
+from ..runtime.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -24,8 +24,8 @@ from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 from ..observe.report.page import ReportWriter
 from ..runtime import watchdog
-from ..runtime.deepspeed import StepResult
 from ..runtime.start_up import log_stage, start_is_over
+from ..runtime.train_engine import StepResult
 from .hooks import HookContext, StepData, StopRun
 from .run_state import RunState, final_folder
 

@@ -19,7 +19,7 @@ from lightrft_visual.models.loading import add_lora
 from lightrft_visual.models.routing import sparse_blocks
 from lightrft_visual.rollout.weight_sync import named_weights
 from lightrft_visual.runtime.checkpoint.export import as_published, export_hf
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 RULE = ScoringRule()
 ON_EXPERTS = ModelConfig(

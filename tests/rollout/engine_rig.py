@@ -20,7 +20,7 @@ from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
 from lightrft_visual.rollout.weight_sync import engine_weights
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 R = TypeVar("R")
 # By which a token of engine hf must be ahead, so that no other batch shape, engine or processor rounds it to another

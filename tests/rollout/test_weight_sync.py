@@ -16,7 +16,7 @@ from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.weight_sync import engine_weights, gathered_state_dict, named_weights
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 
 @pytest.fixture(scope="module")

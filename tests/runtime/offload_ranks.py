@@ -11,7 +11,8 @@ from launched import leave
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 
 def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[list[float], list[bool]]:

@@ -14,7 +14,8 @@ from torch import nn
 
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 FINE = 1 + 2**-12  # more than bf16 has
 BATCHES = [(rank, step) for step in range(3) for rank in range(2)]

@@ -23,7 +23,7 @@ from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rollout import parity
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.run_state import RunState
 
 

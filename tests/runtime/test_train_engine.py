@@ -15,7 +15,7 @@ from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import add_lora, load_transformer
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 RULE = ScoringRule(temperature=1.0)
 

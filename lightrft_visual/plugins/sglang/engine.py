@@ -21,8 +21,8 @@ from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...rollout.engine import Finished
-from ...runtime.deepspeed import TrainEngine
 from ...runtime.start_up import importing
+from ...runtime.train_engine import TrainEngine
 from . import weights
 from .arguments import SGLangSettings, prepare_environment, require_package, server_arguments
 from .mapping import completion, request, within_context

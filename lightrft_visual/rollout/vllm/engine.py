@@ -15,9 +15,9 @@ from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...runtime.checkpoint.export import TRANSPOSED, as_published
-from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
+from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
 from ..engine import Finished
 from .admission import VLLMAdmission

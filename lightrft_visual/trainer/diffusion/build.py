@@ -34,10 +34,11 @@ from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
-from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock, cache_folder
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.start_up import log_stage
+from ...runtime.train_engine import TrainEngine
 from ..hooks import Hooks
 from ..loop import LoopSettings
 from ..run_state import (

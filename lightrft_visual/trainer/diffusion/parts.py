@@ -19,9 +19,9 @@ from ...observe.metrics import MetricsAccumulator
 from ...observe.recorder import Record, records_from_media
 from ...rewards.batch import RewardOutput
 from ...runtime import collectives
-from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.sequence import SequenceGroup
+from ...runtime.train_engine import TrainEngine
 from ..hooks import Hooks, StepData
 from ..loop import LoopSettings
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at

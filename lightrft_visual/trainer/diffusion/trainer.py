@@ -16,9 +16,9 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
-from ...runtime.deepspeed import StepResult
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
+from ...runtime.train_engine import StepResult
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .maker import Drawn, joined

@@ -32,7 +32,7 @@ from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.diffusion_sampler import sample_generators
 from ...runtime import collectives
-from ...runtime.deepspeed import StepResult, TrainEngine
+from ...runtime.train_engine import StepResult, TrainEngine
 from .stages import DiffusionSampling, DrawingBatch, Graphed
 
 T = torch.Tensor

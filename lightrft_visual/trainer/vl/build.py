@@ -36,12 +36,13 @@ from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import engine_weights
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
-from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock
 from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.sequence import own_scores
 from ...runtime.start_up import log_stage
+from ...runtime.train_engine import TrainEngine
 from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
 from ..hooks import Hooks

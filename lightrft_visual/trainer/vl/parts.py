@@ -30,7 +30,8 @@ from ...rewards.probe import plausible_image, probed
 from ...rollout.parity import ParityGate
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
-from ...runtime.deepspeed import DeepspeedStrategy, TrainEngine
+from ...runtime.deepspeed import DeepspeedStrategy
+from ...runtime.train_engine import TrainEngine
 from ..hooks import Hooks, StepData
 from ..loop import LoopSettings
 from .evaluation import Evaluation, gold_scores, paired_scores_at

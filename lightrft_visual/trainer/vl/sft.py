@@ -31,11 +31,11 @@ from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.weight_sync import gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model
-from ...runtime.deepspeed import TrainEngine
 from ...runtime.files import FolderLock
 from ...runtime.phase_timer import PhaseTimer
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
+from ...runtime.train_engine import TrainEngine
 from ..hooks import Hooks, StepData
 from ..loop import Evaluated, LoopSettings, PolicyTrainer
 from ..run_state import (

@@ -14,9 +14,9 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
 from ...rollout.weight_sync import engine_weights, gathered_state_dict
 from ...runtime import collectives
-from ...runtime.deepspeed import TrainEngine
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
+from ...runtime.train_engine import TrainEngine
 from ..hooks import StepData
 from ..loop import Evaluated, PolicyTrainer
 from .build import build_parts

@@ -37,7 +37,7 @@ from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
 from ...runtime import collectives
-from ...runtime.deepspeed import StepResult, TrainEngine
+from ...runtime.train_engine import StepResult, TrainEngine
 
 T = torch.Tensor
 

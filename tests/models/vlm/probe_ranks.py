@@ -18,7 +18,8 @@ from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families.unregistered import Unregistered
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 
 def divided(folder: str, learning_rate: float) -> tuple[Checkpoint, TrainEngine]:

@@ -32,7 +32,7 @@ from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.models.tiny.vlm import build_processor
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)

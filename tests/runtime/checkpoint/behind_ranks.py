@@ -16,7 +16,8 @@ from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, verify
 from lightrft_visual.runtime.checkpoint.state import save_state
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings, TrainEngine
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 
 def stepped(engine: TrainEngine, inputs: torch.Tensor) -> None:

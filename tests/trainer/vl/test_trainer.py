@@ -12,7 +12,7 @@ from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.rollout.weight_sync import WeightPost, received
-from lightrft_visual.runtime.deepspeed import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.vl.trainer import VLTrainer
