@@ -50,6 +50,7 @@ setup(
         "dev": [r for r in requirements if package_name(r) in development],
         "diffusion-rewards": [r for r in requirements if package_name(r) in rewards],
         "docs": [r for r in requirements if package_name(r) in documentation],
+        "liger": ["liger-kernel>=0.8"],
         "ray": ["ray>=2.40"],
         "sglang": ["sglang>=0.5"],
         "vllm": ["vllm>=0.26,<0.33"],
