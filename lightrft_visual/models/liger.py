@@ -32,6 +32,7 @@ T = torch.Tensor
 Forward = Callable[..., Any]
 TOLERANCE = 1e-5  # of float32, for inputs of the size 1
 ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")  # as transformers' attentions call them
+ROTATED = ["q", "k", "cos", "sin"]
 BRANCHES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -73,7 +74,7 @@ def use_kernels(transformer: nn.Module) -> None:
             else:
                 module.forward, used[kind] = MethodType(forward, module), used[kind] + 1
         if (forward := _attention_forward(module, rotations)) is not None:
-            module.forward, used["attentions"] = MethodType(forward, module), used["attentions"] + 1
+            module.forward, used["rotations"] = MethodType(forward, module), used["rotations"] + 1
     if not used:
         raise ConfigError(f"use_liger_kernel: {type(transformer).__name__} has nothing that Liger's kernels compute")
     counts = ", ".join(f"{count} {kind}" for kind, count in used.items())
@@ -109,7 +110,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
 
     def own(dtype: torch.dtype) -> T:
         stands_in = copy.copy(module)
-        stands_in._parameters = {"weight": nn.Parameter(weight.to(dtype))}
+        stands_in._parameters = module._parameters | {"weight": nn.Parameter(weight.to(dtype))}
         return type(module).forward(stands_in, given.to(dtype)).float()
 
     halves = given.bfloat16(), weight.bfloat16(), epsilon
@@ -138,8 +139,9 @@ def _rms_norm(hidden: T, weight: T, epsilon: float, offset: float, casting: str)
 
 
 def _mlp_key(module: nn.Module) -> Any:
-    """(class, activation's class) of what may be a gated MLP; None of others."""
-    if not set(BRANCHES) <= module._modules.keys() or not hasattr(module, "act_fn") or not _unary(module):
+    """(class, activation) of what may be a gated MLP, with weights in three layers alone; None of others."""
+    weighted = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    if weighted != set(BRANCHES) or module._parameters or not hasattr(module, "act_fn") or not _unary(module):
         return None
     return type(module), type(module.act_fn), getattr(module.act_fn, "__name__", None)
 
@@ -177,7 +179,7 @@ def _attention_forward(module: nn.Module, rotations: dict[Forward, _Rotation]) -
     if not isinstance(own, FunctionType):
         return None
     plain = {name: own.__globals__[name] for name in ROTATIONS if name in own.__code__.co_names}
-    if not plain:
+    if not plain or any(list(inspect.signature(each).parameters)[:4] != ROTATED for each in plain.values()):
         return None
     names = own.__globals__ | {name: rotations.setdefault(each, _Rotation(each)) for name, each in plain.items()}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
@@ -194,14 +196,14 @@ class _Rotation:
     def __init__(self, plain: Forward) -> None:
         self.plain, self.fits = plain, None
 
-    def __call__(self, query: T, key: T, cos: T, sin: T, **kwargs: Any) -> tuple[T, T]:
+    def __call__(self, q: T, k: T, cos: T, sin: T, **kwargs: Any) -> tuple[T, T]:
         if self.fits is None:
-            self.fits = not kwargs and self._compared(query, key, cos, sin)
+            self.fits = not kwargs and self._compared(q, k, cos, sin)
             if not self.fits:
                 log_stage(
                     f"{self.plain.__module__}.{self.plain.__name__} is not what Liger's kernel computes and stays"
                 )
-        return _rotated(query, key, cos, sin) if self.fits else self.plain(query, key, cos, sin, **kwargs)
+        return _rotated(q, k, cos, sin) if self.fits and not kwargs else self.plain(q, k, cos, sin, **kwargs)
 
     @torch.no_grad()
     def _compared(self, *given: T) -> bool:
@@ -211,13 +213,13 @@ class _Rotation:
         return all(map(_same, made, wanted))
 
 
-def _rotated(query: T, key: T, cos: T, sin: T) -> tuple[T, T]:
+def _rotated(q: T, k: T, cos: T, sin: T) -> tuple[T, T]:
     """By kernel: (B, heads, T, D) with cos and sin (B, T, D), or of a vision tower (T, heads, D) with (T, D)."""
     from liger_kernel.ops import LigerRopeFunction
 
-    if query.dim() == 4:
-        return LigerRopeFunction.apply(query, key, cos, sin)
-    batched = (each.unsqueeze(0).transpose(1, 2) for each in (query, key))
+    if q.dim() == 4:
+        return LigerRopeFunction.apply(q, k, cos, sin)
+    batched = (each.unsqueeze(0).transpose(1, 2) for each in (q, k))
     made = LigerRopeFunction.apply(*batched, cos.float(), sin.float())  # in float32, as towers do it
     return tuple(each.transpose(1, 2).squeeze(0) for each in made)
 
