@@ -98,10 +98,9 @@ class ModelConfig(Section):
     )
 
     def check(self) -> None:
-        """LoRA's scale, and what it adapts; attention that can be kept."""
+        """LoRA's scale, and what it adapts; attention that can be kept; one way to fewer kernels."""
         kept = self.gradient_checkpointing != ATTENTION or self.attn_implementation != "eager"
-        both = self.compile and self.use_liger_kernel
-        require(not both, "compile and use_liger_kernel make kernels of the same operations: leave one of them out")
+        require(not (self.compile and self.use_liger_kernel), "compile and use_liger_kernel do the same: leave one out")
         require(kept, "gradient_checkpointing attention keeps one operation's result, and eager attention has several")
         require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
         adapts = not self.target_parameters or (self.lora_rank > 0 and self.lora_dropout == 0)

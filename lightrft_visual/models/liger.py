@@ -33,7 +33,7 @@ Forward = Callable[..., Any]
 TOLERANCE = 1e-5  # of float32, for inputs of the size 1
 ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")  # as transformers' attentions call them
 ROTATED = ["q", "k", "cos", "sin"]
-BRANCHES = ("gate_proj", "up_proj", "down_proj")
+BRANCHES = {"gate_proj": (8, 24), "up_proj": (8, 24), "down_proj": (24, 8)}  # with the sizes of a small one
 
 
 def check_kernels(model: ModelConfig) -> None:
@@ -86,14 +86,17 @@ def use_kernels(transformer: nn.Module) -> None:
 
 
 def _norm_key(module: nn.Module) -> Any:
-    """(class, epsilon, width) of what may be an RMSNorm: a vector of weights, an epsilon, one input; None of others."""
+    """(class, its settings, width) of what may be an RMSNorm: a vector of weights, an epsilon, one input; else None."""
     weight = module._parameters.get("weight")
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weights = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-    if len(weights) != 1 or weight is None or module._modules or not isinstance(epsilon, float) or not _unary(module):
+    held = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+    if len(held) != 1 or weight is None or module._modules or _epsilon(module) is None or not _unary(type(module)):
         return None
     shape = tuple(getattr(weight, "ds_shape", weight.shape))  # the whole shape, where ZeRO-3 divides it
-    return (type(module), epsilon, shape[0]) if len(shape) == 1 else None
+    return (type(module), _settings(module), *shape) if len(shape) == 1 else None
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 @torch.no_grad()
@@ -105,18 +108,19 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     """
     from liger_kernel.ops import LigerRMSNormFunction
 
-    _, epsilon, width = _norm_key(module)
-    given, weight = _random(3, width), _random(width)
+    epsilon, width, draw = _epsilon(module), _norm_key(module)[-1], torch.Generator().manual_seed(0)
+    given, weight = torch.randn(3, width, generator=draw), torch.randn(width, generator=draw)
 
     def own(dtype: torch.dtype) -> T:
         stands_in = copy.copy(module)
         stands_in._parameters = module._parameters | {"weight": nn.Parameter(weight.to(dtype))}
         return type(module).forward(stands_in, given.to(dtype)).float()
 
-    halves = given.bfloat16(), weight.bfloat16(), epsilon
-    wanted = own(torch.bfloat16)
-    forms = list(product((0.0, 1.0), ("llama", "gemma")))
-    offset, casting = min(forms, key=lambda form: (_rms_norm(*halves, *form).float() - wanted).abs().sum().item())
+    def distance(form: tuple[float, str]) -> float:
+        made = _rms_norm(given.bfloat16(), weight.bfloat16(), epsilon, *form)
+        return (made.float() - own(torch.bfloat16)).abs().sum().item()
+
+    offset, casting = min(product((0.0, 1.0), ("llama", "gemma")), key=distance)
     made = LigerRMSNormFunction.apply(*_on_device(given, weight), epsilon, offset, casting, False)
 
     def forward(self: nn.Module, hidden_states: T) -> T:
@@ -139,11 +143,11 @@ def _rms_norm(hidden: T, weight: T, epsilon: float, offset: float, casting: str)
 
 
 def _mlp_key(module: nn.Module) -> Any:
-    """(class, activation) of what may be a gated MLP, with weights in three layers alone; None of others."""
+    """(class, its settings, activation) of what may be a gated MLP, with weights in three layers alone; else None."""
     weighted = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    if weighted != set(BRANCHES) or module._parameters or not hasattr(module, "act_fn") or not _unary(module):
+    if weighted != BRANCHES.keys() or module._parameters or not hasattr(module, "act_fn") or not _unary(type(module)):
         return None
-    return type(module), type(module.act_fn), getattr(module.act_fn, "__name__", None)
+    return type(module), _settings(module), repr(module.act_fn)
 
 
 @torch.no_grad()
@@ -151,13 +155,12 @@ def _mlp_forward(module: nn.Module) -> Forward | None:
     """The forward with activation and product by kernel, or None where there is no such kernel."""
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
-    stands_in, given = copy.copy(module), _random(3, 8)
-    branches = {name: nn.Linear(*sizes) for name, sizes in zip(BRANCHES, ((8, 24), (8, 24), (24, 8)))}
-    for linear in branches.values():
-        for parameter in linear.parameters():
-            parameter.copy_(_random(*parameter.shape))
+    stands_in, draw = copy.copy(module), torch.Generator().manual_seed(0)
+    branches = {name: nn.Linear(*sizes) for name, sizes in BRANCHES.items()}
+    for parameter in nn.ModuleDict(branches).parameters():
+        parameter.normal_(generator=draw)
     stands_in._modules = module._modules | branches
-    gate, up, down = branches.values()
+    given, (gate, up, down) = torch.randn(3, 8, generator=draw), branches.values()
     wanted = type(module).forward(stands_in, given)
     for function in (LigerSiLUMulFunction, LigerGELUMulFunction):
 
@@ -227,8 +230,14 @@ def _rotated(q: T, k: T, cos: T, sin: T) -> tuple[T, T]:
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
-def _random(*shape: int) -> T:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+def _settings(module: nn.Module) -> Any:
+    """What modules of a class may differ in, but for their weights."""
+    return tuple(sorted((name, each) for name, each in vars(module).items() if isinstance(each, int | float | str)))
+
+
+@cache
+def _unary(kind: type) -> bool:
+    return len(inspect.signature(kind.forward).parameters) == 2
 
 
 def _on_device(*tensors: T) -> Sequence[T]:
@@ -238,12 +247,3 @@ def _on_device(*tensors: T) -> Sequence[T]:
 
 def _same(made: T, wanted: T) -> bool:
     return bool((made.to(wanted.device) - wanted).abs().max() <= TOLERANCE * wanted.abs().max().clamp(min=1.0))
-
-
-@cache
-def _inputs(kind: type) -> int:
-    return len(inspect.signature(kind.forward).parameters) - 1
-
-
-def _unary(module: nn.Module) -> bool:
-    return _inputs(type(module)) == 1
