@@ -200,7 +200,7 @@ class _Rotation:
         self.plain, self.fits = plain, None
 
     def __call__(self, q: T, k: T, cos: T, sin: T, **kwargs: Any) -> tuple[T, T]:
-        if self.fits is None:
+        if self.fits is None and q.numel():
             self.fits = not kwargs and self._compared(q, k, cos, sin)
             if not self.fits:
                 log_stage(

@@ -199,6 +199,17 @@ def test_rotations_by_other_angles_in_the_second_half_stay(capsys):
     assert "apply_rotary_pos_emb is not what Liger's kernel computes and stays" in capsys.readouterr().out
 
 
+def test_a_call_without_tokens_decides_nothing():
+    torch.manual_seed(0)
+    q, k, half = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4)
+    cos, rotation = torch.cat([half, half], dim=-1), liger._Rotation(apply_rotary_pos_emb)
+    assert rotation(q[:, :, :0], k[:, :, :0], cos[:, :0], cos[:, :0])[0].shape == (1, 2, 0, 8) and rotation.fits is None
+    wanted = apply_rotary_pos_emb(q, k, cos, cos)
+    for made, each in zip(rotation(q, k, cos, cos), wanted, strict=True):
+        torch.testing.assert_close(made, each, rtol=0, atol=1e-5)
+    assert rotation.fits
+
+
 def test_a_model_without_any_of_them_is_refused():
     with pytest.raises(ConfigError, match="Sequential has nothing that Liger's kernels compute"):
         use_kernels(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
