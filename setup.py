@@ -18,6 +18,7 @@ development = {
 # In requirements.txt as the tests need them; asked for by those who use them.
 documentation = {"mkdocs-material", "mkdocstrings"}
 rewards = {"pytesseract", "rapidocr", "onnxruntime", "scipy"}
+kernels = {"liger-kernel"}
 # Recipes and small prompt sets, which a wheel has no examples/ for.
 SHIPPED = {f"lightrft_visual.{name}": f"examples/{name}" for name in ("configs", "datasets")}
 
@@ -44,12 +45,13 @@ setup(
     install_requires=[
         "torch>=2.11",
         "torchvision>=0.26",
-        *(r for r in requirements if package_name(r) not in development | documentation | rewards),
+        *(r for r in requirements if package_name(r) not in development | documentation | rewards | kernels),
     ],  # fmt: skip
     extras_require={
         "dev": [r for r in requirements if package_name(r) in development],
         "diffusion-rewards": [r for r in requirements if package_name(r) in rewards],
         "docs": [r for r in requirements if package_name(r) in documentation],
+        "liger": [r for r in requirements if package_name(r) in kernels],
         "ray": ["ray>=2.40"],
         "sglang": ["sglang>=0.5"],
         "vllm": ["vllm>=0.26,<0.33"],

@@ -15,6 +15,8 @@ class VLSettings(TypedDict, total=False):
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
     compile: bool
     """torch.compile of the blocks of trained models: slower to start, fewer kernels a step. Default: False."""
+    use_liger_kernel: bool
+    """Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step. Default: False."""
     gradient_checkpointing: bool | str
     """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
     'none'."""
@@ -913,6 +915,8 @@ class SFTSettings(TypedDict, total=False):
     """model. Default: False."""
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
+    use_liger_kernel: bool
+    """Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step. Default: False."""
     gradient_checkpointing: bool | str
     """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
     'none'."""

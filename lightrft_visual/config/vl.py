@@ -83,6 +83,7 @@ class ModelConfig(Section):
     bf16: bool = False
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
     compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
+    use_liger_kernel: bool = False  # Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step
     gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
     freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
     lora_rank: NonNegativeInt = 0
@@ -97,8 +98,9 @@ class ModelConfig(Section):
     )
 
     def check(self) -> None:
-        """LoRA's scale, and what it adapts; attention that can be kept."""
+        """LoRA's scale, and what it adapts; attention that can be kept; one way to fewer kernels."""
         kept = self.gradient_checkpointing != ATTENTION or self.attn_implementation != "eager"
+        require(not (self.compile and self.use_liger_kernel), "compile and use_liger_kernel do the same: leave one out")
         require(kept, "gradient_checkpointing attention keeps one operation's result, and eager attention has several")
         require(self.lora_rank == 0 or self.lora_alpha > 0, f"lora_alpha is {self.lora_alpha}; it must be positive")
         adapts = not self.target_parameters or (self.lora_rank > 0 and self.lora_dropout == 0)

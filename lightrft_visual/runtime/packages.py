@@ -11,6 +11,7 @@ from ..errors import ConfigError
 OPTIONAL = {
     "vllm": ("rollouts of vision-language models by vLLM", "pip install 'lightrft_visual[vllm]' (or --engine_type hf)"),
     "sglang": ("rollouts by --engine_type sglang, on CUDA", "pip install 'lightrft_visual[sglang]'"),
+    "liger_kernel": ("--use_liger_kernel", "pip install 'lightrft_visual[liger]'"),
     "ray": ("rollouts and rewards in workers (--placement split)", "pip install 'lightrft_visual[ray]'"),
     "wandb": ("--use_wandb", "pip install 'lightrft_visual[wandb]'"),
     "tensorboard": ("--use_tensorboard", "pip install tensorboard"),

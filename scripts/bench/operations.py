@@ -1,4 +1,5 @@
-"""Operations of a micro-batch, forward and backward, with blocks as they are and compiled (`compile`).
+"""Operations of a micro-batch, forward and backward: blocks as they are, compiled (`compile`), and with Liger's kernels
+(`use_liger_kernel`, where the package is installed).
 
     python scripts/bench/operations.py [vl|drawing]
 
@@ -6,26 +7,28 @@ An operation is one call of a kernel: a matrix product, an attention, or a loop 
 none. Blocks have the widths of Qwen2.5-VL-3B (LoRA on all linear layers) and of Stable Diffusion 3.5 medium (LoRA on
 attention). A model of one block more of a kind than another says what a block of that kind costs, and the sum over all
 blocks is the micro-batch. It takes some minutes: the compiler makes each program for the host, where it makes as many
-operations of a block as elsewhere.
+operations of a block as elsewhere. Liger's kernels do not run on the host: a call of one counts, and computes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
 from peft import LoraConfig, get_peft_model
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
 
 RANK = 16
+PLAIN, COMPILED, LIGER = "as they are", "compiled", "Liger's kernels"
 # They start no kernel: other views of the same memory, or memory that is not written.
 FREE = {
     f"aten::{name}"
@@ -55,7 +58,31 @@ def operations(step: Callable[[], None]) -> int:
     )
 
 
-def vision_language(text: int, vision: int, compiled: bool) -> int:
+class Uncomputed:
+    """In the place of a Triton kernel: its call is an event of the profiler."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._called
+
+    def _called(self, *given: Any, **settings: Any) -> None:
+        with record_function("graph_of_liger"):
+            pass
+
+
+def use_uncomputed(model: torch.nn.Module) -> None:
+    """Let a model call Liger's kernels as on a card, without values; what is held against them at start fits."""
+    import liger_kernel.ops as ops
+
+    from lightrft_visual.models import liger
+
+    for module in (ops.rms_norm, ops.swiglu, ops.rope):
+        for name in [name for name in vars(module) if name.endswith("_kernel") or name == "_triton_rope"]:
+            setattr(module, name, Uncomputed())
+    liger._same = lambda made, wanted: True
+    liger.use_kernels(model)
+
+
+def vision_language(text: int, vision: int, how: str) -> int:
     """Of a policy of so many text and vision blocks."""
     import shapes
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -73,9 +100,11 @@ def vision_language(text: int, vision: int, compiled: bool) -> int:
     config.vision_config.depth, config.vision_config.fullatt_block_indexes = vision, [vision - 1]
     torch.manual_seed(0)
     model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    if how == LIGER:
+        use_uncomputed(model)
     adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
     actor = Actor(adapted, [], [1])
-    if compiled:
+    if how == COMPILED:
         compile_blocks(actor)
     image, side = config.image_token_id, 8  # 8 x 8 patches are 4 x 4 tokens
     ids = torch.randint(5, 200, (2, 40))
@@ -99,7 +128,7 @@ def vision_language(text: int, vision: int, compiled: bool) -> int:
     return operations(step)
 
 
-def drawing(both: int, plain: int, compiled: bool) -> int:
+def drawing(both: int, plain: int, how: str) -> int:
     """Of a denoiser of so many blocks with two attentions, and of so many others behind them."""
     import shapes
     from diffusers import SD3Transformer2DModel
@@ -112,7 +141,7 @@ def drawing(both: int, plain: int, compiled: bool) -> int:
     model.requires_grad_(False)
     targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     model.add_adapter(LoraConfig(r=RANK, target_modules=targets))
-    for block in repeated_blocks(model) if compiled else ():
+    for block in repeated_blocks(model) if how == COMPILED else ():
         block.compile(dynamic=True)
     width = shape["joint_attention_dim"]
     given = {
@@ -129,37 +158,41 @@ def drawing(both: int, plain: int, compiled: bool) -> int:
 
 
 def counted(
-    count: Callable[[int, int, bool], int], first: tuple[int, int], all_blocks: tuple[int, int]
+    count: Callable[[int, int, str], int], first: tuple[int, int], all_blocks: tuple[int, int], ways: Sequence[str]
 ) -> Iterator[int]:
-    """Plain and compiled, of a model of all blocks: of those of a small one, and of what a block more of each kind
+    """In each of the ways, of a model of all blocks: of those of a small one, and of what a block more of each kind
     costs."""
-    for compiled in (False, True):
+    for how in ways:
         torch._dynamo.reset()
-        base, more = count(*first, compiled), [0, 0]
+        base, more = count(*first, how), [0, 0]
         for kind in range(2):
             torch._dynamo.reset()
             sizes = [first[0] + (kind == 0), first[1] + (kind == 1)]
-            more[kind] = count(*sizes, compiled) - base
+            more[kind] = count(*sizes, how) - base
         yield base + sum(each * (wanted - has) for each, wanted, has in zip(more, all_blocks, first))
 
 
 MODELS = {
-    "vl": ("Qwen2.5-VL-3B, LoRA", vision_language, (1, 1), (36, 32)),
-    "drawing": ("SD3.5 medium, LoRA", drawing, (1, 1), (13, 11)),
+    "vl": ("Qwen2.5-VL-3B, LoRA", vision_language, (1, 1), (36, 32), (COMPILED, LIGER)),
+    "drawing": ("SD3.5 medium, LoRA", drawing, (1, 1), (13, 11), (COMPILED,)),
 }
 
 
 def main() -> None:
-    """Prints one row of a table a model."""
+    """Prints a table: a row for each model and way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", choices=MODELS, help="one of them; default: both")
-    wanted = parser.parse_args().kind
+    parser.add_argument("--way", choices=(COMPILED, LIGER), help="one of them; default: both")
+    given = parser.parse_args()
     inductor.cpp.enable_kernel_profile = True  # each loop over elements is an event of the profiler
-    print("| micro-batch | operations | compiled | share |\n|---|---|---|---|")
-    for kind, (name, count, first, all_blocks) in MODELS.items():
-        if wanted in (None, kind):
-            plain, compiled = counted(count, first, all_blocks)
-            print(f"| {name} | {plain:,} | {compiled:,} | {compiled / plain:.2f} |", flush=True)
+    print("| micro-batch | blocks | operations | share |\n|---|---|---|---|")
+    for kind, (name, count, first, all_blocks, known) in MODELS.items():
+        ways = [way for way in known if given.way in (None, way) and (way != LIGER or find_spec("liger_kernel"))]
+        if given.kind in (None, kind):
+            plain = 0
+            for way, made in zip((PLAIN, *ways), counted(count, first, all_blocks, (PLAIN, *ways))):
+                plain = plain or made
+                print(f"| {name} | {way} | {made:,} | {made / plain:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

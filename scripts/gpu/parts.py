@@ -266,6 +266,25 @@ def _work(run: Run) -> Rows:
     yield "share of the train phase in which the card worked", told
 
 
+def liger(folder: Path, size: str) -> Rows:
+    """LoRA with Liger's kernels and without: log-probs beside the engine's, gradients of one rollout, times, memory."""
+    from lightrft_visual.config.vl import ModelConfig
+    from lightrft_visual.errors import ConfigError
+    from lightrft_visual.models.liger import check_kernels
+
+    try:
+        check_kernels(ModelConfig(use_liger_kernel=True))
+    except ConfigError as error:
+        yield "skipped", str(error)
+        return
+    for name, extra in (("plain", ""), ("kernels", "--use_liger_kernel true")):
+        run = seeing(folder, size, f"liger_{name}", f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
+        yield _agreement(name, run)
+        yield f"{name}: norm of the first gradient", f"{float(run.steps[0]['grad_norm']):.4g}"
+        yield f"{name}: phases, medians", run.phases()
+        yield f"{name}: peak memory of torch, and of the plan", run.peak
+
+
 def zero_3(folder: Path, size: str) -> Rows:
     """ZeRO-3 on one card: its hooks and its weight sync."""
     run = seeing(folder, size, "zero_3", f"--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25 {EAGER}", 2, 4)
@@ -366,7 +385,7 @@ PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
     "resume": (resume, 150),
 }
 # Parts that run only where they are asked for.
-BY_NAME: Parts = {"engines_sglang": (engines_sglang, 280), "routing": (routing, 120)}
+BY_NAME: Parts = {"engines_sglang": (engines_sglang, 280), "liger": (liger, 200), "routing": (routing, 120)}
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 
 

@@ -105,7 +105,7 @@ def test_extras_and_torchvision_are_declared(unpacked: Path) -> None:
     (metadata,) = unpacked.glob("*.dist-info/METADATA")
     lines = metadata.read_text().splitlines()
     extras = {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra: ")}
-    assert {"vllm", "ray", "sglang", "wandb", "diffusion-rewards", "docs", "dev"} <= extras
+    assert {"vllm", "ray", "sglang", "liger", "wandb", "diffusion-rewards", "docs", "dev"} <= extras
     needed = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
     always = {re.split(r"[<>=!~\[ ;]", each)[0] for each in needed if "extra ==" not in each}
     assert {"torch", "torchvision", "transformers", "click"} <= always

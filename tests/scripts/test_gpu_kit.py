@@ -109,6 +109,12 @@ def test_a_parts_run_of_several_ranks_is_started_on_this_host_or_by_a_list_of_ho
     assert parts.started(["a.py"], 4)[1:] == ["-m", "deepspeed.launcher.runner", "--hostfile", "/hosts", "a.py"]
 
 
+def test_kernels_are_skipped_in_one_line_where_they_do_not_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    (row,) = parts.liger(tmp_path, "tiny")
+    assert row[0] == "skipped" and "needs the package liger_kernel" in row[1]
+
+
 def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch):
     def missing():
         raise ConfigError("engine_type sglang needs the package sglang: pip install it")

@@ -31,6 +31,7 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "ppo_epochs": "max_epochs",
     "num_return_sequences_in_group": "n_samples_per_prompt",
     "num_image_per_prompt": "n_samples_per_prompt",
+    "enable_liger_kernel": "use_liger_kernel",  # LLaMA-Factory
 }
 
 ALIASES_OF: dict[str, dict[str, str]] = {
@@ -39,6 +40,7 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "actor_rollout_ref.model.path": "pretrain",
         "actor_rollout_ref.model.lora_rank": "lora_rank",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "actor_rollout_ref.model.use_liger": "use_liger_kernel",
         "actor_rollout_ref.actor.optim.lr": "actor_learning_rate",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "groups_per_update",  # prompts there, not samples
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
@@ -175,6 +177,7 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "for bnpo and dapo --loss_agg_mode token-mean, for dr_grpo --loss_agg_mode seq-mean-token-sum-norm "
     "--advantage_estimator dr_grpo; the loss of a token is --policy_loss",
     "scale_rewards": "write --advantage_estimator group_norm (divided by the group's spread) or dr_grpo (not divided)",
+    "use_liger_loss": _ALWAYS + "log-probs are always computed without holding all logits",
     "cliprange": ("write --eps_clip", "write --clip_range"),
     "clip_ratio": "write --clip_range",
     "num_epochs": "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's "

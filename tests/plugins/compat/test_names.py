@@ -29,6 +29,8 @@ FOREIGN = {  # typed, in a vision-language and in a diffusion run -> what the an
     "num_samples": ("--n_samples_per_prompt", "--max_samples"),
     "dataset": ("--prompt_data", "--prompt_data"),
     "dataset_name": ("--prompt_data", "--prompt_data"),
+    "enable_liger_kernel": (None, ""),
+    "use_liger_loss": ("without holding all logits", "without holding all logits"),
     "use_peft": ("--lora_rank", "--lora_rank"),
     "use_vllm": ("--engine_type", "diffusers"),
     "scale_rewards": ("--advantage_estimator", ""),

@@ -1,0 +1,79 @@
+"""`use_liger_kernel`: values by Triton's interpreter in a process of its own, what is refused, whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import run_ranks
+from stock_families import stock_checkpoint
+
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.sft import SFTRunConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.models import liger
+from lightrft_visual.models.loading import open_checkpoint
+
+HERE = Path(__file__).parent
+KERNELS = ModelConfig(use_liger_kernel=True)
+
+
+def interpreted(names: str) -> None:
+    """Run the tests of that name in interpreted_liger.py; whatever fails there is said here."""
+    pytest.importorskip("liger_kernel")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", names]
+    ran = subprocess.run(
+        [*command, str(HERE / "interpreted_liger.py")], env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800,
+        cwd=HERE.parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-1000:]
+
+
+@pytest.mark.slow
+def test_log_probs_and_gradients_of_models_are_those_without_kernels():
+    interpreted("without_kernels")
+
+
+@pytest.mark.slow
+def test_models_of_other_families_and_generations_are_those_without_kernels():
+    interpreted("families or generation")
+
+
+@pytest.mark.slow
+def test_norms_mlps_and_rotations_are_replaced_where_they_compute_the_same():
+    interpreted("not without_kernels and not families and not generation")
+
+
+def test_a_missing_package_is_named_before_the_model_is_looked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match=r"needs the package liger_kernel.*pip install 'lightrft_visual\[liger\]'"):
+        open_checkpoint("/no/such/model", KERNELS, DataConfig())
+
+
+def test_a_run_on_the_cpu_is_refused_before_the_model_is_looked_for(monkeypatch):
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="use_liger_kernel: Liger's Triton kernels run on a card, .* leave it out"):
+        open_checkpoint("/no/such/model", KERNELS, DataConfig())
+
+
+def test_compile_and_kernels_are_one_or_the_other_and_supervised_runs_have_the_kernels():
+    with pytest.raises(ConfigError, match="compile and use_liger_kernel .* leave one out"):
+        load_config(RunConfig, ["compile=true", "use_liger_kernel=true"], preset=None)
+    assert load_config(SFTRunConfig, ["--use_liger_kernel"], preset=None).model.use_liger_kernel
+
+
+@pytest.mark.slow
+def test_divided_weights_give_the_log_probs_and_gradients_that_they_give_without_kernels(tmp_path, monkeypatch):
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    stock_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    run_ranks("liger_ranks.py", str(tmp_path), timeout=600, folder=HERE, fresh=True)
+    for rank in range(2):
+        log_probs, norm, size = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert log_probs <= 1e-5 and norm <= 1e-5 * size and size > 0
