@@ -550,6 +550,7 @@ for _name, _target, _about in (
     ("placement", "ray.placement", "rollouts in workers of their own (placement split)"),
     ("ray_rewards", "ray.reward_pool", "rewards in Ray actors"),
     ("unified", "unified.service", "the embedded model that also draws, and its task"),
+    ("kernels", "liger.kernels", "Liger's kernels in vision-language models (use_liger_kernel)"),
     ("converter", "compat.convert", "files of TRL, verl, OpenRLHF and EasyR1 as a command"),
     ("lightrft", "compat.lightrft", "experience makers with the strategy and the arguments of LightRFT"),
     ("other_environments", "compat.environments", "environments of TRL, OpenRLHF and OpenEnv"),

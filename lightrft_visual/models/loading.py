@@ -23,12 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..config import registry
 from ..config.vl import DataConfig, ModelConfig
 from ..errors import ConfigError, refused_as
 from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
 from .checkpointed import checkpoint_blocks
-from .liger import check_kernels, use_kernels
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
 from .weight_files import check_size
@@ -75,7 +75,8 @@ class Checkpoint:
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
     """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded."""
-    check_kernels(model)
+    if model.use_liger_kernel:
+        registry.services.load("kernels").check_kernels()
     check_path(path)
     fetch_model(path, code=model.trust_remote_code)
     with refused_as(ConfigError, f"model {path} cannot be loaded{_looked_at(path)}"):
@@ -126,7 +127,7 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
         raise ConfigError(f"model {path} lacks {len(report['missing_keys'])} weight(s): {some}")
     checkpoint_blocks(transformer, model.gradient_checkpointing)
     if model.use_liger_kernel:
-        use_kernels(transformer)
+        registry.services.load("kernels").use_kernels(transformer)
     return transformer
 
 

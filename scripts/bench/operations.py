@@ -73,7 +73,7 @@ def use_uncomputed(model: torch.nn.Module) -> None:
     """Let a model call Liger's kernels as on a card, without values; what is held against them at start fits."""
     import liger_kernel.ops as ops
 
-    from lightrft_visual.models import liger
+    from lightrft_visual.plugins.liger import kernels as liger
 
     for module in (ops.rms_norm, ops.swiglu, ops.rope):
         for name in [name for name in vars(module) if name.endswith("_kernel") or name == "_triton_rope"]:

@@ -268,12 +268,11 @@ def _work(run: Run) -> Rows:
 
 def liger(folder: Path, size: str) -> Rows:
     """LoRA with Liger's kernels and without: log-probs beside the engine's, gradients of one rollout, times, memory."""
-    from lightrft_visual.config.vl import ModelConfig
     from lightrft_visual.errors import ConfigError
-    from lightrft_visual.models.liger import check_kernels
+    from lightrft_visual.plugins.liger.kernels import check_kernels
 
     try:
-        check_kernels(ModelConfig(use_liger_kernel=True))
+        check_kernels()
     except ConfigError as error:
         yield "skipped", str(error)
         return

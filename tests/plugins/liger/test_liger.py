@@ -16,8 +16,8 @@ from lightrft_visual.config.load import load_config
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models import liger
 from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.plugins.liger import kernels as liger
 
 HERE = Path(__file__).parent
 KERNELS = ModelConfig(use_liger_kernel=True)
@@ -29,7 +29,7 @@ def interpreted(names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", names]
     ran = subprocess.run(
         [*command, str(HERE / "interpreted_liger.py")], env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800,
-        cwd=HERE.parents[1], capture_output=True, text=True,
+        cwd=HERE.parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-1000:]
 

@@ -23,10 +23,9 @@ import torch
 import torch.nn as nn
 from deepspeed.accelerator import get_accelerator
 
-from ..config.vl import ModelConfig
-from ..errors import ConfigError, refused_as
-from ..runtime.packages import missing
-from ..runtime.start_up import log_stage
+from ...errors import ConfigError, refused_as
+from ...runtime.packages import missing
+from ...runtime.start_up import log_stage
 
 T = torch.Tensor
 Forward = Callable[..., Any]
@@ -36,10 +35,8 @@ ROTATED = ["q", "k", "cos", "sin"]
 BRANCHES = {"gate_proj": (8, 24), "up_proj": (8, 24), "down_proj": (24, 8)}  # with the sizes of a small one
 
 
-def check_kernels(model: ModelConfig) -> None:
-    """Raise ConfigError where `use_liger_kernel` is set without the package, or without a card."""
-    if not model.use_liger_kernel:
-        return
+def check_kernels() -> None:
+    """Raise ConfigError without the package, or without a card."""
     if find_spec("liger_kernel") is None:
         raise missing("liger_kernel")
     if get_accelerator().device_name() == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -197,7 +194,8 @@ class _Rotation:
     """
 
     def __init__(self, plain: Forward) -> None:
-        self.plain, self.fits = plain, None
+        self.plain = plain
+        self.fits: bool | None = None  # not known before the first call
 
     def __call__(self, q: T, k: T, cos: T, sin: T, **kwargs: Any) -> tuple[T, T]:
         if self.fits is None and q.numel():
@@ -236,7 +234,7 @@ def _settings(module: nn.Module) -> Any:
 
 
 @cache
-def _unary(kind: type) -> bool:
+def _unary(kind: type[nn.Module]) -> bool:
     return len(inspect.signature(kind.forward).parameters) == 2
 
 

@@ -25,11 +25,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm, app
 from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule
-from lightrft_visual.models import liger
-from lightrft_visual.models.liger import use_kernels
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor, Critic
+from lightrft_visual.plugins.liger import kernels as liger
+from lightrft_visual.plugins.liger.kernels import use_kernels
 from lightrft_visual.rollout.hf import TransformersEngine
 
 KERNELS = ModelConfig(use_liger_kernel=True)
