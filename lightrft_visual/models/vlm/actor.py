@@ -74,6 +74,8 @@ class Backbone:
                     f"{name} is not proven for {self.family.unproven or f'model type {self.config.model_type!r}'} "
                     f"with attention {self.config._attn_implementation}: leave it out"
                 )
+        if sequence is not None and self.family.carries_state:
+            raise ConfigError("sp_size: linear attention carries a state along the whole row; leave it at 1")
         self.routers = Routers.of(self.base)
         self.slices = None if sequence is None else SlicedSequence(sequence, self.base, self.family.towers)
 
@@ -167,16 +169,17 @@ class Backbone:
             **cache,
             **self.family.arguments(inputs, types),
         }
-        if segments is None and inputs.is_packed and self.by_segments:
+        if segments is None and inputs.is_packed and (self.by_segments or self.family.carries_state):
             segments = Segments(inputs.packed_seq_lens, inputs.sequences.device)
         if segments is not None:
-            segments = segments.followed_by(blank) if blank else segments
-            arguments |= {"attention_mask": segments.mask, "segments": segments}
+            segments = arguments["segments"] = segments.followed_by(blank) if blank else segments
+            if self.by_segments:
+                arguments["attention_mask"] = segments.mask
         if self.routers is not None:
             width, sliced = inputs.sequences.shape[1], self.slices is not None and self.slices.active
             self.routers.follow(given, width, self.sequence.slice_of(width) if sliced else slice(None))
         hidden = self.base(**arguments).last_hidden_state
-        if segments is not None and not segments.used:  # its samples have attended to each other
+        if segments is not None and self.by_segments and not segments.used:  # its samples have attended to each other
             raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
         if blank and "past_key_values" in cache:
             cache["past_key_values"].crop(-blank)
