@@ -343,7 +343,7 @@ for _entry in (
 _families = f"{MODELS}.vlm.families"
 for _entry in (
     VLMFamily(
-        "qwen_vl", f"{_families}.qwen:QwenVL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 (padded), dense and MoE",
+        "qwen_vl", f"{_families}.qwen:QwenVL", "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, dense and MoE",
         model_types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         processors=("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"),
     ),
@@ -356,7 +356,7 @@ for _entry in (
         model_types=("idefics3", "smolvlm"), processors=("Idefics3Processor", "SmolVLMProcessor"),
     ),
     VLMFamily(
-        "minicpm", f"{_families}.minicpm:MiniCPM", "MiniCPM-V 4.6; padded, images only",
+        "minicpm", f"{_families}.minicpm:MiniCPM", "MiniCPM-V 4.6; images only",
         model_types=("minicpmv4_6",), processors=("MiniCPMV4_6Processor",),
     ),
     VLMFamily(

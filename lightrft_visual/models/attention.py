@@ -27,6 +27,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,6 +35,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from ..runtime.sequence import SequenceGroup
+from .states import divide_segments
 
 T = torch.Tensor
 
@@ -86,6 +88,27 @@ class Segments:
         ]
         return torch.cat(read).to(self.device)
 
+    @cached_property
+    def samples(self) -> tuple[T, T, T]:
+        """The segments as padded samples, each behind the one that it continues; those have no sample of their own.
+
+        (samples, longest) long: which token of the row is where, at padding any; the same in bool: where a token is;
+        (tokens) long: where in the flattened samples each token of the row is, of a continued segment in one of them.
+        """
+        tokens, continued = torch.arange(sum(self.lengths)).split(self.lengths), {*self._continues}
+        parts = [
+            own if of is None else torch.cat([tokens[of], own])
+            for index, (own, of) in enumerate(zip(tokens, self._continues))
+            if index not in continued
+        ]
+        real = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in parts], batch_first=True)
+        # Padding reads all tokens in turn: a gradient that many would add to one, though 0, waits on a device.
+        where = torch.arange(real.numel()).view_as(real)
+        read, back = where % sum(self.lengths), torch.empty(sum(self.lengths), dtype=torch.long)
+        read[real] = torch.cat(parts)
+        back[read[real]] = where[real]
+        return read.to(self.device), real.to(self.device), back.to(self.device)
+
     def followed_by(self, count: int) -> Segments:
         """The same with `count` tokens behind it that stand alone."""
         if not count:
@@ -116,12 +139,13 @@ class Segments:
 
 
 def attend_by_segments(model: nn.Module) -> bool:
-    """Let the text layers of a transformers base model take `segments`; whether it does.
+    """Let the text layers of a transformers base model take `segments`; whether its attention does.
 
     Only where it uses PyTorch's attention: FlashAttention finds segments by itself, and eager is asked for to see
-    masks. Calls without segments stay as they were.
+    masks. Layers with a state always do. Calls without segments stay as they were.
     """
     text = getattr(model, "language_model", model)
+    divide_segments(text)
     if text.config._attn_implementation == "sdpa":
         text.config._attn_implementation = NAME
     return text.config._attn_implementation == NAME

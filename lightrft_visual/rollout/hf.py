@@ -189,10 +189,10 @@ class TransformersEngine:
         indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
         inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(device)
         cache = DynamicCache(config=actor.backbone.config)
-        hidden, positions = actor.backbone.prefill(inputs, cache)
+        hidden, positions, mask = actor.backbone.prefill(inputs, cache)
         chosen = torch.tensor([indices[id(prompt)] for prompt in shown] or [0], device=device)
         cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
-        return hidden[chosen], positions[..., chosen, :], inputs.attention_mask[chosen], cache
+        return hidden[chosen], positions[..., chosen, :], mask[chosen], cache
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""

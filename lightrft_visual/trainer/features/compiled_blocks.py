@@ -37,12 +37,13 @@ def compile_blocks(model: Actor | Critic, backend: str = "inductor") -> int:
     """Let torch.compile make programs of the repeated blocks and of what stands behind them; the number of blocks.
 
     Steps of a generation, which have a cache, stay as they are. backend: of torch.compile. Raises ConfigError for
-    another attention than PyTorch's, a family that is not proven, and experts, which are noted between operations.
+    another attention than PyTorch's, a family that is not proven, experts, which are noted between operations, and
+    linear attention, a program for each number of its chunks.
     """
     backbone = model.backbone
-    if not backbone.by_segments or backbone.routers is not None:
+    if not backbone.by_segments or backbone.routers is not None or backbone.family.carries_state:
         found = "a mixture of experts" if backbone.routers is not None else f"a {backbone.config.model_type} like this"
-        raise ConfigError(f"compile takes proven models with PyTorch's attention and without experts, not {found}")
+        raise ConfigError(f"compile takes proven models with PyTorch's attention alone, without experts, not {found}")
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, PROGRAMS_A_BLOCK)

@@ -401,7 +401,8 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
     for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
         if heads % size:
             raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
-    refused = checkpoint.family.sharing_refused(config.model.attn_implementation)
+    state = "its linear attention carries a state along a row" if checkpoint.family.carries_state else None
+    refused = checkpoint.family.sharing_refused(config.model.attn_implementation) or state
     if sequence > 1 and refused:
         raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
     if config.model.compile and (refused or count_experts(checkpoint.config)):

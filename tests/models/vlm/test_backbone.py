@@ -99,9 +99,8 @@ def test_token_by_token_equals_all_at_once(root, kind):
         whole = backbone.hidden_states(inputs).view(*inputs.sequences.shape, -1)
         prompts = prompt_inputs([r.prompt for r in rollouts], checkpoint.tokenizer.pad_token_id)
         cache = DynamicCache(config=checkpoint.config)
-        hidden, positions = backbone.prefill(prompts, cache)
+        hidden, positions, mask = backbone.prefill(prompts, cache)
         torch.testing.assert_close(hidden, whole[:, -4], atol=2e-5, rtol=0)
-        mask = prompts.attention_mask
         for step, token in enumerate((7, 8, 9)):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             hidden = backbone.decode(torch.full((len(rollouts),), token), mask, positions, cache)

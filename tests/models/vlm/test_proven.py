@@ -164,6 +164,15 @@ def test_engine_hf_samples_from_what_the_trainer_scores(opened, name):
     assert rig.difference(stock_prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
 
 
+@pytest.mark.parametrize("name", claimed("hf"))
+def test_engine_hf_samples_from_what_the_trainer_scores_after_text_alone(opened, name):
+    """With a blank image, which no later token may see."""
+    checkpoint, actor = opened(name), actor_of(opened(name))
+    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    texts = PromptBatch.of(["what is 1 plus 2?", "where?"])
+    assert rig.difference(texts, SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+
+
 @pytest.mark.parametrize("name", claimed("video"))
 def test_engine_hf_samples_from_what_the_trainer_scores_after_videos(opened, name):
     checkpoint, actor = opened(name), actor_of(opened(name))

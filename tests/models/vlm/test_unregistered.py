@@ -111,6 +111,12 @@ def test_texts_with_layers_of_their_own_pass_as_their_masks_are_transformers_own
     assert not family_of(config_of(model_type, **settings)).vision
 
 
+@pytest.mark.parametrize("model_type", ["glm5_next", "lfm2_vl", "nemotron_h_omni", "kimi_linear", "qwen3_next"])
+def test_other_layers_with_a_state_are_not_packed(model_type):
+    with pytest.raises(ConfigError, match=f"packing_samples is not proven for model type '{model_type}'; train it"):
+        family_of(config_of(model_type)).require_packing()
+
+
 @pytest.mark.parametrize(
     "model_type,settings,told",
     [

@@ -21,7 +21,8 @@ def main(folder: str) -> None:
     samples = probe.made_up_samples(checkpoint, 0)
     found = [probe._tried(train.module, checkpoint, 0).difference]
     own = samples[:1] if collectives.is_rank_0() else samples[1:]
-    output = train(probe._padded(own), ScoringRule())
+    form = probe._padded if train.module.backbone.family.unproven else probe._packed
+    output = train(form(own), ScoringRule())
     train.accumulate(-output.log_probs.sum() / 100, last=True)
     assert train.step().applied
     found.append(probe._tried(train.module, checkpoint, 0).difference)

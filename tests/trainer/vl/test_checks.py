@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import GPT2Config, JanusConfig, Qwen2Config, Qwen3VLMoeConfig
+from transformers import GPT2Config, JanusConfig, Qwen2Config, Qwen3_5Config, Qwen3VLMoeConfig
 
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
@@ -35,6 +35,8 @@ def check(config, flags: str) -> None:
             "--compile",
             "compile: its experts are noted between operations; leave it out",
         ),
+        (Qwen3_5Config(), "--compile", "compile: its linear attention carries a state along a row; leave it out"),
+        (Qwen3_5Config(), "--sp_size 2", "sp_size 2 divides packed rows over ranks: its linear attention carries"),
         (GPT2Config(), "--compile", "compile: it is not proven for model type 'gpt2'; leave it out"),
         (Qwen2Config(), "--compile --attn_implementation eager", "attn_implementation eager does not take segments"),
     ],
@@ -46,4 +48,5 @@ def test_what_a_model_cannot_do_is_refused(config, flags, message):
 
 def test_what_it_can_do_is_not():
     check(Qwen2Config(), "--compile")
+    check(Qwen3_5Config(), "--packing_samples")
     check(JanusConfig(), "--homogeneous_batches --train_batch_size 128 --drawing_entropy_coef 0.0 --entropy_coef 0.05")

@@ -122,6 +122,11 @@ class VLMFamily(MediaConventions):
         text = self.config.get_text_config().model_type
         return f"{name} with a language model of type {text!r}" if self.texts and text not in self.texts else None
 
+    @property
+    def carries_state(self) -> bool:
+        """Whether text layers carry a state along a row (`models/states.py`): linear attention."""
+        return "linear_attention" in (getattr(self.config.get_text_config(), "layer_types", None) or ())
+
     def require_packing(self) -> None:
         """Raise ConfigError unless packed and single forwards are known to agree for this architecture."""
         if (unproven := self.unproven) is not None:
@@ -141,11 +146,14 @@ class VLMFamily(MediaConventions):
         return None
 
     def shares_prompts(self, wanted: bool | None, several: bool, attn_implementation: str) -> bool:
-        """Whether a run computes the prompt of a group once. wanted: what it asks for, None: where it can be done.
+        """Whether a run computes the prompt of a group once. wanted: what it asks for, None: where it can be done in
+        all layers.
 
         several: whether groups have several samples.
         """
-        return several and self.sharing_refused(attn_implementation) is None if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        return several and not self.carries_state and self.sharing_refused(attn_implementation) is None
 
     def able_to_share(self, wanted: bool | None, attn_implementation: str) -> bool:
         """The same of a critic or a teacher, which may be of another type than the policy that `wanted` was settled

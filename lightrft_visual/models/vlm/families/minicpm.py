@@ -14,11 +14,11 @@ from .unregistered import Unregistered
 
 
 class MiniCPM(Unregistered):
-    """pixel_values (columns, C, patch), of all slices, and target_sizes (slices, 2). Its text layers carry a state
-    (gated delta nets): padded only."""
+    """pixel_values (columns, C, patch), of all slices, and target_sizes (slices, 2). Its text is Qwen3.5's."""
 
     tensors = ("pixel_values", "target_sizes")
-    packed = ()
+    packed = ("minicpmv4_6",)
+    texts = ("qwen3_5_text",)
 
     def attach(self, base: nn.Module) -> None:
         """Raise ConfigError for divided weights: the merger runs once an image, and ranks would wait for each other."""

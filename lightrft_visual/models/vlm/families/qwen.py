@@ -20,7 +20,7 @@ from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
 class QwenVL(VLMFamily):
     """pixel_values (patches, width) and image_grid_thw (images, 3); videos alike, under names of their own."""
 
-    packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # Qwen3.5's gated delta nets carry a state
+    packed = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     towers = ("visual",)
     vision_tokens = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
     tensors = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")

@@ -1,0 +1,112 @@
+"""Linear attention in packed rows: each segment begins anew, as it does alone and padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from equality import adapters, assert_same, loss_and_gradients
+from stock_families import stock, stock_checkpoint
+
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.types import ModelInputs
+from lightrft_visual.models.attention import Segments
+from lightrft_visual.models.checkpointed import checkpoint_blocks
+from lightrft_visual.models.states import divide_segments
+from lightrft_visual.models.vlm import probe
+from lightrft_visual.models.vlm.actor import Actor, Backbone
+from lightrft_visual.models.vlm.families import family_of
+from lightrft_visual.runtime.sequence import SequenceGroup
+from lightrft_visual.trainer.features.compiled_blocks import compile_blocks
+
+KINDS = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
+LENGTHS = [1, 5, 64, 65, 1, 130, 7]  # around the chunks of 64 tokens and the 4 of the short convolution
+
+
+def actor_of(kind: str, how: str = "none", attention: str = "sdpa", wrap=lambda model: model) -> Actor:
+    built = stock(kind, attention)
+    checkpoint_blocks(built.model, how)
+    banned = family_of(built.model.config).banned_ids(built.tokenizer)
+    return Actor(wrap(built.model), banned, [1]).train()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return stock_checkpoint(tmp_path_factory.mktemp("models"), "qwen3_5")
+
+
+def forms(checkpoint) -> tuple[ModelInputs, ModelInputs]:
+    """Text alone, one image and two of other sizes, thrice with other answers: padded and packed."""
+    samples = []
+    for turn in range(3):
+        for each in probe.made_up_samples(checkpoint, 0):
+            ids = each.ids.clone()
+            ids[-each.actions :] = (ids[-each.actions :] + 7 * turn) % 50 + 20
+            samples.append(replace(each, own=each.own | {"input_ids": ids[None]}))
+    numbers = torch.arange(len(samples))
+    groups = {"sample_ids": numbers, "group_ids": numbers % 3}
+    return replace(probe._padded(samples), **groups), replace(probe._packed(samples), **groups)
+
+
+def rows(lengths: list[int]) -> ModelInputs:
+    """Text of samples of these lengths in one row."""
+    ids = torch.randint(20, 200, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    actions = torch.zeros(len(lengths), 1, dtype=torch.bool)
+    return ModelInputs(ids, torch.ones_like(ids), actions, list(lengths), [0] * len(lengths))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_segments_of_any_length_are_as_alone(kind, attention):
+    actor = actor_of(kind, attention=attention)
+    actor.backbone.stands_in = False  # a blank image for each: not of interest here
+    inputs = rows(LENGTHS)
+    found = actor.backbone.hidden_states(inputs).split(LENGTHS)
+    for part, ids in zip(found, inputs.sequences.split(LENGTHS, dim=1)):
+        alone = actor.backbone.hidden_states(ModelInputs(ids, torch.ones_like(ids), inputs.action_mask))
+        torch.testing.assert_close(part, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("how", ["none", "attention", "full"])
+@pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
+def test_packed_and_shared_losses_and_gradients_are_those_of_padded_samples(checkpoint, wrap, how):
+    padded, packed = forms(checkpoint)
+    wanted = loss_and_gradients(actor_of("qwen3_5", wrap=wrap), [padded])
+    assert any("linear_attn" in name and gradient.any() for name, gradient in wanted[1].items())
+    actor = actor_of("qwen3_5", how, wrap=wrap)
+    assert_same(wanted, loss_and_gradients(actor, [packed]), 1e-5)
+    actor.backbone.share_prefix = True
+    assert_same(wanted, loss_and_gradients(actor, [packed]), 1e-5)
+
+
+def test_a_model_that_two_hold_divides_its_rows_once():
+    model = stock("qwen3_5").model
+    assert all(Backbone(model).by_segments for _ in range(2))
+    divide_segments(model.base_model.language_model)
+    (state,) = (layer.linear_attn for layer in model.base_model.language_model.layers if hasattr(layer, "linear_attn"))
+    assert len(state._forward_pre_hooks) == len(state._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("wanted,shared", [(None, False), (True, True)])
+def test_prompts_are_shared_where_it_is_asked_for_as_layers_with_a_state_share_none(wanted, shared):
+    family = family_of(stock("qwen3_5").model.config)
+    assert family.shares_prompts(wanted, True, "auto") is shared and family.sharing_refused("auto") is None
+
+
+def test_samples_hold_each_segment_behind_the_one_that_it_continues():
+    segments = Segments([2, 1, 3, 2], torch.device("cpu"), [None, None, 0, 0])
+    read, real, back = segments.samples
+    assert [row[mask].tolist() for row, mask in zip(read, real)] == [[2], [0, 1, 3, 4, 5], [0, 1, 6, 7]]
+    assert read.flatten()[back].tolist() == [*range(8)] and real.flatten()[back].all()
+    read, real, back = Segments([1, 3], torch.device("cpu")).samples
+    assert real.tolist() == [[True, False, False], [True] * 3] and back.tolist() == [0, 3, 4, 5]
+
+
+def test_a_row_over_ranks_and_compiled_blocks_are_refused():
+    model = stock("qwen3_5").model
+    with pytest.raises(ConfigError, match="sp_size: linear attention carries a state along the whole row"):
+        Actor(model, [], [], sequence=SequenceGroup(2, 0, None, None))
+    with pytest.raises(ConfigError, match="PyTorch's attention alone, without experts, not a qwen3_5"):
+        compile_blocks(Actor(model, [], []), "eager")
