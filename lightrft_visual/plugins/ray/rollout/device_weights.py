@@ -439,20 +439,25 @@ def check_transfer(resources: ResourcesConfig, devices: int, ahead: int) -> None
         devices: of each worker.
         ahead: batches that are begun before they are asked for.
     """
-    if resources.weight_transfer != "device":
-        return
-    reason = None
-    if devices > 1:
-        reason = f"a worker of engine_tp_size {devices} hands its weights on to processes of vLLM"
-    elif ahead:
-        reason = "with async.max_staleness workers take weights over at different times"
-    elif get_accelerator().device_name() != "cpu" and not over_cards():
-        reason = f"devices of {get_accelerator().device_name()} are not connected by NCCL"
-    if reason is not None:
+    reason = _hindrance(devices, ahead)
+    if resources.weight_transfer == "device" and reason is not None:
         raise ConfigError(f"weight_transfer device: {reason}; use weight_transfer host, or auto")
+
+
+def _hindrance(devices: int, ahead: int) -> str | None:
+    """Why weights cannot go from device to device."""
+    if devices > 1:
+        return f"a worker of engine_tp_size {devices} hands its weights on to processes of vLLM"
+    if ahead:
+        return "with async.max_staleness workers take weights over at different times"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        return "with VLLM_BATCH_INVARIANT the workers' NCCL has other settings than the trainer's"
+    if get_accelerator().device_name() != "cpu" and not over_cards():
+        return f"devices of {get_accelerator().device_name()} are not connected by NCCL"
+    return None
 
 
 def by_device(resources: ResourcesConfig, devices: int, ahead: int) -> bool:
     """Whether weights go from device to device; see `check_transfer`."""
     asked = resources.weight_transfer
-    return asked == "device" or (asked == AUTO and over_cards() and devices == 1 and not ahead)
+    return asked == "device" or (asked == AUTO and over_cards() and _hindrance(devices, ahead) is None)
