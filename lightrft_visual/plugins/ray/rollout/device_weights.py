@@ -291,7 +291,7 @@ class WeightSender:
 
     def _send(self, index: int, tensors: list[tuple[str, T, int]], size: int, sending: deque, sums: list[T]) -> None:
         while len(sending) > 1:
-            self._group.finish(sending.popleft(), self._calls.failure)
+            self._group.finish(sending.popleft()[1], self._calls.failure)
         buffer = self._group.buffer(size)
         layout = []
         for name, tensor, start in tensors:
@@ -300,13 +300,13 @@ class WeightSender:
             layout.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start, tensor.nbytes])
         sums.append(checksum(tensors[sampled(self.number, index, len(tensors))][1]).to(self._group.device))
         self._announce(index, {"bytes": size, "tensors": layout})
-        sending.append(self._group.broadcast(buffer))
+        sending.append((buffer, self._group.broadcast(buffer)))
 
     def _end(self, sending: deque, sums: list[T]) -> None:
         found = torch.stack(sums).tolist() if sums else []
         self._announce(len(sums), {"sums": found})
         while sending:
-            self._group.finish(sending.popleft(), self._calls.failure)
+            self._group.finish(sending.popleft()[1], self._calls.failure)
 
     def _announce(self, index: int, told: dict[str, Any]) -> None:
         self._store.set(f"bucket/{self.number}/{index}", json.dumps(told))
@@ -323,8 +323,9 @@ class WeightSender:
     def _give_up(self, reason: str) -> None:
         """Tell the workers, part from them, and start again those that were at it and do not answer."""
         self.failure = reason
-        with suppress(RuntimeError):
-            self._store.set("off", reason)
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set("off", reason)
         self.close()
         if self._calls is None:
             return

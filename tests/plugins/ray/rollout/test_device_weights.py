@@ -194,6 +194,12 @@ class Away:
         raise RolloutError("no route to host")
 
 
+def test_an_address_of_another_host_is_a_failure_and_no_error(members, caplog):
+    sender = sender_to(members, limit=1.0)
+    sender.address = "192.0.2.1"
+    assert not sender.ready(1) and "this version goes through host memory, also all later ones" in caplog.text
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_workers_that_cannot_be_reached_are_tried_once_or_are_an_error(required, caplog):
     sender = sender_to([Away()], required=required)
