@@ -201,7 +201,7 @@ class WeightSender:
     """The trainer's side. For each version `ready`, then `through` to its end, then `finish`.
 
     A transfer that fails ends nothing: the caller hands the version over by the host. After `MOST_FAILURES` in a row,
-    or where the workers cannot be reached at all, this is not tried any more.
+    or where the workers cannot be reached at all, this is not tried any more. A worker that is not back is no failure.
 
     Args:
         pool: whose workers are sent to.
@@ -243,7 +243,7 @@ class WeightSender:
                 self._give_up(str(error))
                 if not answered:
                     break
-        self._told()
+        self._told(counted=not answered)  # who is still being started joins later
         return False
 
     def _meet(self) -> None:
@@ -339,7 +339,7 @@ class WeightSender:
         if said is not None and reason not in said:
             self.failure = f"{said} ({reason})"
 
-    def _told(self) -> None:
+    def _told(self, counted: bool = True) -> None:
         """Count a failure, and say what follows of it."""
         if self.failure is None:
             self.failures = 0
@@ -347,7 +347,7 @@ class WeightSender:
         said = f"weights did not go from device to device ({self.failure})"
         if not self.met and self.required:
             raise RolloutError(f"{said}: use weight_transfer host, or auto")
-        self.failures = self.failures + 1 if self.met else MOST_FAILURES
+        self.failures = self.failures + counted if self.met else MOST_FAILURES
         later = "also all later ones" if self.failures >= MOST_FAILURES else "the next ones are tried anew"
         logger.warning("%s: this version goes through host memory, %s", said, later)
 

@@ -185,6 +185,28 @@ def test_weights_that_cannot_be_read_are_given_up_for_all(members):
     sender.close()
 
 
+def test_a_worker_that_is_not_back_yet_does_not_end_the_sending(members):
+    sender = sender_to(members)
+    assert sent(sender, 1, named(1))
+    members[1].kill()
+    assert not any(sender.ready(number) for number in range(2, 2 + MOST_FAILURES)) and sender.failures == 0
+    members[1].wait_until_back()
+    assert sent(sender, 9, named(9))
+    sender.close()
+
+
+def test_transfers_that_break_one_after_the_other_end_the_sending(members, monkeypatch):
+    sender = sender_to(members)
+    assert sent(sender, 1, named(1))
+    monkeypatch.setattr(sender, "_send", broken)
+    assert [sent(sender, number, named()) for number in range(2, 2 + MOST_FAILURES)] == [False] * MOST_FAILURES
+    assert not sender.ready(9)
+
+
+def broken(*arguments):
+    raise RuntimeError("NCCL error")
+
+
 class Away:
     """A worker that cannot be reached."""
 
@@ -301,5 +323,6 @@ def test_what_cannot_go_from_device_to_device(devices, ahead, said, monkeypatch)
     monkeypatch.setattr(device_weights, "over_cards", lambda: True)
     assert by_device(ResourcesConfig(), 1, 0) and not by_device(ResourcesConfig(), devices, ahead)
     assert not by_device(ResourcesConfig(weight_transfer="host"), 1, 0)
+    assert asked.of_workers() == ["weight_transfer"] and not ResourcesConfig().of_workers()  # nobody else reads it
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not by_device(ResourcesConfig(), 1, 0)
