@@ -419,6 +419,9 @@ class VLSettings(TypedDict, total=False):
     """engines; default: one a GPU of the rollouts, one without GPUs."""
     rollout_num_cpus: float
     """that Ray reserves for each worker. Default: 1.0."""
+    weight_transfer: str
+    """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
+    by card where that can be. Default: 'auto'."""
     reward_devices: list[int] | None
     """of this host."""
     reward_num_gpus: float | None
@@ -817,6 +820,9 @@ class DiffusionSettings(TypedDict, total=False):
     """engines; default: one a GPU of the rollouts, one without GPUs."""
     rollout_num_cpus: float
     """that Ray reserves for each worker. Default: 1.0."""
+    weight_transfer: str
+    """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
+    by card where that can be. Default: 'auto'."""
     reward_devices: list[int] | None
     """of this host."""
     reward_num_gpus: float | None

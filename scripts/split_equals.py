@@ -5,10 +5,10 @@
     python scripts/split_equals.py /tmp/split --ranks 2 hf-zero3-lora-w2 drawn-full-w2 hf-k1-w2
 
 A case is an engine (hf, vllm; drawn: Flow-GRPO by diffusers) and, joined by hyphens, what differs from a plain run:
-zero0, zero2, zero3; lora, full; w1, w2: workers; k1, k2: staleness, where only that the run ends well and how old its
-tokens are is looked at, and then it is resumed from its middle. All runs of a call are made by one process a rank, one
-after the other; what one run was beside which others is of no account. The exit code is 1 where a metric differs, times
-aside, or a run does not end well.
+zero0, zero2, zero3; lora, full; w1, w2: workers; device: weights go to them by gloo or NCCL; k1, k2: staleness, where
+only that the run ends well and how old its tokens are is looked at, and then it is resumed from its middle. All runs of
+a call are made by one process a rank, one after the other; what one run was beside which others is of no account. The
+exit code is 1 where a metric differs, times aside, or a run does not end well.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ SPLIT = "--placement split --rollout_num_cpus 0.4"
 
 @dataclass(frozen=True)
 class Case:
-    """A run as its name says. workers: 0 where rollouts are the trainer's own."""
+    """A run as its name says. workers: 0 where rollouts are the trainer's own; transfer: of weights to workers."""
 
     engine: str
     flags: tuple[str, ...]
     workers: int
     staleness: int
+    transfer: str = "auto"
 
     @classmethod
     def of(cls, name: str) -> Case:
         """Raises SystemExit for words that mean nothing."""
         engine, *words = name.split("-")
-        flags, workers, staleness = [], 1, 0
+        flags, workers, staleness, transfer = [], 1, 0, "auto"
         for word in words:
             kind, number = word.rstrip("0123456789"), word.lstrip("abcdefghijklmnopqrstuvwxyz")
             if kind == "zero":
@@ -59,6 +60,8 @@ class Case:
                 workers = int(number)
             elif kind == "k":
                 staleness = int(number)
+            elif word == "device":
+                transfer = word
             elif word == "lora":
                 flags += ["--lora_rank", "4"]
             elif word == "full":
@@ -67,7 +70,7 @@ class Case:
                 sys.exit(f"{name}: {word} means nothing; see {__file__}")
         if engine not in ("hf", "vllm", "drawn"):
             sys.exit(f"{name}: a case begins with hf, vllm or drawn")
-        return cls(engine, tuple(flags), workers, staleness)
+        return cls(engine, tuple(flags), workers, staleness, transfer)
 
     @property
     def alone(self) -> Case:
@@ -78,7 +81,7 @@ class Case:
     def name(self) -> str:
         """Of its folder."""
         told = "".join(flag.replace("--", "-").replace("_", "") for flag in self.flags)
-        return f"{self.engine}{told}-w{self.workers}-k{self.staleness}"
+        return f"{self.engine}{told}-w{self.workers}-k{self.staleness}-{self.transfer}"
 
     def argv(self, steps: int) -> list[str]:
         """Of the example scripts."""
@@ -88,6 +91,7 @@ class Case:
             argv += ["--engine_type", self.engine]
         if self.workers:
             argv += [*SPLIT.split(), "--rollout_num_workers", str(self.workers)]
+            argv += ["--weight_transfer", self.transfer]
         return argv + ([f"async.max_staleness={self.staleness}"] if self.staleness else [])
 
 

@@ -125,9 +125,6 @@ REMOVED: dict[str, Removed] = {
     "band_width": Removed("leave it out; the guard's bands reach 6 standard deviations", harmless=(6, 6.0)),
     "reward_ray_actors": Removed("use --distributed.resources.reward_num_workers", harmless=(1,)),
     "reward_num_cpus": Removed("leave it out; Ray reserves no cores for rewards", harmless=(0, 0.0)),
-    "weight_transfer": Removed(
-        "leave it out; workers of this host read shared memory, others Ray's object store", harmless=("auto",)
-    ),
     "worker_timeout": Removed(
         "leave it out; a worker that does not answer for an hour is started again", harmless=(3600, 3600.0)
     ),

@@ -69,14 +69,20 @@ def named_weights(
                 yield weight.name, _cast(weight.value(), dtype)
 
 
-def engine_weights(engine: Any, actor: TrainEngine) -> Iterator[tuple[str, T]]:
-    """What the rollout engine takes of the actor's weights: all, or LoRA's adapters alone."""
-    if getattr(engine, "adapters_alone", False):
-        return adapter_weights(actor)
-    if getattr(engine, "file_names", False):
-        whole = itertools.chain(named_weights(actor), _kept_buffers(actor.module.model))
-        return _as_in_files(actor.module.transformer, whole)
-    return named_weights(actor)
+@dataclass(frozen=True)
+class EngineWeights:
+    """What the rollout engine takes of the actor's weights: all, or LoRA's adapters alone; gathered in each pass."""
+
+    engine: Any
+    actor: TrainEngine
+
+    def __iter__(self) -> Iterator[tuple[str, T]]:
+        if getattr(self.engine, "adapters_alone", False):
+            return adapter_weights(self.actor)
+        if getattr(self.engine, "file_names", False):
+            whole = itertools.chain(named_weights(self.actor), _kept_buffers(self.actor.module.model))
+            return _as_in_files(self.actor.module.transformer, whole)
+        return named_weights(self.actor)
 
 
 def _as_in_files(model: PreTrainedModel, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -313,23 +319,11 @@ class WeightPost:
         self.number += 1
         buckets: list[Bucket] = []
         writing: deque[Future] = deque()
-        for index, (tensors, size) in enumerate(self._cut(named_tensors)):
+        for index, (tensors, size) in enumerate(cut(named_tensors, self.bucket_bytes)):
             if len(writing) == THREADS:  # under ZeRO-3 what waits is held whole
                 buckets.append(writing.popleft().result())
             writing.append(self._threads.submit(self._bucket, self._file(index, size), tensors, size))
         return Posted(self.number, (*buckets, *(each.result() for each in writing)))
-
-    def _cut(self, named_tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
-        """((name, tensor, where it begins) of a bucket, its bytes). A tensor stays whole, however large."""
-        bucket, size = [], 0
-        for name, tensor in named_tensors:
-            if bucket and size + tensor.nbytes > self.bucket_bytes:
-                yield bucket, size
-                bucket, size = [], 0
-            bucket.append((name, tensor, size))
-            size = -(-(size + tensor.nbytes) // ALIGNED) * ALIGNED
-        if bucket:
-            yield bucket, size
 
     def _bucket(self, file: MemoryFile, tensors: list[tuple[str, T, int]], size: int) -> Bucket:
         content, digest = file.content[:size].numpy(), xxhash.xxh3_64()
@@ -350,6 +344,19 @@ class WeightPost:
         if key not in self._files or self._files[key].size < size:
             self._files[key] = MemoryFile(max(size, ALIGNED))
         return self._files[key]
+
+
+def cut(named_tensors: Iterable[tuple[str, T]], most: int) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
+    """((name, tensor, where it begins) of a bucket, its bytes), at most `most`. A tensor stays whole, however large."""
+    bucket, size = [], 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > most:
+            yield bucket, size
+            bucket, size = [], 0
+        bucket.append((name, tensor, size))
+        size = -(-(size + tensor.nbytes) // ALIGNED) * ALIGNED
+    if bucket:
+        yield bucket, size
 
 
 def _written(tensor: T, into: T, digest: xxhash.xxh3_64) -> int:
@@ -452,9 +459,11 @@ def received(
 def take_over(parameter: nn.Parameter, tensor: T) -> None:
     """Give an engine's parameter what a worker received: by a copy, or as it lies in memory that is shared with the
     trainer, which leaves a version alone for as long as workers may compute with it (`WeightPost`)."""
-    mapped = tensor.device.type == "cpu" and tensor.is_shared()
+    mapped, held = (each.device.type == "cpu" and each.is_shared() for each in (tensor, parameter.data))
     same = (tensor.device, tensor.dtype, tensor.shape) == (parameter.device, parameter.dtype, parameter.shape)
     if mapped and same:
         parameter.data = tensor
+    elif held:  # the trainer's memory, which it writes to and others read
+        parameter.data = torch.empty_like(parameter.data).copy_(tensor)
     else:
         parameter.copy_(tensor)

@@ -159,6 +159,25 @@ def killed_rank(folder: Path, size: str) -> Rows:
     yield f"after a kill of rank {gone} the others ended in", f"{seconds:.0f} s, and named it"
 
 
+def weights_by_nccl(folder: Path, size: str) -> Rows:
+    """One rank and one worker on a card of its own: its weights by NCCL (without cards by gloo), and by host memory."""
+    if os.environ.get("GPU_CHECK_HOSTFILE"):
+        yield "skipped", "one host only"
+        return
+    split, losses = f"{ENGINE} {SAME} --placement split --rollout_num_workers 1", []
+    for way in ("device", "host"):
+        run = seeing(folder, size, f"weights_{way}", f"{split} --weight_transfer {way}", 4, 4, alone=True)
+        losses.append([float(step["loss"]) for step in run.steps])
+        yield f"weights by {way}: sync phase", f"{run.median('time_sync'):.2f} s"
+        mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
+        yield f"weights by {way}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
+    yield "largest difference of the loss, by device against by host", f"{max(map(_apart, *losses)):.1e}"
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other)
+
+
 def _wait(ready: Callable[[], bool], seconds: float) -> None:
     until = time.monotonic() + seconds
     while not ready():
@@ -177,12 +196,13 @@ def _rank_of(launcher: int, rank: int) -> int:
 
 PARTS: parts.Parts = {  # with its time limit in seconds; 20 minutes in sum
     "bandwidth": (bandwidth, 60),
-    "zero": (zero, 400),
+    "zero": (zero, 340),
     "tensor_parallel": (tensor_parallel, 120),
     "sequence": (sequence, 160),
-    "save_and_resume": (save_and_resume, 240),
+    "save_and_resume": (save_and_resume, 200),
     "flow_grpo": (flow_grpo, 100),
     "killed_rank": (killed_rank, 120),
+    "weights_by_nccl": (weights_by_nccl, 100),
 }
 
 

@@ -19,7 +19,7 @@ from lightrft_visual.rollout import hf
 from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.rollout.parity import ParityGate, log_prob_difference
-from lightrft_visual.rollout.weight_sync import engine_weights
+from lightrft_visual.rollout.weight_sync import EngineWeights
 from lightrft_visual.runtime.train_engine import TrainEngine
 
 R = TypeVar("R")
@@ -76,7 +76,7 @@ class Rig:
 
     def weights(self, actor: Actor | None = None):
         engine = SimpleNamespace(module=actor or self.actor)
-        return engine_weights(self.engine, TrainEngine(engine, zero_stage=0, max_norm=1.0))
+        return EngineWeights(self.engine, TrainEngine(engine, zero_stage=0, max_norm=1.0))
 
     def sync(self) -> None:
         self.engine.update_weights(self.weights())

@@ -15,7 +15,7 @@ from tiny_models import ALL_KINDS, actor_of, checkpoint_of
 from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.rollout.weight_sync import engine_weights, gathered_state_dict, named_weights
+from lightrft_visual.rollout.weight_sync import EngineWeights, gathered_state_dict, named_weights
 from lightrft_visual.runtime.train_engine import TrainEngine
 
 
@@ -124,7 +124,7 @@ def test_an_export_holds_what_a_checkpoint_keeps_beside_the_weights(root):
 def test_an_engine_that_reads_files_gets_their_names_and_parts(tmp_path, name):
     checkpoint = stock_checkpoint(tmp_path, name)
     actor = Actor(load_transformer(checkpoint.path, ModelConfig(), torch.float32), [], [])
-    sent = dict(engine_weights(SimpleNamespace(file_names=True), engine_of(actor)))
+    sent = dict(EngineWeights(SimpleNamespace(file_names=True), engine_of(actor)))
     held = load_file(tmp_path / "model.safetensors")
     assert sent.keys() == held.keys()
     assert all(torch.equal(sent[key], held[key]) for key in held)

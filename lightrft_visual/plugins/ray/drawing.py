@@ -21,6 +21,7 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.weight_sync import take_over
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
+from .rollout.device_weights import check_transfer
 from .rollout.engine import SHARES, Workers
 from .rollout.ray_workers import check_cluster
 from .rollout.worker import EngineSpec
@@ -86,7 +87,7 @@ class RemoteDrawing(DiffusersEngine):
     def hand_over(self, policy_version: int) -> None:
         """The workers get the weights that rollouts are drawn with: the old policy's where there is one."""
         with self.old.swapped() if self.old is not None else nullcontext():
-            self.workers.update(trained_weights(self.sampling.model.policy), at_once=not self.ahead)
+            self.workers.update(TrainedWeights(self.sampling.model.policy), at_once=not self.ahead)
         self._policies[self.workers.version] = policy_version
 
 
@@ -105,15 +106,21 @@ def check_remote(config: DiffusionRunConfig) -> None:
     if config.offline or config.algorithm.entry.trains_on == "reward":
         what = "pairs of a file" if config.offline else "images drawn while it learns"
         raise ConfigError(f"placement split: this run trains on {what}, without rollouts; use --placement colocated")
+    check_transfer(config.distributed.resources, 1, config.asynchronous.ahead)
     check_cluster(config.distributed.resources)
 
 
-def trained_weights(policy: DiffusionPolicy) -> Iterator[tuple[str, T]]:
-    """(name, tensor) of every parameter that trains, whole. Each rank must read all of them."""
-    for name, parameter in policy.named_parameters():
-        if parameter.requires_grad:
-            with gathered([parameter]):
-                yield name, parameter.detach()
+@dataclass(frozen=True)
+class TrainedWeights:
+    """(name, tensor) of every parameter that trains, whole. Each rank must read all of them, in each pass."""
+
+    policy: DiffusionPolicy
+
+    def __iter__(self) -> Iterator[tuple[str, T]]:
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                with gathered([parameter]):
+                    yield name, parameter.detach()
 
 
 class WorkerDrawing:

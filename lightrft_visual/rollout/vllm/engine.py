@@ -236,7 +236,7 @@ class VLLMEngine:
         if self.ranks is not None:
             self.ranks.update(named_tensors)
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_repack)
         self.lacks_weights = False
         self.reset_caches()

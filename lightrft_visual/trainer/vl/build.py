@@ -33,7 +33,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.parity import ParityGate
-from ...rollout.weight_sync import engine_weights
+from ...rollout.weight_sync import EngineWeights
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
@@ -515,6 +515,6 @@ def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | No
         stage=maker.rollout_stage,
         engine=engine,
         score=own_scores(log_probs_of(actor), strategy.sequence),
-        reload=lambda: engine.update_weights(engine_weights(engine, actor)),
+        reload=lambda: engine.update_weights(EngineWeights(engine, actor)),
         device=strategy.device,
     )

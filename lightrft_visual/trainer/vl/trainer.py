@@ -12,7 +12,7 @@ from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
-from ...rollout.weight_sync import engine_weights, gathered_state_dict
+from ...rollout.weight_sync import EngineWeights, gathered_state_dict
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
@@ -170,7 +170,7 @@ class VLTrainer(PolicyTrainer):
         """
         engine = self.maker.engine
         if not engine.shares_weights:
-            engine.update_weights(engine_weights(engine, self.actor))
+            engine.update_weights(EngineWeights(engine, self.actor))
             if self.config.rollout.offload_trainer and not lent:
                 self.actor.offload_weights()
         self.maker.policy_is_new(self.step)

@@ -141,6 +141,23 @@ def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
     assert any_rig.difference(prompts_for(any_rig.checkpoint), PLAIN) <= 1e-5
 
 
+@pytest.mark.parametrize("any_rig", [DEFAULT, f"{DEFAULT}+tied", ROUND], indirect=True)
+@pytest.mark.parametrize("begun", [0, 0.5])
+def test_weights_that_end_on_the_way_are_made_good_by_the_next_ones(any_rig, begun):
+    """A worker whose transfer broke takes the same version anew, into what vLLM had begun to fill."""
+    any_rig.move()
+    weights = list(any_rig.weights())
+
+    def broken():
+        yield from weights[: int(begun * len(weights))]
+        raise RolloutError("the trainer gave it up")
+
+    with pytest.raises(RolloutError, match="gave it up"):
+        any_rig.engine.update_weights(broken())
+    any_rig.sync()
+    assert any_rig.difference(prompts_for(any_rig.checkpoint), PLAIN) <= 1e-5
+
+
 @only_by_transformers
 def test_vllm_leaves_the_class_of_the_trainers_model_alone(any_rig):
     text = type(any_rig.actor.transformer.base_model.get_decoder())

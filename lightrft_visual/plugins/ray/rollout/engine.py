@@ -19,7 +19,9 @@ from ....experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ....experience.vision import VisionTensors
 from ....models.loading import Checkpoint, open_checkpoint
 from ....rollout.engine import Finished, RolloutEngine
+from ....rollout.weight_sync import Posted
 from ....runtime import collectives
+from .device_weights import WeightSender, by_device, check_transfer
 from .episodes import EpisodeEngine, for_workers
 from .in_flight import Begun, InFlight, asked_for
 from .partial import PartialRollouts
@@ -28,6 +30,7 @@ from .ray_workers import Cluster, check_cluster
 from .worker import EngineSpec
 
 T = torch.Tensor
+AGAIN, COPIED, SENT = "again", "copied", "sent"  # how a version went over, for `Workers.update`
 SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
 
 
@@ -37,36 +40,67 @@ class Workers:
     spec: of each worker's engine. turns: versions of the weights that are kept, see `WeightPost`.
     """
 
+    sender: WeightSender | None = None  # where rank 0 sends weights from device to device
+
     def __init__(self, config: Any, spec: EngineSpec, turns: int = 2) -> None:
         self.cluster = Cluster(config.distributed.resources, spec)
         several = collectives.world_size() > 1
         self.pool = WorkerPool(self.cluster.workers, collectives.is_rank_0(), shared=several)
         self.post = self.cluster.post(turns) if collectives.is_rank_0() else None
         self.version = 0
+        resources = config.distributed.resources
+        if self.post is not None and by_device(resources, spec.devices, config.asynchronous.ahead):
+            self.sender = WeightSender(self.pool, self.cluster.address(), resources.weight_transfer == "device")
 
     def update(self, named_tensors: Iterable[tuple[str, T]], at_once: bool = True) -> None:
         """Give the workers the next version of the weights. A collective: each rank reads all tensors, rank 0 hands
         them over. Raises on every rank what fails there, such as RolloutError where a worker refuses them, and what
-        fails on this rank."""
-        own = self._given(iter(named_tensors), at_once)
-        failure = collectives.broadcast_object(own) or own
-        if failure is not None:
-            raise failure
+        fails on this rank.
 
-    def _given(self, tensors: Iterator[tuple[str, T]], at_once: bool) -> Exception | None:
-        """What failed on this rank."""
-        posted = None
+        named_tensors: read a second time, for the host's way, where workers fail while they go from device to device.
+        """
+        self.version += 1
+        way = self._told(self._given(iter(named_tensors), at_once, self.sender))
+        if way == AGAIN:
+            way = self._told(self._given(iter(named_tensors), at_once, None))
+        self.pool.copied = way == COPIED
+
+    def _told(self, own: str | Exception) -> str:
+        """What rank 0 says of the version. Raises what failed there or here."""
+        told = collectives.broadcast_object(own)
+        for each in (told, own):
+            if isinstance(each, Exception):
+                raise each
+        return told
+
+    def _given(self, tensors: Iterator[tuple[str, T]], at_once: bool, sender: WeightSender | None) -> str | Exception:
+        """How the version went over, which rank 0 knows, or what failed on this rank."""
+        posted, sent = None, False
         try:
             try:
-                posted = self.post.post(tensors) if self.post is not None else None
+                if self.post is not None:
+                    posted, sent = self._handed(tensors, sender)
             finally:
                 for _ in tensors:  # other ranks gather each weight with this one
                     pass
-            self.version += 1
-            self.pool.give_weights(self.version, posted, at_once)
+            if self.post is not None and posted is None and not sent:
+                return AGAIN
+            self.pool.give_weights(self.version, posted, at_once and not sent)
         except Exception as error:
             return error
-        return None
+        return SENT if posted is None else COPIED
+
+    def _handed(self, tensors: Iterator[tuple[str, T]], sender: WeightSender | None) -> tuple[Posted | None, bool]:
+        """(the version in the host's memory, whether the workers have it already)."""
+        self.post.number = self.version - 1
+        if sender is None or not sender.ready(self.version):
+            return self.post.post(tensors), False
+        through = sender.through(tensors)
+        # One worker that is started again finds no other to do its work.
+        posted = self.post.post(through) if self.pool.size == 1 else None
+        for _ in through:
+            pass
+        return posted, sender.finish()
 
     def measured(self, waited: float, begun: Iterable[list[Future]]) -> dict[str, float]:
         """What `RemoteEngine.measured` says; begun: batches that are under way."""
@@ -76,6 +110,8 @@ class Workers:
     def close(self) -> None:
         """End the workers. A collective: the other ranks leave the cluster before rank 0 ends it."""
         self.pool.close()
+        if self.sender is not None:
+            self.sender.close()
         if not self.cluster.first:
             self.cluster.close()
         collectives.barrier()
@@ -240,6 +276,7 @@ def check_remote(config: RunConfig) -> None:
     entry = registry.engines[config.rollout.engine_type]
     if entry.worker is None:
         raise ConfigError(f"placement split: engine {entry.name} cannot run in a worker of its own; use vllm or hf")
+    check_transfer(config.distributed.resources, config.rollout.engine_tp_size, config.asynchronous.ahead)
     check_cluster(config.distributed.resources)
 
 

@@ -27,12 +27,15 @@ class WorkerDied(Exception):
 
 
 class WorkerHandle(Protocol):
-    """A worker as the pool sees it. Both methods raise WorkerDied; it starts again by itself."""
+    """A worker as the pool sees it. `call` and `wait_until_back` raise WorkerDied; it starts again by itself."""
 
     name: str
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of `worker.Worker`, and what it returns or raises."""
+
+    def end(self) -> None:
+        """End its process, which starts again."""
 
     def wait_until_back(self) -> None:
         """Until a process that has died is there again, without weights. Raises RolloutError where it does not come."""
@@ -54,6 +57,7 @@ class WorkerPool:
 
     holds_weights: whether this process posts the weights; another rank's pool waits until that one has given them to a
     worker that was started again. shared: whether there are other ranks, for whom this one then looks after that.
+    copied: whether the present weights lie where such a worker can get them; else it waits for the next version.
     """
 
     def __init__(self, workers: Sequence[WorkerHandle], holds_weights: bool = True, shared: bool = False) -> None:
@@ -61,6 +65,8 @@ class WorkerPool:
         self.deaths = 0
         self.version, self.caches = 0, 0
         self.posted: Posted | None = None
+        self.copied = True
+        self._without: set[str] = set()  # workers that have not the present weights, nor can get them
         self._looks_after = shared and holds_weights
         self._looked: dict[str, tuple[int, float]] = {}  # by worker: the version that it had, when
         self._closed = False
@@ -101,6 +107,7 @@ class WorkerPool:
         """
         with self._lock:
             self.version, self.posted = version, posted
+            self._without.clear()
         if not at_once or posted is None:
             return
         failures: list[BaseException] = []
@@ -147,6 +154,9 @@ class WorkerPool:
 
     def _serve(self, worker: WorkerHandle) -> None:
         while not self._closed:
+            if worker.name in self._without:
+                time.sleep(RETRY_SECONDS)
+                continue
             try:
                 piece = self._queue.get(timeout=RETRY_SECONDS if self._looks_after else LOOK_SECONDS)
             except queue.Empty:
@@ -169,6 +179,8 @@ class WorkerPool:
             try:
                 made = worker.call("run", request, piece.arguments)
             except LacksWeights as error:
+                if self._passed_on(piece, worker):
+                    return False
                 if not self.holds_weights and self._failure is None:
                     time.sleep(RETRY_SECONDS)  # until the rank that posts them has seen to it
                     continue
@@ -181,6 +193,26 @@ class WorkerPool:
             else:
                 piece.result.set_result(made)
             return False
+
+    def _passed_on(self, piece: _Piece, worker: WorkerHandle) -> bool:
+        """Whether there is no copy of the present weights for this worker, so that the others do its work."""
+        with self._lock:
+            if self.copied or self._failure is not None:
+                return False
+            self._without.add(worker.name)
+        self._queue.put(piece)
+        self._check_left(f"worker {worker.name} was started again")
+        return True
+
+    def _check_left(self, last: str) -> None:
+        """All work fails where no worker has the present weights, or none is left. last: what happened to the last."""
+        with self._lock:
+            lost = all(worker.name in self._without for worker in self.workers)
+        if lost and self.workers:
+            said = "no rollout worker has the present weights, of which the trainer's host keeps no copy"
+            self._fail(RolloutError(f"{said}; the last one: {last}. Go on from a checkpoint"))
+        elif lost:
+            self._fail(RolloutError(f"no rollout worker is left; the last one: {last}"))
 
     def _again(self, piece: _Piece, worker: WorkerHandle, death: WorkerDied) -> None:
         """Put back what a dead worker held, before what came later."""
@@ -211,8 +243,7 @@ class WorkerPool:
             with self._lock:
                 self.workers.remove(worker)
             logger.warning("rollout worker %s does not come back: %s", worker.name, error)
-            if not self.workers:
-                self._fail(RolloutError(f"no rollout worker is left; the last one: {error}"))
+            self._check_left(str(error))
             return False
 
     def _looked_after(self, worker: WorkerHandle) -> bool:

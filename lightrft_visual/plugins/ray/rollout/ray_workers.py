@@ -47,7 +47,7 @@ class RayWorker:
         try:
             return self.ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.timeout)
         except errors.GetTimeoutError:
-            self.ray.kill(self.actor, no_restart=False)
+            self.end()
             raise WorkerDied(f"no answer within {self.timeout:g} s") from None
         except errors.RayTaskError as error:
             cause = error.cause
@@ -56,6 +56,10 @@ class RayWorker:
             raise RolloutError(f"rollout worker {self.name}: {type(cause).__name__}: {cause}") from error
         except errors.RayError as error:
             raise WorkerDied(str(error).split("\n")[0] or type(error).__name__) from None
+
+    def end(self) -> None:
+        """See `pool.WorkerHandle`."""
+        self.ray.kill(self.actor, no_restart=False)
 
     def wait_until_back(self) -> None:
         """See `pool.WorkerHandle`."""
@@ -170,6 +174,10 @@ class Cluster:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
         sharing = [each["shares_memory"] for each in self.described]
         return WeightPost(turns=turns, store=None if all(sharing) else self.ray.put, shared=any(sharing))
+
+    def address(self) -> str:
+        """Of this host, for the workers."""
+        return self.ray.util.get_node_ip_address()
 
     def close(self) -> None:
         """End the actors, and the connection that was made here, with it a cluster that was started by it."""

@@ -12,6 +12,9 @@ from ....config.recipes import load_plugins
 from ....errors import LightRFTVisualError, RolloutError
 from ....rollout.weight_sync import FileAt, MappedFiles, Posted, reachable, received
 from ....runtime.host_memory import free_port
+from .device_weights import Meeting, TransferFailed, WeightReceiver
+
+TORN = -1  # the version of an engine that has got some tensors of one, and generates with none
 
 
 class LacksWeights(RolloutError):
@@ -46,6 +49,8 @@ class GenerateRequest:
 class Worker:
     """One engine in a process of its own. Its calls come one at a time."""
 
+    receiver: WeightReceiver | None = None
+
     def __init__(self, spec: EngineSpec, fetch: Callable[[Any], Any] | None = None) -> None:
         # Ray's processes inherit the trainer's place among its ranks; an engine here is alone.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -69,6 +74,32 @@ class Worker:
             self.engine.update_weights(iter(received(posted, self.fetch, self.files)))
             self.version = posted.number
         return self.version
+
+    def join(self, meeting: Meeting, rank: int) -> None:
+        """Become a member of the group in which weights go from device to device."""
+        self._leave()
+        self.receiver = WeightReceiver(meeting, rank)
+
+    def take(self, number: int) -> int:
+        """Take over a version that the group sends. Where it raises, the engine may have got some tensors of it; no
+        work is done with those."""
+        if self.receiver is None:
+            raise TransferFailed("it is in no group; it was started again, or has left one")
+        try:
+            tensors = self.receiver.receive(number)
+            self.version = TORN
+            self.engine.update_weights(tensors)
+            self.receiver.check()
+        except BaseException:
+            self._leave()
+            raise
+        self.version = number
+        return self.version
+
+    def _leave(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = None
 
     def run(self, request: GenerateRequest, arguments: tuple) -> Any:
         """(the engine's `generate` of the arguments, version of its weights): of the order's version, or a later one

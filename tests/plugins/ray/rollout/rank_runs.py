@@ -53,14 +53,20 @@ def run(folder: Path, name: str, flags: str) -> dict:
         workers = trainer.maker.engine.workers.cluster.described
         facts["niceness"] = [psutil.Process(each["pid"]).nice() - os.nice(0) for each in workers]
     if "split" in flags:
-        facts |= {"posts": trainer.maker.engine.workers.post is not None, "refused": refused(trainer)}
+        pool = trainer.maker.engine.workers.pool
+        facts |= {
+            "copied": pool.copied,
+            "posts": trainer.maker.engine.workers.post is not None,
+            "refused": refused(trainer),
+        }
     trainer.close()
     facts["metrics"] = split_runs.metrics(folder / name) if collectives.is_rank_0() else []
     return facts
 
 
 def main(folder: Path) -> None:
-    runs = {"colocated": "", "split": f"{split_runs.SPLIT} --rollout_num_workers 2", "ahead": AHEAD}
+    split = f"{split_runs.SPLIT} --rollout_num_workers 2"
+    runs = {"colocated": "", "split": split, "sent": f"{split} --weight_transfer device", "ahead": AHEAD}
     facts = {name: run(folder, name, flags) for name, flags in runs.items()}
     (folder / f"facts_{collectives.rank()}.json").write_text(json.dumps(facts))
 

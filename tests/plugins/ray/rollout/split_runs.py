@@ -26,6 +26,7 @@ VL = (
     "--max_samples 64 --image_dependence_every 0 --num_trajectories_to_save 16"
 )
 SPLIT = "--placement split --rollout_num_cpus 0.5"
+SENT = f"{SPLIT} --weight_transfer device"
 ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --save_steps 2"
 
 EPISODES = (
@@ -94,9 +95,11 @@ def main(folder: Path) -> None:
     facts = {
         "colocated": vl(folder, "colocated", ""),
         "killed": vl(folder, "killed", SPLIT, kill_after=2),
+        "killed_sent": vl(folder, "killed_sent", SENT, kill_after=2),
         **ahead(folder),
         "drawn": drawn(folder, "drawn", ""),
         "drawn_split": drawn(folder, "drawn_split", SPLIT),
+        "drawn_sent": drawn(folder, "drawn_sent", SENT),
     }
     (folder / "facts.json").write_text(json.dumps(facts))
 

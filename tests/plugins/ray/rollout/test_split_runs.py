@@ -26,6 +26,11 @@ def test_a_killed_worker_changes_no_metric(facts):
     assert facts["killed"] == facts["colocated"]
 
 
+def test_weights_that_were_sent_from_device_to_device_change_no_metric(facts):
+    """Also where the worker is killed: it finds the host's copy."""
+    assert facts["killed_sent"] == facts["colocated"] and facts["drawn_sent"] == facts["drawn"]
+
+
 def test_images_drawn_by_a_worker_are_those_of_the_colocated_run(facts):
     assert len(facts["drawn_split"]) == 3
     assert facts["drawn_split"] == facts["drawn"]
@@ -65,6 +70,15 @@ def test_two_ranks_with_workers_train_as_two_without(ranks):
     assert len(first["split"]["metrics"]) == 2
     assert first["split"]["metrics"] == first["colocated"]["metrics"]
     assert first["split"]["evaluated"] == first["colocated"]["evaluated"] != {}
+
+
+def test_two_ranks_send_from_device_to_device_what_they_gather(ranks):
+    """ZeRO-3, adapters alone: rank 0 sends each version while both gather it, and keeps no copy."""
+    first, second = ranks
+    assert first["sent"]["metrics"] == first["colocated"]["metrics"]
+    assert first["sent"]["evaluated"] == first["colocated"]["evaluated"]
+    assert [each["sent"]["copied"] for each in ranks] == [False, False]
+    assert [each["split"]["copied"] for each in ranks] == [True, True]
 
 
 def test_episodes_of_one_worker_run_ahead_of_two_ranks(ranks):

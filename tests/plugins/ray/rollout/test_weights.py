@@ -158,6 +158,18 @@ def test_a_parameter_takes_over_the_trainers_memory_and_the_next_version_in_it_i
     assert torch.equal(own["big"], kept)
 
 
+def test_a_version_that_did_not_come_by_the_host_leaves_the_trainers_memory_alone():
+    """Other workers may map what this one computed with until now."""
+    post, files = WeightPost(), MappedFiles()
+    posted = post.post({"big": named()["big"]}.items())
+    parameter = torch.nn.Parameter(torch.zeros(40, 7), requires_grad=False)
+    take_over(parameter, received(posted, files=files)[0][1])
+    assert parameter.is_shared()
+    take_over(parameter, named(2.0)["big"])
+    assert torch.equal(parameter, named(2.0)["big"]) and not parameter.is_shared()
+    assert equal(received(posted), {"big": named()["big"]})
+
+
 def test_without_shared_memory_values_are_copied():
     source, parameter = torch.ones(3), torch.nn.Parameter(torch.zeros(3))
     take_over(parameter, source)
