@@ -1,4 +1,4 @@
-"""What is changed inside other libraries, for as long as a `with` lasts, because they leave no other way.
+"""What is changed inside other libraries, but for one setting as long as a `with` lasts, as they leave no other way.
 
 Each entry says why, and in which versions it was seen to be needed. An entry goes when the library offers a setting.
 """
@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
+from typing import Any
 
 SHARED_MEMORY = "deepspeed_shm_comm"
 
@@ -80,3 +82,18 @@ def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Ite
     finally:
         for home in homes:
             setattr(home, name, own)
+
+
+def program_limit(count: int) -> dict[str, Any]:
+    """What torch.compile is given so that it makes up to `count` programs of a function, where it gives up after 8.
+
+    Why: PyTorch before 2.13 has one limit, of the process, which is raised there and stays.
+    Versions: torch 2.13 takes it with the function, and nothing is changed.
+    """
+    import torch
+
+    if "recompile_limit" in signature(torch.compile).parameters:
+        return {"recompile_limit": count}
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, count)
+    return {}

@@ -33,6 +33,7 @@ from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
+from ...runtime.vendor_patches import program_limit
 from ...runtime.zero3_loading import Divide
 from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config
@@ -188,11 +189,10 @@ class DiffusionPolicy(nn.Module):
         other programs (without and with gradients), so their log-probs agree to rounding, no longer bit for bit.
         backend: of torch.compile.
         """
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, PROGRAMS_A_BLOCK)
+        limit = program_limit(PROGRAMS_A_BLOCK)
         for denoiser in self.denoisers.values():
             for block in repeated_blocks(denoiser):
-                block.compile(backend=backend, dynamic=True)
+                block.compile(backend=backend, dynamic=True, **limit)
 
     def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
         """Conditions, each (B, …); see `remember_prompts`. negative: for guidance, None leaves it out."""

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError
 from ...models.vlm.actor import Actor, Critic
 from ...runtime.start_up import log_stage
+from ...runtime.vendor_patches import program_limit
 
 # Two kinds of blocks, in parts around their attention, with and without gradients and adapters; torch gives up after 8.
 PROGRAMS_A_BLOCK = 64
@@ -45,8 +46,6 @@ def compile_blocks(model: Actor | Critic, backend: str = "inductor") -> int:
         found = "a mixture of experts" if backbone.routers is not None else f"a {backbone.config.model_type} like this"
         raise ConfigError(f"compile takes proven models with PyTorch's attention alone, without experts, not {found}")
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, PROGRAMS_A_BLOCK)
     behind = [module for name, module in model.named_modules() if name.endswith(BEHIND)]
     for block in blocks:  # behind the hooks and the checkpoints of the block
         block.forward = _program_of(block.forward, backend, lambda given: given.get("past_key_values") is None)
@@ -56,7 +55,7 @@ def compile_blocks(model: Actor | Critic, backend: str = "inductor") -> int:
 
 
 def _program_of(plain: Callable[..., Any], backend: str, taken: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
-    program = torch.compile(plain, backend=backend, dynamic=True)
+    program = torch.compile(plain, backend=backend, dynamic=True, **program_limit(PROGRAMS_A_BLOCK))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (program if taken(kwargs) else plain)(*args, **kwargs)
