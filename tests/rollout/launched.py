@@ -11,6 +11,8 @@ import torch.distributed as dist
 from forked import ranks_environment, run_on_ranks
 from waiting import output_of
 
+from lightrft_visual.runtime import watchdog
+
 HERE = Path(__file__).parent
 
 
@@ -42,6 +44,8 @@ def run_fresh_ranks(script: Path, arguments: tuple[str, ...], environment: dict,
 
 
 def leave() -> None:
-    """Ends a rank's script in order: with a process group the end of the interpreter aborts at times."""
+    """Ends a rank's script in order: with a process group the end of the interpreter aborts at times, and a child of
+    the fork server, which runs nothing at its exit, would count as gone to a rank that is slower."""
+    watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
