@@ -264,6 +264,8 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "use_kl_in_reward": "leave it out: the KL is in the reward, with --use_kl_loss --kl_estimator k3 in the loss, and "
     "--init_kl_coef 0 turns it off",
     "use_dynamic_bsz": "write --packing_samples --max_tokens_per_batch N, which fills micro-batches by tokens",
+    "args": "leave it out: each setting is a keyword of the trainer",
+    "peft_config": "write --lora_rank R, --lora_alpha A and --target_modules NAMES",
     "push_to_hub": "leave it out: checkpoint-final is a folder that `hf upload` takes",
     **dict.fromkeys(
         ("custom_reward_function.path", "custom_reward_function.name"), "write --reward_fn path.py:function"
