@@ -9,6 +9,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,7 +132,13 @@ def test_numbers_of_other_libraries_are_numbers():
 
 
 def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
-    for data, told in ((5, "is a int, without rows"), (iter(ROWS), "without rows"), ({"prompt": ["a"]}, "no split")):
+    table = SimpleNamespace(columns=["prompt"], __len__=lambda: 1)
+    for data, told in (
+        (5, "is a int, without rows"),
+        (table, "give a datasets.Dataset made of it"),
+        (iter(ROWS), "without rows"),
+        ({"prompt": ["a"]}, "no split"),
+    ):
         with pytest.raises(DataError, match=f"train_dataset.*{told}"):
             GRPOTrainer(train_dataset=data)
 
@@ -192,6 +199,14 @@ def test_rows_of_a_list_and_of_a_dataset_are_the_same():
     assert rows_of(datasets.Dataset.from_list(ROWS)) == ROWS
     assert rows_of(datasets.Dataset.from_list(ROWS).select([1])) == ROWS[1:]
     assert rows_of(datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))) == ROWS
+
+
+def test_transform_of_a_dataset_makes_its_rows():
+    datasets = pytest.importorskip("datasets")
+    shouted = datasets.Dataset.from_list(ROWS).with_transform(
+        lambda batch: batch | {"prompt": [each.upper() for each in batch["prompt"]]}
+    )
+    assert [row["prompt"] for row in rows_of(shouted)] == ["HOW MANY?", "WHICH COLOUR?"]
 
 
 def test_images_of_a_dataset_keep_their_stored_form():
