@@ -205,6 +205,7 @@ CLOSED.close()
 BAD_STEPS = {
     "raises": (lambda: _raise(KeyError("x")), "KeyError"),
     "exits": (lambda: _raise(SystemExit(3)), "sys.exit"),
+    "says what no file takes": (lambda: _raise(ValueError("\x1b[2J\ud800")), r"\x1b[2J\ud800"),
     "hangs": (lambda: time.sleep(3), "env_timeout"),
     "nothing": (lambda: None, "step gave NoneType"),
     "reward": (lambda: ("a", "1", False, {}), "finite number"),
