@@ -26,7 +26,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1968, "experience": 3131, "config": 4620, "runtime": 5591, "data": 3105,
+    "": 1968, "experience": 3131, "config": 4620, "runtime": 5584, "data": 3105,
     "models": 5532, "rollout": 4603, "rewards": 4267, "algorithms": 1776, "trainer": 7248, "observe": 3443,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

@@ -30,6 +30,7 @@ SYSTEMS = {
 OTHER_NAMES = {("trl", "model"): "pretrain", ("trl", "r"): "lora_rank"}  # too short to be understood anywhere else
 NO_COUNTERPART = "nothing here has this name or is like it"
 UNSET = "it is not set there: the default stands"
+OF_FILES = ("config", "config_name", "config_path")  # which hold settings of their own
 
 
 @dataclass
@@ -115,6 +116,8 @@ def _listed(value: Any) -> Any:
 def _why(names: Names, name: str, value: Any, error: ConfigError) -> str:
     if value is None:
         return UNSET
+    if name.replace("-", "_") in OF_FILES:
+        return "the file that it names holds settings of its own: convert it as well"
     told = names.hint(name.replace("-", "_"))
     if isinstance(value, Outside):
         return f"{value}{f': {told}' if told else ''}"

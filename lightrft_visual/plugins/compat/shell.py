@@ -156,7 +156,7 @@ def _settings(words: list[str]) -> Iterator[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.lstrip("+~").partition("=")
-        if equals and (word.startswith("--") or OVERRIDE.fullmatch(word)):
+        if equals and re.fullmatch(r"(--)?[A-Za-z_][\w./-]*", name):
             yield name.removeprefix("--"), _read(value)
         elif re.match(r"--\w", word):
             values = []

@@ -48,7 +48,7 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_signals(), _limits(), _folder(), _streams(), _warnings(), _torch_modes(), _random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(), _torch_modes(), _random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
@@ -174,32 +174,25 @@ def _torch_modes() -> Watch:
     yield f"changes torch's {' and '.join(changed)}" if changed else None
 
 
-def _signals() -> Watch:
-    """The run's handlers, the signals that this thread blocks, and an alarm, whose signal would end the process. A
-    handler of SIGALRM stays: a file may set it once for all calls."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    blocked, others = signal.pthread_sigmask(signal.SIG_BLOCK, ()), any(signal.getitimer(signal.ITIMER_REAL))
-    yield None
-    changed = ["alarm"] * (not others and any(signal.setitimer(signal.ITIMER_REAL, 0)))
-    if signal.pthread_sigmask(signal.SIG_SETMASK, blocked) != blocked:
-        changed.append("blocked signals")
-    for number, handler in before.items():
-        if signal.getsignal(number) != handler and threading.current_thread() is threading.main_thread():
-            signal.signal(number, handler)
-            changed.append(f"handler of {number.name}")
-    yield f"changes the {' and the '.join(changed)}" if changed else None
-
-
 def _limits() -> Watch:
-    """The umask and the recursion limit."""
+    """The umask, the recursion limit, the run's handlers of signals, the signals that this thread blocks, and an alarm,
+    whose signal would end the process. A handler of SIGALRM stays: a file may set it once for all calls."""
     before, mask = sys.getrecursionlimit(), os.umask(0o077)  # a umask can only be read by setting it
     os.umask(mask)
     entered = max(before, _users.get("recursion limit", before))
     sys.setrecursionlimit(entered)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    blocked, others = signal.pthread_sigmask(signal.SIG_BLOCK, ()), any(signal.getitimer(signal.ITIMER_REAL))
     yield None
+    changed = ["alarm"] * (not others and any(signal.setitimer(signal.ITIMER_REAL, 0)))
+    changed += ["blocked signals"] * (signal.pthread_sigmask(signal.SIG_SETMASK, blocked) != blocked)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
+            changed.append(f"handler of {number.name}")
     _users["recursion limit"] = now = sys.getrecursionlimit()
     sys.setrecursionlimit(before)
-    changed = ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
+    changed += ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
     yield f"changes the {' and the '.join(changed)}" if changed else None
 
 

@@ -209,3 +209,8 @@ def test_value_that_the_whole_refuses_is_left_out(converted):
 def test_file_without_settings_is_a_config_error(converted, name):
     with pytest.raises(ConfigError, match=f"{name} holds no settings"):
         converted("trl", name, {"prose.sh": "only words\n", "list.yaml": "[1, 2]\n", "empty.py": ""}[name])
+
+
+def test_file_of_settings_that_a_script_names_is_to_be_converted_too(converted):
+    found = converted("easyr1", "run.sh", "python3 -m verl.trainer.main config=c.yaml trainer.total_epochs=2\n")
+    assert settings(found).train.num_episodes == 2 and "convert it as well" in found.left_out["config"]

@@ -34,7 +34,7 @@ CHANGES = {
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
     "number of threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
     "deterministic mode": (
-        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.set_deterministic_debug_mode(1),
         torch.are_deterministic_algorithms_enabled,
     ),
     "anomaly mode": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
