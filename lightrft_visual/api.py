@@ -21,9 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .arguments import data_of, episode_settings, name_of, plain_settings, refuse_both, reward_settings, saved
+from .arguments import (
+    check_kinds,
+    data_of,
+    episode_settings,
+    name_of,
+    plain_settings,
+    refuse_both,
+    reward_settings,
+    saved,
+)  # fmt: skip
+from .config.given_files import missing_files
 from .config.leaves import names_of
-from .config.load import parse_run
+from .config.load import parse_run, together
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError
 from .given import forget, give, names_given
@@ -106,8 +116,9 @@ class _Trainer:
         config: str | Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        if isinstance(model, tuple):
+        if isinstance(model, tuple) and len(model) == 2:
             model, processing_class = model
+        check_kinds(model, callbacks, config)
         self.callbacks = list(callbacks)
         self._result: Result | None = None
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
@@ -120,6 +131,9 @@ class _Trainer:
             self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
             settings=own | plain_settings(settings),
         ).config  # fmt: skip
+        missing = [line for line in missing_files(self.config) if line[2:].partition(":")[0] in own | settings]
+        if missing:  # what recipes name is looked for by a run
+            raise together([ConfigError(line) for line in missing])
 
     def _settings_of(
         self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any,
@@ -250,8 +264,9 @@ class SFTTrainer(_Trainer):
         self, model: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None, *,
         callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[SFTSettings],
     ) -> None:  # fmt: skip
+        none = settings.pop("reward_funcs", None)  # type: ignore[typeddict-item]
         super().__init__(
-            model, None, train_dataset, eval_dataset, processing_class, callbacks=callbacks, config=config, **settings
+            model, none, train_dataset, eval_dataset, processing_class, callbacks=callbacks, config=config, **settings
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import numbers
 import os
 import shutil
 import sys
@@ -11,17 +13,30 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from .config import registry
 from .config.given_files import located
 from .config.recipes import SUFFIXES
-from .errors import ConfigError, DataError
-from .given import give
+from .errors import ConfigError, DataError, did_you_mean
+from .given import give, source_of
 from .runtime.hub import is_hub_name, load_data_set
 
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
+
+
+def check_kinds(model: Any, callbacks: Any, config: Any) -> None:
+    """Raise ConfigError for an argument of a trainer that is none."""
+    named = model is None or isinstance(model, str | os.PathLike) or hasattr(model, "save_pretrained")
+    for name, value, fits, what in (
+        ("model", model, named, "a hub name, a folder, (model, processor) or a pipeline"),
+        ("callbacks", callbacks, isinstance(callbacks, list | tuple), "a list of hooks"),
+        ("config", config, isinstance(config, list | tuple | str), "a list of recipes by name or path"),
+    ):
+        if not fits:
+            raise ConfigError(f"{name} is a {type(value).__name__}: give {what}")
 
 
 def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -54,7 +69,9 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        return list(value) if isinstance(value, tuple) else value
+        if isinstance(value, numbers.Real | Decimal) and not isinstance(value, int | float):  # of NumPy, too
+            return int(value) if isinstance(value, numbers.Integral) else float(value)
+        return list(value) if isinstance(value, tuple | set) else value
 
     return {name: plain(value) for name, value in settings.items()}
 
@@ -70,6 +87,7 @@ def data_of(data: Any, name: str, split: str) -> str:
     if isinstance(data, list) and data and all(isinstance(each, str | os.PathLike) for each in data):
         return ",".join(map(os.fspath, data))
     if not isinstance(data, str | os.PathLike):
+        source_of(data, name, split)  # what has no rows is refused
         return give(name, data[split] if isinstance(data, dict) and split in data else data)
     text = os.fspath(data)
     if not is_hub_name(text) or located(text).exists():
@@ -109,7 +127,9 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
         return {"reward_recipe": rewards}
     listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-    if weights is not None and len(weights) != len(listed):
+    if not listed:
+        raise ConfigError("reward_funcs is empty: name a reward; without reward_funcs it is the scorer exact")
+    if weights is not None and len(weights := _numbers(weights)) != len(listed):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(listed)} rewards")
     entries = [_reward_entry(each) for each in listed]
     found: dict[str, list[str]] = {}
@@ -127,6 +147,16 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     return settings
 
 
+def _numbers(weights: Any) -> list[float]:
+    try:
+        found = [] if isinstance(weights, str) else [float(each) for each in weights]
+    except (TypeError, ValueError):
+        found = []
+    if not found or not all(map(math.isfinite, found)):
+        raise ConfigError(f"reward_weights is {weights!r}: give a list of a number for each reward")
+    return found
+
+
 REWARD_SETTINGS = {"func": "reward_fn", "remote": "remote_rm_url", "model": "reward_pretrain"}
 
 
@@ -139,6 +169,9 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
             return "func", reward, reward.rpartition(":")[2]
         if "://" in reward or reward.endswith(".py"):
             return "remote", reward, reward
+        if reward not in registry.scorers and "/" not in reward and not os.path.exists(reward):
+            known = did_you_mean(reward, registry.scorers.names())
+            raise ConfigError(f"reward {reward!r} is neither a scorer nor a folder{known}")
         return ("rule" if reward in registry.scorers else "model"), reward, reward
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(reward, torch.nn.Module):

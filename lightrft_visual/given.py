@@ -75,7 +75,7 @@ class GivenRows:
 
     def __init__(self, data: Any, name: str) -> None:
         self.folder, self._name = Path.cwd(), name
-        table = hasattr(data, "with_format") and hasattr(data, "features")
+        table = hasattr(data, "with_format") and hasattr(data, "features") and data.format["type"] != "custom"
         self._rows = data.with_format("arrow") if table else data
         self._table = table
 
@@ -107,6 +107,8 @@ def source_of(data: Any, name: str, split: str) -> GivenRows:
         if split not in data:
             raise DataError(f"{name}: no split {split!r}; it has: {', '.join(map(str, data))}")
         data = data[split]
+    if hasattr(data, "columns") and not isinstance(data, Sequence):  # pandas, polars, pyarrow: numbers are no rows
+        raise DataError(f"{name} is a {type(data).__name__}: give a datasets.Dataset made of it, or a list of its rows")
     if not isinstance(data, Sequence) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise DataError(
             f"{name} is a {type(data).__name__}, without rows by number: give a datasets.Dataset or a list, "

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,11 +99,48 @@ def test_recipes_lie_below_settings():
         ({"model": "a", "pretrain": "b"}, "pretrain says the same as model"),
         ({"reward_funcs": [3]}, "a reward is a function.*not a int"),
         ({"reward_funcs": ["exact", "format"], "reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 rewards"),
+        ({"reward_funcs": ["exact"], "reward_weights": 0.5}, "reward_weights is 0.5: give a list"),
+        ({"reward_funcs": ["exact"], "reward_weights": [float("nan")]}, "reward_weights is .nan.: give a list"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
+        ({"reward_funcs": "nowhere.py:score"}, "--reward_fn: nowhere.py does not exist"),
+        ({"model": 3}, "model is a int: give a hub name, a folder"),
+        ({"model": ("a", "b", "c")}, "model is a tuple: give a hub name, a folder"),
+        ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
+        ({"callbacks": 3}, "callbacks is a int: give a list"),
+        ({"config": {"seed": 3}}, "config is a dict: give a list"),
+        ({"train_dataset": "nowhere.jsonl"}, "--prompt_data: nowhere.jsonl does not exist"),
+        ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),
+        ({"peft_config": {"r": 8}}, "unknown setting 'peft_config' .*--lora_rank R"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
     with pytest.raises(ConfigError, match=told):
         GRPOTrainer(**arguments)
+
+
+def test_rewards_of_supervised_training_are_refused():
+    with pytest.raises(ConfigError, match="reward_fn.*and this is a supervised run"):
+        lightrft_visual.SFTTrainer(reward_funcs=score)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    config = GRPOTrainer(n_samples_per_prompt=numpy.int64(4), lr=numpy.float32(0.5), temperature=Decimal("0.5")).config
+    assert (config.rollout.n_samples_per_prompt, config.train.actor_learning_rate) == (4, 0.5)
+    assert config.rollout.temperature == 0.5
+
+
+def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
+    table = SimpleNamespace(columns=["prompt"], __len__=lambda: 1)
+    for data, told in (
+        (5, "is a int, without rows"),
+        (table, "give a datasets.Dataset made of it"),
+        (iter(ROWS), "without rows"),
+        ({"prompt": ["a"]}, "no split"),
+    ):
+        with pytest.raises(DataError, match=f"train_dataset.*{told}"):
+            GRPOTrainer(train_dataset=data)
 
 
 def reward_of(*arguments):
@@ -115,7 +154,9 @@ def test_functions_are_named_by_text_and_found_again():
     assert given.given(second).__name__ == "reward" and given.given(second)(["a"]) == [0.0]
 
 
-def test_rewards_of_each_form_reach_their_setting():
+def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
     assert reward_of("http://host/reward").remote_rm_url == "http://host/reward"
     assert reward_of("mine.py:score").reward_fn == "mine.py:score"
     assert reward_of("org/judge").reward_pretrain == "org/judge"
@@ -160,6 +201,14 @@ def test_rows_of_a_list_and_of_a_dataset_are_the_same():
     assert rows_of(datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))) == ROWS
 
 
+def test_transform_of_a_dataset_makes_its_rows():
+    datasets = pytest.importorskip("datasets")
+    shouted = datasets.Dataset.from_list(ROWS).with_transform(
+        lambda batch: batch | {"prompt": [each.upper() for each in batch["prompt"]]}
+    )
+    assert [row["prompt"] for row in rows_of(shouted)] == ["HOW MANY?", "WHICH COLOUR?"]
+
+
 def test_images_of_a_dataset_keep_their_stored_form():
     datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
@@ -173,7 +222,10 @@ def test_rows_without_numbers_are_refused_with_what_to_write():
         rows_of(iter(ROWS))
 
 
-def test_paths_stay_paths(tmp_path):
+def test_paths_stay_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows", "a", "b"):
+        (tmp_path / f"{name}.jsonl").touch()
     assert GRPOTrainer(train_dataset=tmp_path / "rows.jsonl").config.data.prompt_data == str(tmp_path / "rows.jsonl")
     assert GRPOTrainer(train_dataset=["a.jsonl", "b.jsonl"]).config.data.prompt_data == "a.jsonl,b.jsonl"
 

@@ -215,7 +215,7 @@ class DiffusionTrainConfig(Section):
     enable_ema: bool = False
     ema_beta: Annotated[float, within("[0, 1)")] = 0.9
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
-    seed: int = 42
+    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:
         """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""

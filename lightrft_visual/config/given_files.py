@@ -31,8 +31,10 @@ def located(path: str | Path) -> Path:
 
 def missing_files(config: Any) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
-    there. Names that may be anything else, such as a hub's, are not looked for."""
-    found = []
+    there, and for a file in place of an output folder. Names that may be anything else, such as a hub's, are not
+    looked for."""
+    outputs = {name: getattr(config.output, name) for name in ("output_dir", "save_path", "ckpt_path")}
+    found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
     sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
     for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):

@@ -230,7 +230,7 @@ class Names:
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
-        texts = self.advice.get(plain.rpartition(".")[2], ())
+        texts = self.advice.get(plain) or self.advice.get(plain.rpartition(".")[2], ())
         for text in (texts,) if isinstance(texts, str) else texts:
             if all(self.find(flag) for flag in FLAG.findall(text)):
                 return text

@@ -251,7 +251,7 @@ class TrainConfig(Section):
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992
     ema_interval: ClassVar[int] = 1
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
-    seed: int = 42
+    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42
 
     def schedule(self, updates: int) -> tuple[str, float]:
         """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""

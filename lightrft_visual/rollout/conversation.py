@@ -13,7 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
 from ..runtime.seeding import derive_seed
@@ -111,7 +111,10 @@ class ObservationRenderer:
 
     def _checked(self, message: Message) -> Message:
         for part in message["content"]:
-            typed = next((token for token in self._reserved if token in part.get("text", "")), None)
+            text = part.get("text", "")
+            if writable(text) != text:
+                raise EnvironmentFailure("an observation that cannot be shown: its text holds a lone surrogate")
+            typed = next((token for token in self._reserved if token in text), None)
             if typed is not None:
                 raise EnvironmentFailure(f"the text of an observation holds {typed}, which the model reads as an image")
         return message

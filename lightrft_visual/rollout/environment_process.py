@@ -78,7 +78,7 @@ def pack(value: Any) -> Any:
         raise EnvironmentFailure(f"a text of {len(value)} characters is too long")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if type(value).__module__ == "torch":
+    if hasattr(value, "detach"):
         return pack(value.detach().cpu().numpy())
     raise EnvironmentFailure(f"a {type(value).__name__} cannot leave the environment's process")
 

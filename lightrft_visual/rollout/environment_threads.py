@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-from ..runtime.usercode.calls import describe_error, shared_loop
+from ..runtime.usercode.calls import describe_error, masked, shared_loop
 from .environments import Action, Environment, EnvironmentFactory, EnvironmentFailure, Observation, StepResult
 
 R = TypeVar("R")
@@ -82,7 +82,7 @@ class ThreadHost:
             except EnvironmentFailure as error:
                 decide(None, error)
             except BaseException as error:  # whatever a user's code raises, SystemExit included
-                decide(None, EnvironmentFailure(f"{what} {describe_error(error)}"))
+                decide(None, EnvironmentFailure(masked(f"{what} {describe_error(error)}")))
             finally:
                 timer.cancel()
 

@@ -183,10 +183,11 @@ class StepResult(NamedTuple):
         observation, reward, done, info = value
         try:
             number = float("nan") if isinstance(reward, str) else float(reward)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = float("nan")
-        if not np.isfinite(number):
-            raise EnvironmentFailure(f"the reward of a step is {reward!r}; it must be a finite number")
+        if not abs(number) <= 1e6:
+            told = number if isinstance(reward, int) else reward  # which may have more digits than Python writes
+            raise EnvironmentFailure(f"the reward of a step is {told!r}; it must be a finite number within ±1e6")
         if not isinstance(done, (bool, np.bool_)):
             raise EnvironmentFailure(f"done is {done!r}; it must be true or false")
         if info is not None and not isinstance(info, Mapping):

@@ -45,6 +45,7 @@ PLAIN_PARAMETERS = frozenset(
     "split step task timeout type v version".split()
 )
 KEY_IN_URL = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9]{16,}")
+CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them
 
 
 def web_address(url: str) -> SplitResult | None:

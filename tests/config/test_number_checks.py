@@ -48,6 +48,8 @@ def test_nan_and_infinity_are_refused_as_they_are_typed(text: str, value: str) -
         "--adam_betas 0.9 1",
         "--adam_betas -0.1 0.9",
         "--max_norm -1",
+        "--seed -1",
+        "--seed 99999999999999999999",
         "--l2 -1",
         "--lora_alpha 0 --lora_rank 4",
         "--lora_alpha -16 --lora_rank 4",

@@ -95,3 +95,9 @@ def test_a_model_that_may_be_a_name_is_not_looked_for(name):
 def test_an_environment_that_is_not_known_is_answered_with_the_nearest_before_anything_loads():
     with pytest.raises(ConfigError, match="no environment named 'zoomm'; did you mean 'zoom'"):
         parse_run(argv=["--environment", "zoomm"])
+
+
+def test_file_in_place_of_an_output_folder_is_named_before_anything_loads(tmp_path):
+    (tmp_path / "taken").touch()
+    settings = ["--output_dir", str(tmp_path / "taken"), "--ckpt_path", str(tmp_path)]
+    assert missing_files(parse_run(argv=settings).config) == [f"--output_dir: {tmp_path}/taken is a file, no folder"]

@@ -200,9 +200,12 @@ def _raise(error):
 
 
 HUGE = Image.new("RGB", (9000, 9000))
+CLOSED = Image.new("RGB", (8, 8))
+CLOSED.close()
 BAD_STEPS = {
     "raises": (lambda: _raise(KeyError("x")), "KeyError"),
     "exits": (lambda: _raise(SystemExit(3)), "sys.exit"),
+    "says what no file takes": (lambda: _raise(ValueError("\x1b[2J\ud800")), r"\x1b[2J\ud800"),
     "hangs": (lambda: time.sleep(3), "env_timeout"),
     "nothing": (lambda: None, "step gave NoneType"),
     "reward": (lambda: ("a", "1", False, {}), "finite number"),
@@ -216,6 +219,12 @@ BAD_STEPS = {
     "file": (lambda: ({"type": "image", "path": "/nowhere.png"}, 1.0, False, {}), "cannot be shown"),
     "image": (lambda: ([picture(1)] * 9, 1.0, False, {}), "above limit_mm_image_per_prompt = 4"),
     "huge": (lambda: (HUGE, 1.0, False, {}), "cannot be shown"),
+    "beyond": (lambda: ("a", 1e30, False, {}), "finite number within"),
+    "digits": (lambda: ("a", 10**6000, False, {}), "finite number within"),
+    "no pixels": (lambda: (Image.new("RGB", (0, 0)), 1.0, False, {}), "cannot be shown"),
+    "strip": (lambda: (Image.new("RGB", (5000, 2)), 1.0, False, {}), "cannot be shown"),
+    "closed": (lambda: (CLOSED, 1.0, False, {}), "cannot be shown"),
+    "surrogate": (lambda: ("x\ud800y", 1.0, False, {}), "cannot be shown"),
 }  # fmt: skip
 
 

@@ -32,6 +32,13 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "num_return_sequences_in_group": "n_samples_per_prompt",
     "num_image_per_prompt": "n_samples_per_prompt",
     "enable_liger_kernel": "use_liger_kernel",  # LLaMA-Factory
+    "mask_truncated_completions": "mask_truncated",
+    "gpu_memory_utilization": "engine_mem_util",
+    "max_num_batched_tokens": "engine_max_num_batched_tokens",
+    "max_num_seqs": "engine_max_num_seqs",
+    "enforce_eager": "engine_enforce_eager",
+    "image_max_pixels": "max_pixels",
+    "image_min_pixels": "min_pixels",
 }
 
 ALIASES_OF: dict[str, dict[str, str]] = {
@@ -41,7 +48,16 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "actor_rollout_ref.model.lora_rank": "lora_rank",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
         "actor_rollout_ref.model.use_liger": "use_liger_kernel",
+        "actor_rollout_ref.model.lora_alpha": "lora_alpha",
+        "actor_rollout_ref.model.target_modules": "target_modules",
+        "actor_rollout_ref.model.trust_remote_code": "trust_remote_code",
+        "actor_rollout_ref.model.use_remove_padding": "packing_samples",
         "actor_rollout_ref.actor.optim.lr": "actor_learning_rate",
+        "actor_rollout_ref.actor.optim.weight_decay": "l2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "lr_warmup_ratio",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_batch",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "sp_size",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "adam_offload",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "groups_per_update",  # prompts there, not samples
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
         "actor_rollout_ref.actor.ppo_epochs": "max_epochs",
@@ -57,11 +73,23 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.name": "engine_type",
         "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
         "actor_rollout_ref.rollout.temperature": "temperature",
+        "actor_rollout_ref.rollout.val_kwargs.n": "eval_samples_per_prompt",
+        "actor_rollout_ref.rollout.top_p": "top_p",
+        "actor_rollout_ref.rollout.top_k": "top_k",
+        "actor_rollout_ref.rollout.enforce_eager": "engine_enforce_eager",
+        "actor_rollout_ref.rollout.free_cache_engine": "enable_engine_sleep",
+        "actor_rollout_ref.rollout.max_num_seqs": "engine_max_num_seqs",
+        "actor_rollout_ref.rollout.max_num_batched_tokens": "engine_max_num_batched_tokens",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "micro_rollout_batch_size",
         "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine_tp_size",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "engine_mem_util",
         "critic.optim.lr": "critic_learning_rate",
         "critic.cliprange_value": "value_clip",
         "algorithm.lam": "lambd",
+        "algorithm.filter_groups.enable": "dynamic_sampling",
+        "reward_model.overlong_buffer.enable": "overlong_buffer",
+        "reward_model.overlong_buffer.len": "overlong_buffer_len",
+        "reward_model.overlong_buffer.penalty_factor": "overlong_buffer_penalty_factor",
         "algorithm.kl_ctrl.kl_coef": "init_kl_coef",
         "data.train_files": "prompt_data",
         "data.val_files": "eval_data",
@@ -72,6 +100,8 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "trainer.total_epochs": "num_episodes",
         "trainer.total_training_steps": "max_steps",
         "trainer.test_freq": "eval_steps",
+        "trainer.critic_warmup": "freezing_actor_steps",
+        "trainer.max_actor_ckpt_to_keep": "max_ckpt_num",
         "trainer.experiment_name": "run_name",
         "trainer.default_local_dir": "output_dir",
         # EasyR1
@@ -82,9 +112,34 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "worker.actor.optim.lr": "actor_learning_rate",
         "worker.actor.global_batch_size": "groups_per_update",  # prompts there
         "worker.actor.micro_batch_size_per_device_for_update": "micro_train_batch_size",
+        "worker.actor.micro_batch_size_per_device_for_experience": "micro_rollout_batch_size",
+        "worker.actor.max_grad_norm": "max_norm",
+        "worker.actor.padding_free": "packing_samples",
+        "worker.actor.ulysses_size": "sp_size",
+        "worker.actor.ulysses_sequence_parallel_size": "sp_size",
+        "worker.actor.clip_ratio_low": "eps_clip",
+        "worker.actor.clip_ratio_high": "eps_clip_high",
+        "worker.actor.clip_ratio_dual": "dual_clip",
+        "worker.actor.model.enable_gradient_checkpointing": "gradient_checkpointing",
+        "worker.actor.model.trust_remote_code": "trust_remote_code",
+        "worker.actor.optim.weight_decay": "l2",
+        "worker.actor.optim.lr_warmup_ratio": "lr_warmup_ratio",
+        "worker.actor.offload.offload_optimizer": "adam_offload",
         "worker.rollout.n": "n_samples_per_prompt",
+        "worker.rollout.temperature": "temperature",
+        "worker.rollout.top_p": "top_p",
+        "worker.rollout.val_override_config.n": "eval_samples_per_prompt",
+        "worker.rollout.gpu_memory_utilization": "engine_mem_util",
+        "worker.rollout.enforce_eager": "engine_enforce_eager",
         "worker.rollout.tensor_parallel_size": "engine_tp_size",
+        "worker.reward.reward_function": "reward_fn",
         "algorithm.kl_coef": "init_kl_coef",
+        "algorithm.online_filtering": "dynamic_sampling",
+        "data.video_key": "videos_key",
+        "data.image_dir": "image_root",
+        "trainer.max_steps": "max_steps",
+        "trainer.val_freq": "eval_steps",
+        "trainer.load_checkpoint_path": "resume_from",
         "trainer.save_limit": "max_ckpt_num",
         "trainer.save_checkpoint_path": "output_dir",
     },
@@ -188,15 +243,48 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("betas", "adam_beta1", "adam_beta2"), "write --adam_betas 0.9 0.95"),
     **dict.fromkeys(
         ("dataset", "dataset_name", "dataset_path", "train_data", "train_file", "train_dataset"),
-        "write --prompt_data PATH, a file or a saved data set folder; hub names are not fetched",
+        "write --prompt_data PATH, a file, a saved data set folder, or a name of the hub",
     ),
+    **dict.fromkeys(("eval_dataset", "eval_file", "val_dataset"), "write --eval_data PATH"),
+    **dict.fromkeys(
+        ("cutoff_len", "max_length", "max_seq_length"), "lengths are --prompt_max_len and --generate_max_len"
+    ),
+    **dict.fromkeys(
+        ("rlhf_type", "stage"), "leave it out: the command names the algorithm, lightrft-visual train grpo"
+    ),
+    **dict.fromkeys(
+        ("finetuning_type", "train_type", "tuner_type"), "write --lora_rank R for LoRA; 0 trains all parameters"
+    ),
+    "template": "leave it out: the model's folder holds its chat template; --apply_chat_template turns it off",
+    **dict.fromkeys(
+        ("use_liger_kernel", "use_liger_loss"), _ALWAYS + "log-probs are always computed without holding all logits"
+    ),
+    **dict.fromkeys(
+        ("freeze_vit", "freeze_vision_tower"), "write --freeze_prefix true for a vision tower that does not train"
+    ),
+    "reward_weights": "a weight stands behind its reward, --components.NAME WEIGHT, or in a --reward_recipe",
+    "dynamic_filtering": "write --dynamic_sampling: prompts whose rewards are all equal are replaced",
+    "use_kl_in_reward": "leave it out: the KL is in the reward, with --use_kl_loss --kl_estimator k3 in the loss, and "
+    "--init_kl_coef 0 turns it off",
+    "use_dynamic_bsz": "write --packing_samples --max_tokens_per_batch N, which fills micro-batches by tokens",
+    "args": "leave it out: each setting is a keyword of the trainer",
+    "peft_config": "write --lora_rank R, --lora_alpha A and --target_modules NAMES",
+    "push_to_hub": "leave it out: checkpoint-final is a folder that `hf upload` takes",
+    **dict.fromkeys(
+        ("custom_reward_function.path", "custom_reward_function.name"), "write --reward_fn path.py:function"
+    ),
+    **dict.fromkeys(("logger", "trackers"), "write --use_wandb or --use_tensorboard; files and the console always are"),
+    "project_name": "write --use_wandb and set the environment variable WANDB_PROJECT",
+    "disable_kl": "write --init_kl_coef 0 where it is true",
     **dict.fromkeys(
         ("reward_model", "reward_funcs"),
         "write --reward_pretrain FOLDER for a reward model, --reward_fn path.py:function or --remote_rm_url URL",
     ),
     **dict.fromkeys(("model_path", "model_name"), "write --pretrain"),
     **dict.fromkeys(("use_peft", "use_lora"), "write --lora_rank R; 0 turns LoRA off"),
-    **dict.fromkeys(("mixed_precision", "fp16", "torch_dtype"), "write --bf16; without it everything is float32"),
+    **dict.fromkeys(
+        ("mixed_precision", "fp16", "torch_dtype", "dtype"), "write --bf16; without it everything is float32"
+    ),
     "use_flash_attn": "write --attn_implementation flash_attention_2",
     "resolution": "write --height and --width (pixels)",
     "use_vllm": "leave it out: images are drawn by diffusers",
@@ -220,7 +308,7 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
         for name in ("num_gpus", "num_nodes", "master_port", "master_addr", "hostfile", "include", "exclude")
     },
     **dict.fromkeys(
-        ("num_processes", "nproc_per_node"),
+        ("num_processes", "nproc_per_node", "n_gpus_per_node"),
         "it belongs to the launcher and goes before the script: deepspeed --num_gpus N script.py",
     ),
     **dict.fromkeys(("report_to", "log_with"), "write --use_wandb or --use_tensorboard"),
@@ -260,6 +348,10 @@ KL_FORMS = {
     **dict.fromkeys(("mse", "k2"), {"kl_estimator": "k2"}),
     **dict.fromkeys(("low_var_kl", "k3"), {"kl_estimator": "k3"}),
 }
+
+
+def _frozen_tower(frozen: Any) -> dict[str, Any]:
+    return {"freeze_prefix": "true"} if str(frozen).lower() == "true" else {}
 
 
 def _one_of(name: str, known: dict[str, dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
@@ -318,6 +410,12 @@ TRANSLATIONS: dict[str, dict[str, Translation]] = {
         ),
         "actor_rollout_ref.actor.kl_loss_type": Translation(
             "kl_estimator", _one_of("kl_loss_type", KL_FORMS), "low_var_kl is --kl_estimator k3 (verl)"
+        ),
+        "algorithm.kl_penalty": Translation(
+            "kl_estimator", _one_of("algorithm.kl_penalty", KL_FORMS), "low_var_kl is --kl_estimator k3 (EasyR1)"
+        ),
+        "worker.actor.model.freeze_vision_tower": Translation(
+            "bf16", _frozen_tower, "true is --freeze_prefix true (EasyR1); otherwise the vision tower trains"
         ),
     },
 }

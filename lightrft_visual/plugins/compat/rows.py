@@ -53,9 +53,14 @@ def input_label(raw: Mapping[str, Any]) -> Content | None:
 
 
 def question(raw: Mapping[str, Any]) -> Content | None:
-    """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else."""
+    """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else. Of Alpaca's rows the
+    `instruction`, and `input` below it where there is one."""
     column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
-    return None if column is None else Content(raw[column], consumed=_unless_text(raw, column))
+    if column is None:
+        return None
+    more = raw.get("input") if column == "instruction" else None  # Alpaca's rows
+    asked = f"{raw[column]}\n{more}" if isinstance(raw[column], str) and isinstance(more, str) and more else raw[column]
+    return Content(asked, consumed=_unless_text(raw, column))
 
 
 def geometry3k(raw: Mapping[str, Any]) -> Content | None:

@@ -45,6 +45,8 @@ def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDE
     if path in registry.checkpoint_resolvers:
         return load_target(registry.checkpoint_resolvers[path].shape)(model, task)
     if Path(path).is_dir():
+        if not Path(path, "config.json").is_file():
+            raise ConfigError(f"model folder {path} has no config.json")
         try:
             return AutoConfig.from_pretrained(path, trust_remote_code=trust)
         except (OSError, ValueError, KeyError) as error:

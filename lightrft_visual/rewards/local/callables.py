@@ -155,7 +155,7 @@ def read_scores(scores: Any, name: str, size: int, lenient: bool) -> tuple[torch
         if isinstance(entry, torch.Tensor) and entry.numel() == 1:
             entry = entry.item()
         elif isinstance(entry, (np.ndarray, np.generic)) and entry.size == 1:
-            entry = entry.item()
+            (entry,) = entry.reshape(-1).tolist()  # None of np.ma.masked, whose item() is 0
         problem = entry.reason if isinstance(entry, Failed) else problem_of(entry)
         if problem is None:
             values[index] = float("nan") if entry is None else float(entry)

@@ -117,8 +117,9 @@ def decode_reply(reply: Any, size: int) -> Scores:
         raise BadReply(f"the reply has {count} scores for {size} samples")
     values = torch.full((size,), float("nan"), dtype=torch.float64)
     failed, reasons = torch.zeros(size, dtype=torch.bool), Counter()
-    told = reply.get("failed") if isinstance(reply.get("failed"), list) else []
-    told = {position for position in told if isinstance(position, int)}
+    told = reply.get("failed") or []
+    if not isinstance(told, list) or not all(type(each) is int and 0 <= each < size for each in told):
+        raise BadReply('"failed" of the reply is no list of positions of samples')
     for index, entry in enumerate(reply[key]):
         problem = NOT_SCORED if index in told else _problem(entry)
         if problem is not None:

@@ -279,9 +279,9 @@ def bind(host: str, port: int, settings: ServerSettings) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}") from None
     return sock
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...given import given, is_given
-from ..masking import mask_text
+from ..masking import CONTROLS, mask_text
 from ..start_up import say_last
 from .surroundings import is_users, put_back
 
@@ -206,8 +206,8 @@ def _own_lines(error: BaseException) -> str:
 
 
 def masked(text: str) -> str:
-    """The text without tokens and keys, and without characters that no file or terminal takes."""
-    return mask_text(text).encode(errors="backslashreplace").decode()
+    """The text without tokens and keys; characters that no file takes or that a terminal obeys are escapes."""
+    return mask_text(text).encode(errors="backslashreplace").decode().translate(CONTROLS)
 
 
 def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:

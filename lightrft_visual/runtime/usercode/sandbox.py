@@ -226,8 +226,8 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Failed):
         return {"failed": value.reason}
     if type(value).__module__.partition(".")[0] in ("torch", "numpy"):
-        return (value.detach().cpu() if type(value).__module__ == "torch" else value).tolist()
-    raise TypeError(f"a {type(value).__name__} cannot leave the reward process")
+        return to_json((value.detach().cpu() if type(value).__module__ == "torch" else value).tolist())
+    raise TypeError(f"a {type(value).__name__} cannot leave the reward process; give lists or tensors of numbers")
 
 
 def _load(spec: str) -> Callable[..., Any]:
@@ -306,9 +306,12 @@ class Pipe:
             told = "error: a reward function forked a process that came back from its call; that process ends"
             print(told, file=sys.stderr, flush=True)
             os._exit(FORKED)
-        line = json.dumps({"request": self._request, **message}) + "\n"
+        try:
+            line = json.dumps({"request": self._request, **message})
+        except ValueError as error:  # an integer of more digits than Python writes
+            line = json.dumps({"request": self._request, "error": describe_error(error)})
         with self._lock:
-            self._socket.sendall(line.encode())
+            self._socket.sendall(f"{line}\n".encode())
 
 
 def _serve(spec: str, pipe: Pipe) -> None:

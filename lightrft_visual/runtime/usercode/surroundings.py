@@ -1,5 +1,5 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, umask, random
-states, recursion limit, environment, module path.
+"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, signals, umask,
+random states, recursion limit, environment, module path.
 
 A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
 its gradients afterwards. Random states, recursion limit, environment and module path are users' code's own: its next
@@ -12,12 +12,14 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import sys
 import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -155,7 +157,13 @@ def _torch_modes() -> Watch:
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "default device": (torch.get_default_device, torch.set_default_device),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     }
+    for kind in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
+        on, put = partial(torch.is_autocast_enabled, kind.type), partial(torch.set_autocast_enabled, kind.type)
+        modes[f"autocast on {kind.type}"] = on, put
     before = {name: get() for name, (get, _) in modes.items()}
     yield None
     changed = [name for name, (get, _) in modes.items() if get() != before[name]]
@@ -167,15 +175,24 @@ def _torch_modes() -> Watch:
 
 
 def _limits() -> Watch:
-    """The umask and the recursion limit."""
+    """The umask, the recursion limit, the run's handlers of signals, the signals that this thread blocks, and an alarm,
+    whose signal would end the process. A handler of SIGALRM stays: a file may set it once for all calls."""
     before, mask = sys.getrecursionlimit(), os.umask(0o077)  # a umask can only be read by setting it
     os.umask(mask)
     entered = max(before, _users.get("recursion limit", before))
     sys.setrecursionlimit(entered)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    blocked, others = signal.pthread_sigmask(signal.SIG_BLOCK, ()), any(signal.getitimer(signal.ITIMER_REAL))
     yield None
+    changed = ["alarm"] * (not others and any(signal.setitimer(signal.ITIMER_REAL, 0)))
+    changed += ["blocked signals"] * (signal.pthread_sigmask(signal.SIG_SETMASK, blocked) != blocked)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
+            changed.append(f"handler of {number.name}")
     _users["recursion limit"] = now = sys.getrecursionlimit()
     sys.setrecursionlimit(before)
-    changed = ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
+    changed += ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
     yield f"changes the {' and the '.join(changed)}" if changed else None
 
 

@@ -86,3 +86,131 @@ def test_easyr1_yaml_and_openrlhf_script_convert(converted):
 def test_file_that_is_not_what_its_name_says_is_a_config_error(converted):
     with pytest.raises(ConfigError, match="train.py cannot be read"):
         converted("trl", "train.py", "def (")
+
+
+def test_words_of_other_commands_and_of_the_launcher_are_no_settings(converted):
+    text = """
+python -m openrlhf.models.remote_rm --dataset d.jsonl --input_key message > log.txt 2>&1 &
+ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.train_ppo_ray \\
+    --pretrain m --input_key question --bf16 $@ 2>&1 | tee run.log; echo --label_key x
+"""
+    found = converted("openrlhf", "run.sh", text)
+    config = settings(found)
+    assert (config.data.input_key, config.data.label_key, config.model.bf16) == ("question", "label", True)
+    assert "launcher" in found.left_out["address"] and "dataset" not in found.left_out
+
+
+def test_variables_with_defaults_comments_arithmetic_and_arrays_are_put_in(converted):
+    text = """
+SIZE=$((1024 * 2))
+NAME="run a"  # its name
+MODEL_PATH=${MODEL_PATH:-"${HOME}/models/x"}
+DATA=(
+    data.max_response_length=$((SIZE + 2**3))   # tokens
+    trainer.experiment_name="$NAME"
+)
+FLAGS="data.max_prompt_length=$SIZE actor_rollout_ref.rollout.n=4"
+if [ -z "$X" ]; then
+    python3 -m verl.trainer.main_ppo "${DATA[@]}" $FLAGS actor_rollout_ref.model.path="${MODEL_PATH}" \\
+        actor_rollout_ref.actor.optim.lr=${1:-2e-6} "$@"
+fi
+"""
+    found = converted("verl", "run.sh", text)
+    assert '--pretrain "$HOME/models/x"' in found.command
+    config = settings(found)
+    assert (config.rollout.generate_max_len, config.rollout.prompt_max_len) == (2056, 2048)
+    assert (config.output.run_name, config.rollout.n_samples_per_prompt) == ("run a", 4)
+    assert config.train.actor_learning_rate == 2e-6
+
+
+def test_flag_of_several_words_takes_all_of_them(converted):
+    text = """
+x.py --adam_betas 0.9 0.99 --eps_clip_low_high 0.2 0.3 --lora_target_modules "q_proj", "v_proj" --max_steps -1
+"""
+    config = settings(converted("openrlhf", "run.sh", text))
+    assert config.train.adam_betas == [0.9, 0.99] and config.model.target_modules == "q_proj,v_proj"
+    assert (config.algorithm.eps_clip, config.algorithm.eps_clip_high) == (0.2, 0.3)
+
+
+def test_script_whose_variables_name_themselves_ends(converted):
+    found = converted("trl", "run.sh", "A=$A/x\nB=$B$B$A\nx.py --output_dir $B --seed $((1/0))\n")
+    assert '--output_dir "$B$B$A/x"' in found.command and list(found.left_out) == ["seed"]
+
+
+def test_python_names_are_followed_and_what_is_computed_is_left_out(converted):
+    text = """
+model_id = "Qwen/Qwen2.5-VL-3B-Instruct"
+model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.bfloat16)
+more = {"num_generations": 4}
+args = GRPOConfig(output_dir=f"out-{user}", bf16=torch.cuda.is_available(), max_prompt_length=None, **more, **rest)
+GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+"""
+    found = converted("trl", "train.py", text)
+    config = settings(found)
+    assert (config.model.pretrain, config.rollout.n_samples_per_prompt) == ("Qwen/Qwen2.5-VL-3B-Instruct", 4)
+    assert (config.model.lora_rank, config.model.target_modules) == (16, "q_proj,v_proj")
+    assert list(found.left_out) == ["output_dir", "bf16", "max_prompt_length", "**rest"]
+    assert "computed" in found.left_out["bf16"] and "not set" in found.left_out["max_prompt_length"]
+
+
+def test_what_needs_no_setting_here_is_listed(converted):
+    found = converted("trl", "run.sh", "x.py --num_generations 8 --use_vllm --vllm_mode colocate\n")
+    assert list(found.left_out) == ["use_vllm", "vllm_mode"] and "not needed" in found.left_out["use_vllm"]
+
+
+def test_kl_that_verl_turns_off_is_off(converted):
+    text = """
+python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.002
+"""
+    found = converted("verl", "run.sh", text)
+    assert settings(found).algorithm.init_kl_coef == 0
+    assert {"actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"} <= found.left_out.keys()
+
+
+def test_kl_form_of_easyr1_goes_with_its_loss(converted):
+    text = "algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}\n"
+    config = settings(converted("easyr1", "c.yaml", text)).algorithm
+    assert (config.use_kl_loss, config.kl_estimator, config.init_kl_coef) == (True, "k3", 0.01)
+
+
+def test_easyr1_split_behind_the_name_is_the_split(converted):
+    config = settings(converted("easyr1", "run.sh", "python3 -m verl.trainer.main data.train_files=a/b@train\n"))
+    assert (config.data.prompt_data, config.data.prompt_split) == ("a/b", "train")
+
+
+def test_several_files_are_one_list_with_commas(converted):
+    in_yaml = converted("verl", "c.yaml", "data: {train_files: [a.parquet, b.parquet]}\n")
+    in_shell = converted(
+        "verl", "run.sh", """python3 -m verl.x data.train_files="['$HOME/a.parquet', 'b.parquet']"\n"""
+    )
+    assert settings(in_yaml).data.prompt_data == "a.parquet,b.parquet"
+    assert '--prompt_data "$HOME/a.parquet,b.parquet"' in in_shell.command
+
+
+def test_yaml_interpolation_is_put_in_or_left_out(converted):
+    whole = "trainer: {experiment_name: x, default_local_dir: 'out/${trainer.experiment_name}'}\n"
+    assert settings(converted("verl", "c.yaml", whole)).output.output_dir == "out/x"
+    found = converted("verl", "c.yaml", "trainer: {default_local_dir: 'out/${hydra:job.name}', total_epochs: 2}\n")
+    assert list(found.left_out) == ["trainer.default_local_dir"] and settings(found).train.num_episodes == 2
+
+
+def test_text_of_a_file_that_is_no_shell_script_is_quoted_whole(converted):
+    text = 'system_prompt: "say $5, \'x\' and \\"y\\""\nnum_generations: 8\n'
+    assert settings(converted("trl", "c.yaml", text)).data.system_prompt == "say $5, 'x' and \"y\""
+
+
+def test_value_that_the_whole_refuses_is_left_out(converted):
+    found = converted("trl", "train.py", 'GRPOConfig(lr_scheduler_type="cosine", num_generations=8)')
+    assert settings(found).rollout.n_samples_per_prompt == 8 and "cosine_with_min_lr" in found.left_out["lr_scheduler"]
+
+
+@pytest.mark.parametrize("name", ["prose.sh", "list.yaml", "empty.py"])
+def test_file_without_settings_is_a_config_error(converted, name):
+    with pytest.raises(ConfigError, match=f"{name} holds no settings"):
+        converted("trl", name, {"prose.sh": "only words\n", "list.yaml": "[1, 2]\n", "empty.py": ""}[name])
+
+
+def test_file_of_settings_that_a_script_names_is_to_be_converted_too(converted):
+    found = converted("easyr1", "run.sh", "python3 -m verl.trainer.main config=c.yaml trainer.total_epochs=2\n")
+    assert settings(found).train.num_episodes == 2 and "convert it as well" in found.left_out["config"]

@@ -72,6 +72,11 @@ def test_verl(read, png, tmp_path):
         assert row.metadata["data_source"] == row.label and row.metadata["extra_info"]["index"] == 0
 
 
+def test_alpaca_input_stands_below_the_instruction(read):
+    rows = [{"instruction": "Add.", "input": more, "answer": "5"} for more in ("2 and 3", "", None)]
+    assert [parts(row) for row in read("alpaca.jsonl", rows)] == ["Add.\n2 and 3", "Add.", "Add."]
+
+
 def test_llava(read):
     rows = [
         {"id": "1", "image": "a.png", "conversations": [

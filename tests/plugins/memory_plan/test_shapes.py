@@ -73,6 +73,9 @@ def test_a_folder_needs_its_configuration_alone(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be planned"):
         language_model(ModelConfig(pretrain=str(folder)))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match="has no config.json"):
+        language_model(ModelConfig(pretrain=str(folder)))
 
 
 def test_a_pipeline_folder_needs_its_configurations_alone(tmp_path: Path) -> None:

@@ -173,6 +173,12 @@ def test_accepted_results(result):
     assert values[0] == 1 and values[2] == 3 and values[3] == 1
 
 
+def test_masked_entry_of_numpy_is_not_applicable():
+    in_list, in_array = [np.ma.masked, 1.0], np.ma.masked_array([5.0, 1.0], mask=[True, False])
+    for result in (in_list, in_array):
+        assert parse_result(result, "f", 2).values.isnan().tolist() == [True, False]
+
+
 def test_none_is_not_applicable_and_failed_is_failed():
     scores = parse_result([None, Failed("too slow"), 1.0], "f", 3)
     assert scores.values.isnan().tolist() == [True, True, False]

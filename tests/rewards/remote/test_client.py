@@ -366,7 +366,12 @@ BAD_REPLIES = {
     "a date to wait for": (503, {}, [("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")], "HTTP 503"),
     "a redirection": (302, {}, [("Location", "http://127.0.0.1:1/")], "HTTP 302"),
     "deep nesting": (200, b"[" * 100_000, [], "not JSON"),
-    "objects for scores": (200, {"rewards": [{}], "failed": [[], {}]}, [], "a score is a JSON dict"),
+    "objects for scores": (200, {"rewards": [{}], "failed": []}, [], "a score is a JSON dict"),
+    "objects for positions": (200, {"rewards": [1], "failed": [[], {}]}, [], "no list of positions"),
+    "a mask for positions": (200, {"rewards": [1], "failed": [False]}, [], "no list of positions"),
+    "a position that is none": (200, {"rewards": [1], "failed": [1]}, [], "no list of positions"),
+    "a word for positions": (200, {"rewards": [1], "failed": "all"}, [], "no list of positions"),
+    "what a terminal obeys": (500, b"\x1b[2Jnothing to see", [], r"HTTP 500: \x1b[2Jnothing"),
 }
 
 

@@ -220,6 +220,8 @@ def test_only_loopback_without_a_token():
     bind("0.0.0.0", 0, ServerSettings(token="t")).close()
     taken = bind("127.0.0.1", 0, ServerSettings())
     taken.listen()
+    with pytest.raises(ConfigError, match="cannot listen.*port must be 0-65535"):
+        bind("127.0.0.1", 99999, ServerSettings())
     with pytest.raises(ConfigError, match="cannot listen"):
         bind("127.0.0.1", taken.getsockname()[1], ServerSettings())
     taken.close()

@@ -63,6 +63,9 @@ def score(number, how, data="", seconds=0.0):
         time.sleep(seconds)
     if how == "closes low files":
         os.closerange(3, 64)
+    if how == "returns odd things":
+        import numpy as np
+        return {"complex": np.array([1j]), "date": np.array([1], "datetime64[s]"), "digits": [10**6000]}[data.decode()]
     if how == "prints":
         print(data.decode())
         os.write(1, data)
@@ -232,3 +235,11 @@ def test_call_that_a_signal_ends_leaves_no_answer_behind(worker):
         timer.join()
         signal.signal(signal.SIGUSR1, before)
     assert call(worker, 3) == 3
+
+
+@pytest.mark.parametrize(("data", "told"), [("complex", "a complex"), ("date", "a datetime"), ("digits", "digits")])
+def test_result_that_cannot_leave_the_process_is_an_error_and_the_process_lives(worker, data, told):
+    with pytest.raises(RewardError, match=told):
+        call(worker, 1, "returns odd things", data)
+    process = worker._process
+    assert call(worker, 2) == 2 and worker._process is process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -32,6 +33,27 @@ CHANGES = {
     "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
     "number of threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
+    "deterministic mode": (
+        lambda: torch.set_deterministic_debug_mode(1),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "anomaly mode": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    "matmul precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "autocast on cpu": (
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16).__enter__(),
+        lambda: torch.is_autocast_enabled("cpu"),
+    ),
+    "blocked signals": (
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    ),
+    "handler of SIGTERM": (
+        lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        lambda: signal.getsignal(signal.SIGTERM),
+    ),
     "gradient mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
     "umask": (lambda: os.umask(0o077), umask),
     "recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 77), sys.getrecursionlimit),
@@ -65,6 +87,16 @@ def test_what_a_function_changed_is_put_back_and_said_once(told, raises, caplog,
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("reward function score changes")
     caplog.records[0].message.index(told.replace("\\", "").split("(")[0])
+
+
+@pytest.mark.parametrize("before", [0, 1000])
+def test_alarm_that_a_function_leaves_is_put_out_and_one_of_the_run_stays(before, caplog):
+    of_pytest = signal.setitimer(signal.ITIMER_REAL, before)
+    try:
+        call(lambda: before or signal.alarm(2000), "score", {})
+        assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (before > 0) == (not caplog.records)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *of_pytest)
 
 
 def test_recursion_limit_below_what_putting_back_needs_is_put_back():
