@@ -421,7 +421,7 @@ class VLSettings(TypedDict, total=False):
     """that Ray reserves for each worker. Default: 1.0."""
     weight_transfer: str
     """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
-    by card where that can be. Default: 'auto'."""
+    by card where that can be. Default: 'host'."""
     reward_devices: list[int] | None
     """of this host."""
     reward_num_gpus: float | None
@@ -822,7 +822,7 @@ class DiffusionSettings(TypedDict, total=False):
     """that Ray reserves for each worker. Default: 1.0."""
     weight_transfer: str
     """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
-    by card where that can be. Default: 'auto'."""
+    by card where that can be. Default: 'host'."""
     reward_devices: list[int] | None
     """of this host."""
     reward_num_gpus: float | None

@@ -42,7 +42,7 @@ class ResourcesConfig(Section):
     rollout_num_workers: PositiveInt | None = None  # engines; default: one a GPU of the rollouts, one without GPUs
     rollout_num_cpus: NonNegativeFloat = 1.0  # that Ray reserves for each worker
     # how workers get weights: device: from card to card; host: by host memory; auto: by card where that can be
-    weight_transfer: Annotated[str, one_of(AUTO, "host", "device")] = AUTO
+    weight_transfer: Annotated[str, one_of(AUTO, "host", "device")] = "host"
     # reward models in Ray actors of their own, with either placement: naming one of the first three asks for it
     reward_devices: Devices = None  # of this host
     reward_num_gpus: PositiveFloat | None = None  # that an existing cluster gives to all actors of a reward together
@@ -61,7 +61,7 @@ class ResourcesConfig(Section):
             "rollout_num_gpus": self.rollout_num_gpus != AUTO,
             "rollout_num_workers": self.rollout_num_workers is not None,
             "require_cluster": self.require_cluster,
-            "weight_transfer": self.weight_transfer != AUTO,
+            "weight_transfer": self.weight_transfer != "host",
         }
         return [name for name, given in named.items() if given]
 
