@@ -115,7 +115,8 @@ class Run:
 
     def phases(self) -> str:
         names = ("generate", "reward", "forward", "train", "sync", "step")
-        return ", ".join(f"{name} {self.median(f'time_{name}'):.2f} s" for name in names)
+        known = {name: self.median(f"time_{name}") for name in names}
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in known.items() if seconds == seconds)
 
 
 def seeing(
