@@ -314,15 +314,15 @@ def test_checksums_tell_order_and_value():
 
 @pytest.mark.parametrize(("devices", "ahead", "said"), [(2, 0, "engine_tp_size 2"), (1, 1, "max_staleness")])
 def test_what_cannot_go_from_device_to_device(devices, ahead, said, monkeypatch):
-    asked = ResourcesConfig(weight_transfer="device")
+    asked, auto, usual = (ResourcesConfig(weight_transfer=way) for way in ("device", "auto", "host"))
+    assert usual == ResourcesConfig()
     with pytest.raises(ConfigError, match=f"weight_transfer device: .*{said}.*use weight_transfer host, or auto"):
         check_transfer(asked, devices, ahead)
-    check_transfer(ResourcesConfig(), devices, ahead)
+    check_transfer(auto, devices, ahead)
     check_transfer(asked, 1, 0)
-    assert by_device(asked, 1, 0) and not by_device(ResourcesConfig(), 1, 0)
+    assert by_device(asked, 1, 0) and not by_device(auto, 1, 0)
     monkeypatch.setattr(device_weights, "over_cards", lambda: True)
-    assert by_device(ResourcesConfig(), 1, 0) and not by_device(ResourcesConfig(), devices, ahead)
-    assert not by_device(ResourcesConfig(weight_transfer="host"), 1, 0)
-    assert asked.of_workers() == ["weight_transfer"] and not ResourcesConfig().of_workers()  # nobody else reads it
+    assert by_device(auto, 1, 0) and not by_device(auto, devices, ahead) and not by_device(usual, 1, 0)
+    assert asked.of_workers() == ["weight_transfer"] and not usual.of_workers()  # nobody else reads it
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not by_device(ResourcesConfig(), 1, 0)
+    assert not by_device(auto, 1, 0)
