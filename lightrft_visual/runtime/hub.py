@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from .files import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")  # owner/name, with a revision behind @
@@ -73,19 +72,32 @@ def first_on_host(name: str) -> Iterator[None]:
         yield
 
 
-def fetch_model(name: str, code: bool = False) -> None:
-    """Bring a model of the hub into the cache, in this host's order; nothing for folders, offline, and alone.
+def fetch_model(name: str, code: bool = False, files: Sequence[str] = PATTERNS) -> None:
+    """Bring a model of the hub into the cache, in this host's order; nothing for folders and offline.
 
     Args:
         name: a folder, or a name of the hub.
         code: also its Python files.
+        files: patterns of the names of others.
+
+    Raises:
+        ConfigError: the hub cannot be reached, and the cache has nothing of it.
     """
     if os.path.isdir(name) or offline() or not is_hub_name(name):
         return
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    with first_on_host(name), contextlib.suppress(OSError, ValueError):  # whoever loads it says what is wrong
-        snapshot_download(name, allow_patterns=[*PATTERNS, "*.py"] if code else PATTERNS, ignore_patterns=IGNORED)
+    with first_on_host(name):
+        try:
+            snapshot_download(name, allow_patterns=[*files, *["*.py"] * code], ignore_patterns=IGNORED)
+        except LocalEntryNotFoundError as error:  # whoever loads it would ask again, for most of a minute
+            why = str(error.__cause__ or error).splitlines()[0]
+            raise ConfigError(
+                f"model {name} cannot be loaded ({looked_at(name)}, which did not answer: {why})"
+            ) from error
+        except (OSError, ValueError):  # whoever loads it says what is wrong
+            return
 
 
 def load_data_set(name: str, split: str) -> Any:

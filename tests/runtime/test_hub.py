@@ -11,6 +11,8 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.data.sources import open_source
@@ -70,6 +72,23 @@ def test_a_model_is_fetched_before_it_is_loaded_unless_offline(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.fetch_model("org/model")
     assert asked == ["org/model"]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(monkeypatch):
+    asked = []
+
+    def none(name, **named):
+        asked.append(named["allow_patterns"])
+        raise LocalEntryNotFoundError("no such snapshot") from ConnectionError("Name or service not known")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **named: asked.append(named))
+    with pytest.raises(
+        ConfigError, match="model org/none cannot be loaded .*the hub, which did not answer: Name or serv"
+    ):
+        open_checkpoint("org/none", ModelConfig(), DataConfig())
+    assert asked == [hub.PATTERNS]
 
 
 def test_a_model_that_is_nowhere_says_where_was_looked(monkeypatch):

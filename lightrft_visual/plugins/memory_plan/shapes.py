@@ -16,6 +16,7 @@ from ...config.constraints import load_target
 from ...config.shared import EMBEDDED
 from ...config.vl import ModelConfig
 from ...errors import ConfigError
+from ...runtime.hub import fetch_model, is_hub_name
 
 FOLDER = Path(__file__).parent / "shapes"
 
@@ -55,6 +56,9 @@ def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDE
     if known is not None:
         return AutoConfig.for_model(known.pop("model_type"), **known)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=not online)
+        if online:
+            fetch_model(path, trust, ["config.json"])
+        cached = not online or is_hub_name(path)  # what the hub has is in the cache now
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=cached)
     except (OSError, ValueError, KeyError):
         return None  # the run itself says what it cannot load

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
@@ -90,3 +93,16 @@ def test_a_pipeline_folder_needs_its_configurations_alone(tmp_path: Path) -> Non
     (tmp_path / "unet" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"unet.config\.json"):
         pipeline_policy(config)
+
+
+def test_a_model_of_a_hub_that_does_not_answer_is_asked_for_once_and_not_planned(monkeypatch):
+    asked = []
+
+    def none(name, **named):
+        asked.append(named["allow_patterns"])
+        raise LocalEntryNotFoundError("no such snapshot")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **named: asked.append(named))
+    assert language_model(ModelConfig(pretrain="org/none"), online=True) is None and asked == [["config.json"]]
