@@ -24,6 +24,7 @@ from ...experience.vision import VisionTensors
 from ...models.loading import HEAD_FILE, VLRewardModel
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
+from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
 from ...runtime.usercode.calls import AsRewardError, callable_name
 from ..batch import Call, RewardBatch, Scores, Source
@@ -135,6 +136,7 @@ def is_engine(model: nn.Module) -> bool:
 def load_reward_model(name: str, path: str, offload: bool, strategy: Any = None) -> Source:
     """A checkpoint as a source; all ranks load it together where `strategy` divides models. Raises ConfigError when it
     is missing or is no reward model."""
+    fetch_model(path)
     with refused_as(ConfigError, f"reward model {name}: {path} is no transformers checkpoint"):
         config = AutoConfig.from_pretrained(path)
     with refused_as(ConfigError, f"reward model {name}: {path} cannot be loaded"):

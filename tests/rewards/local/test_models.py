@@ -13,6 +13,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.models.loading import HEAD_FILE
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.local import models
 from lightrft_visual.rewards.local.models import by_length
 
 
@@ -62,6 +63,15 @@ def test_a_text_beyond_the_limit_is_failed_not_cut(classifier):
     config = RewardConfig(reward_pretrain=classifier)
     result = RewardComputationEngine.from_config(config).compute_rewards([make_samples(["a", "b" * 60])])
     assert result.valid.tolist() == [True, False] and result.metrics["reward/model/failures"] == 1
+
+
+def test_a_reward_model_of_the_hub_is_fetched_in_the_hosts_order_before_it_is_loaded(monkeypatch):
+    def fetched(path):
+        raise ConfigError(f"model {path} cannot be loaded")
+
+    monkeypatch.setattr(models, "fetch_model", fetched)
+    with pytest.raises(ConfigError, match="model org/reward cannot be loaded"):
+        models.load_reward_model("rm", "org/reward", offload=False)
 
 
 @pytest.mark.parametrize(
