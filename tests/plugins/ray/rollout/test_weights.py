@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from worker_processes import named
 
 from lightrft_visual.plugins.ray.rollout.worker import Worker
 from lightrft_visual.rollout import weight_sync as weights
 from lightrft_visual.rollout.weight_sync import MappedFiles, WeightPost, WeightsRefused, received, take_over
-
-
-def named(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        "big": scale * torch.randn(40, 7, generator=generator),
-        "half": (scale * torch.randn(5, generator=generator)).bfloat16(),
-        "transposed": (scale * torch.randn(3, 4, generator=generator)).t(),
-        "scalar": torch.tensor(scale),
-        "empty": torch.zeros(0, 3),
-    }
 
 
 def equal(found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> bool:
