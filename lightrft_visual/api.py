@@ -131,8 +131,7 @@ class _Trainer:
             self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
             settings=own | plain_settings(settings),
         ).config  # fmt: skip
-        missing = [line for line in missing_files(self.config) if line[2:].partition(":")[0] in own | settings]
-        if missing:  # what recipes name is looked for by a run
+        if missing := missing_files(self.config, own | settings):  # what recipes name is looked for by a run
             raise together([ConfigError(line) for line in missing])
 
     def _settings_of(

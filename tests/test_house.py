@@ -26,7 +26,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1975, "experience": 3131, "config": 4623, "runtime": 5635, "data": 3105,
+    "": 1974, "experience": 3131, "config": 4625, "runtime": 5635, "data": 3105,
     "models": 5625, "rollout": 4612, "rewards": 4269, "algorithms": 1776, "trainer": 7252, "observe": 3443,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

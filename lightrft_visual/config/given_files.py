@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ CODE = re.compile(r"[^,=:]+\.py(?=:)")
 FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other words may be names, of a hub or the registry
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
+OUTPUTS = ("output_dir", "save_path", "ckpt_path")
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
 
 
@@ -29,17 +31,17 @@ def located(path: str | Path) -> Path:
     return next((root / given for root in roots if (root / given).exists()), given)
 
 
-def missing_files(config: Any) -> list[str]:
+def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
     there, and for a file in place of an output folder. Names that may be anything else, such as a hub's, are not
-    looked for."""
-    outputs = {name: getattr(config.output, name) for name in ("output_dir", "save_path", "ckpt_path")}
+    looked for. names: of the settings that are looked at, default all."""
+    outputs = {name: getattr(config.output, name) for name in OUTPUTS if names is None or name in names}
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
     sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
     for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not (names is None or name in names):
                 continue
             parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
             wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
