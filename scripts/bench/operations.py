@@ -1,5 +1,6 @@
-"""Operations of a micro-batch, forward and backward: blocks as they are, compiled (`compile`), and with Liger's kernels
-(`use_liger_kernel`, where the package is installed).
+"""Operations of a micro-batch, forward and backward: blocks as they are, compiled (`compile`), with Liger's kernels
+(`use_liger_kernel`, where the package is installed), and compiled with two denoising steps in one forward
+(`steps_per_forward 2`; what is said then is half of them, those of one step).
 
     python scripts/bench/operations.py [vl|drawing]
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
 
 RANK = 16
-PLAIN, COMPILED, LIGER = "as they are", "compiled", "Liger's kernels"
+PLAIN, COMPILED, LIGER, TOGETHER = "as they are", "compiled", "Liger's kernels", "compiled, two steps a forward"
 # They start no kernel: other views of the same memory, or memory that is not written.
 FREE = {
     f"aten::{name}"
@@ -141,12 +142,14 @@ def drawing(both: int, plain: int, how: str) -> int:
     model.requires_grad_(False)
     targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     model.add_adapter(LoraConfig(r=RANK, target_modules=targets))
-    for block in repeated_blocks(model) if how == COMPILED else ():
+    for block in repeated_blocks(model) if how != PLAIN else ():
         block.compile(dynamic=True)
-    width = shape["joint_attention_dim"]
+    width, steps = shape["joint_attention_dim"], 2 if how == TOGETHER else 1
+    samples = 2 * steps
     given = {
-        "hidden_states": torch.randn(2, 16, 8, 8), "encoder_hidden_states": torch.randn(2, 7, width),
-        "pooled_projections": torch.randn(2, shape["pooled_projection_dim"]), "timestep": torch.tensor([500.0, 300.0]),
+        "hidden_states": torch.randn(samples, 16, 8, 8), "encoder_hidden_states": torch.randn(samples, 7, width),
+        "pooled_projections": torch.randn(samples, shape["pooled_projection_dim"]),
+        "timestep": torch.linspace(500.0, 300.0, samples),
     }  # fmt: skip
 
     def step() -> None:
@@ -154,7 +157,7 @@ def drawing(both: int, plain: int, how: str) -> int:
 
     step()
     step()
-    return operations(step)
+    return operations(step) // steps
 
 
 def counted(
@@ -174,7 +177,7 @@ def counted(
 
 MODELS = {
     "vl": ("Qwen2.5-VL-3B, LoRA", vision_language, (1, 1), (36, 32), (COMPILED, LIGER)),
-    "drawing": ("SD3.5 medium, LoRA", drawing, (1, 1), (13, 11), (COMPILED,)),
+    "drawing": ("SD3.5 medium, LoRA", drawing, (1, 1), (13, 11), (COMPILED, TOGETHER)),
 }
 
 
@@ -182,7 +185,7 @@ def main() -> None:
     """Prints a table: a row for each model and way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", choices=MODELS, help="one of them; default: both")
-    parser.add_argument("--way", choices=(COMPILED, LIGER), help="one of them; default: both")
+    parser.add_argument("--way", choices=(COMPILED, LIGER, TOGETHER), help="one of them; default: all")
     given = parser.parse_args()
     inductor.cpp.enable_kernel_profile = True  # each loop over elements is an event of the profiler
     print("| micro-batch | blocks | operations | share |\n|---|---|---|---|")
