@@ -13,7 +13,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import nn
 
-from ..runtime.checkpoint.ranks import part_of_parameter
+from ..runtime.checkpoint.ranks import part_of, share
 from ..runtime.collectives import rank, world_size
 
 T = torch.Tensor
@@ -37,7 +37,7 @@ def _joined(parameters: list[nn.Parameter], states: Sequence[Mapping[str, T]]) -
     for index, parameter in enumerate(parameters):
         if is_zero_param(parameter):
             pieces = [state[str(index)] for state in states]
-            joined[str(index)] = part_of_parameter(pieces, parameter.ds_numel, world_size(), rank())
+            joined[str(index)] = part_of(pieces, parameter.ds_numel, share(parameter.ds_numel, world_size()), rank())
     return joined
 
 

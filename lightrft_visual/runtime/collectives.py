@@ -63,12 +63,12 @@ def _reachable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device if device.type in kinds else "cpu")
 
 
-def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
-    if world_size() == 1:  # see `_alone`
+def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    if _alone():
         return tensor.clone()
     moved = _reachable(tensor)
     result = moved.clone() if moved is tensor else moved
-    dist.all_reduce(result, op=operation)
+    dist.all_reduce(result, operation, group)
     return result.to(tensor.device)
 
 
@@ -97,7 +97,7 @@ def all_gather_numbers(own: torch.Tensor) -> torch.Tensor:
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
-    if group is None and world_size() == 1:  # see `_alone`
+    if group is None and _alone():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
@@ -150,10 +150,7 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
 
 def sum_in_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum over the ranks of a group; a new tensor, on the argument's device."""
-    moved = _reachable(tensor)
-    result = moved.clone() if moved is tensor else moved
-    dist.all_reduce(result, group=group)
-    return result.to(tensor.device)
+    return _all_reduce(tensor, dist.ReduceOp.SUM, group)
 
 
 def gather_in_group(tensor: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:

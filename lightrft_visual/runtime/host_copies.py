@@ -32,6 +32,32 @@ def on_host(tensor: T) -> T:
     return tensor.detach().cpu() if known is None else known
 
 
+def pinned(tensor: T) -> T:
+    """A host tensor in page-locked memory where there is an accelerator that copies faster from it."""
+    from deepspeed.accelerator import get_accelerator  # a reward server copies nothing and starts without it
+
+    accelerator = get_accelerator()
+    return tensor if accelerator.device_name() == "cpu" else accelerator.pin_memory(tensor)
+
+
+class HostMemory:
+    """Copies of storages in host memory, page-locked where it can be, that is kept for the next ones of a size."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[T]] = {}
+
+    def copy_of(self, storage: torch.UntypedStorage) -> T:
+        """Its bytes."""
+        same_size = self.free.get(storage.nbytes())
+        copied = same_size.pop() if same_size else pinned(torch.empty(storage.nbytes(), dtype=torch.uint8))
+        copied.untyped_storage().copy_(storage)
+        return copied
+
+    def give_back(self, copied: T) -> None:
+        """For the next copies."""
+        self.free.setdefault(copied.nbytes, []).append(copied)
+
+
 @dataclass
 class HostCopies:
     """Copies to the host that do not wait for the device, but those of large tensors; they hold numbers once `wait`
@@ -45,10 +71,8 @@ class HostCopies:
             return tensor
         if tensor.nbytes > MOST_PINNED:
             return tensor.detach().cpu()
-        from deepspeed.accelerator import get_accelerator  # a reward server copies nothing and starts without it
-
         self._begun = True
-        room = get_accelerator().pin_memory(torch.empty(tensor.shape, dtype=tensor.dtype))
+        room = pinned(torch.empty(tensor.shape, dtype=tensor.dtype))
         return room.copy_(tensor.detach(), non_blocking=True)
 
     def wait(self) -> None:

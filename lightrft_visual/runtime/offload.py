@@ -10,6 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from .host_copies import HostMemory, pinned
+
 T = torch.Tensor
 
 
@@ -25,12 +27,6 @@ def on_device(module: nn.Module, device: torch.device | str, offload: bool) -> I
             module.to("cpu")
 
 
-def pinned(tensor: T) -> T:
-    """A host tensor in page-locked memory where there is an accelerator that copies faster from it."""
-    accelerator = get_accelerator()
-    return tensor if accelerator.device_name() == "cpu" else accelerator.pin_memory(tensor)
-
-
 class OptimizerOffload:
     """Tensors that give their memory on the device back for a while, their numbers waiting on the host.
 
@@ -40,7 +36,7 @@ class OptimizerOffload:
 
     def __init__(self) -> None:
         self.away: list[tuple[torch.UntypedStorage, int, T | None]] = []  # storages on the host
-        self.kept: dict[int, list[T]] = {}  # host memory for the next time, by size
+        self.memory = HostMemory()
 
     def leave(self, tensors: Iterable[T], scratch: Iterable[T] = ()) -> None:
         """Move the whole storages of these tensors; those that lie in a file's memory map stay there.
@@ -49,13 +45,8 @@ class OptimizerOffload:
         """
         leaving = [(each, True) for each in _storages(tensors)] + [(each, False) for each in _storages(scratch)]
         for storage, kept in leaving:
-            size, waiting = storage.nbytes(), None
-            if kept:
-                same_size = self.kept.get(size)
-                waiting = same_size.pop() if same_size else pinned(torch.empty(size, dtype=torch.uint8))
-                waiting.untyped_storage().copy_(storage)
+            self.away.append((storage, storage.nbytes(), self.memory.copy_of(storage) if kept else None))
             storage.resize_(0)
-            self.away.append((storage, size, waiting))
         get_accelerator().empty_cache()
 
     def come_back(self) -> None:
@@ -64,7 +55,7 @@ class OptimizerOffload:
             storage.resize_(size)
             if waiting is not None:
                 storage.copy_(waiting.untyped_storage())
-                self.kept.setdefault(size, []).append(waiting)
+                self.memory.give_back(waiting)
         self.away.clear()
 
 

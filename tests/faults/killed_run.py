@@ -68,7 +68,7 @@ SAVING = {
     # Where rank 1 dies there, rank 0 has all it needs and completes the checkpoint.
     "files hashed": Place("runtime.checkpoint.manager:CheckpointManager._describe", "after", rank_0=True),
     "manifest written": Place("runtime.checkpoint.manager:write_manifest", "after", rank_0=True),
-    "folder renamed": Place("runtime.checkpoint.manager:write_hint", "before", rank_0=True, saved=True),
+    "folder renamed": Place("runtime.checkpoint.manager:write_atomic", "before", rank_0=True, saved=True),
     "saved": Place("trainer.run_state:RunState.save", "after", saved=True),
 }
 READING_TWO = {

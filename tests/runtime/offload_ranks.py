@@ -27,7 +27,7 @@ def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[li
             rest(engine)
             seen.append(bytes_held(engine) == 0)
             # ZeRO-3's bucket of gradients, far larger than this model, leaves nothing behind.
-            seen.append(sum(size * len(kept) for size, kept in engine._states.kept.items()) < 100_000)
+            seen.append(sum(size * len(kept) for size, kept in engine._states.memory.free.items()) < 100_000)
             with torch.no_grad():
                 engine(inputs)
             seen.append(bool(engine._states.away) and not engine._weights.away)

@@ -22,6 +22,7 @@ import torch
 from ...errors import CheckpointError
 from ..collectives import is_rank_0, rank, world_size
 from ..files import follow_umask, full_disk_named, write_atomic
+from ..host_copies import HostMemory
 from .manifest import describe_files, list_files
 
 PART = ".part-{}.json"  # what a rank has written
@@ -45,7 +46,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Path, Callable[[], None]]] = []
-        self._kept: dict[int, list[torch.Tensor]] = {}  # free host memory, by size
+        self._memory = HostMemory()
         self._taken: list[torch.Tensor] = []
 
     @contextmanager
@@ -64,7 +65,8 @@ class Copies:
         for tensor in tensors_in(state):
             source = tensor.untyped_storage()
             if source._cdata not in storages:
-                storages[source._cdata] = self._copied(source)
+                self._taken.append(self._memory.copy_of(source))
+                storages[source._cdata] = self._taken[-1].untyped_storage()
             copied = torch.empty(0, dtype=tensor.dtype)
             copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
             copied.requires_grad_(tensor.requires_grad)
@@ -73,16 +75,6 @@ class Copies:
             vars(copied).update(deepcopy(vars(tensor)))  # of DeepSpeed
             known[id(tensor)] = copied
         return deepcopy(state, known)
-
-    def _copied(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        from ..offload import pinned  # late: it imports DeepSpeed
-
-        size = source.nbytes()
-        same_size = self._kept.get(size)
-        self._taken.append(same_size.pop() if same_size else pinned(torch.empty(size, dtype=torch.uint8)))
-        target = self._taken[-1].untyped_storage()
-        target.copy_(source)
-        return target
 
     def write(self, root: Path) -> list[Path]:
         """Write what waits; a full disk is named by `root`. Returns the files."""
@@ -96,9 +88,9 @@ class Copies:
     def release(self) -> None:
         """Keep the memory for the next copies; what was of no use to the last ones goes."""
         self.waiting.clear()
-        self._kept = {}
+        self._memory.free.clear()
         for each in self._taken:
-            self._kept.setdefault(each.nbytes, []).append(each)
+            self._memory.give_back(each)
         self._taken = []
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
-from ..files import disk_problem, follow_umask, full_disk_named
+from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
 from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
     MANIFEST,
@@ -235,11 +235,6 @@ class CheckpointManager:
         """Whether `root` holds checkpoint folders, in whatever state."""
         return bool(self._present())
 
-    def find_best(self) -> Path | None:
-        """The complete checkpoint with the best `keep_best` metric; None without any."""
-        best = self._best(self._complete())
-        return best.path if best else None
-
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
 
@@ -334,7 +329,7 @@ class CheckpointManager:
         if old.exists():
             shutil.rmtree(old)
         if content["resumable"]:
-            write_hint(self.root, name)
+            write_atomic(self.root / LATEST, f"{name}\n")  # a hint for people, not read here
 
     def _discard(self, staging: Path) -> None:
         """Remove what a failed save wrote, to give its space back; a folder that resists is left to the next save."""
@@ -451,13 +446,6 @@ def _of_this_step(path: Path) -> Path:
     match = NUMBERED.match(path.name)
     padded = path.with_name(f"{PREFIX}{int(match[1]):06d}") if match else path
     return padded if padded.is_dir() and not path.exists() else path
-
-
-def write_hint(root: Path, name: str) -> None:
-    """The text file `latest`, replaced as a whole."""
-    partial = root / f".{LATEST}.partial"
-    partial.write_text(name + "\n", encoding="utf-8")
-    os.replace(partial, root / LATEST)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import CheckpointError
+from ..files import write_atomic
 
 FORMAT = 2
 
@@ -61,7 +62,6 @@ def plain_name(name: str) -> str:
 
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20
 HASH_THREADS = 4  # hashlib lets go of the interpreter lock, so threads read and hash in parallel
 
 
@@ -73,12 +73,12 @@ def list_files(folder: Path) -> list[str]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """SHA-256 of a file's bytes, as hexadecimal digits. CheckpointError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def sync_file(path: Path) -> None:
@@ -115,10 +115,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write and flush manifest.json; it comes last, after every file that it lists."""
     sealed = {"format": FORMAT, **content}
     sealed["seal"] = seal(sealed)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(sealed, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomic(folder / MANIFEST, json.dumps(sealed, indent=1, sort_keys=True))
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_file(path)
 
@@ -153,14 +150,6 @@ def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:
     if not hashes:
         return
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        for name, found in zip(files, pool.map(lambda name: hash_or_error(folder / name), files)):
+        for name, found in zip(files, pool.map(lambda name: file_sha256(folder / name), files)):
             if found != files[name]["sha256"]:
                 raise CheckpointError(f"{folder / name} is damaged: its content is not what was written")
-
-
-def hash_or_error(path: Path) -> str:
-    """`file_sha256`, with an error of the file system as CheckpointError."""
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -30,8 +30,9 @@ def files_of_ranks(folder: Path, ranks: int, kind: str) -> list[Path]:
     return found
 
 
-def stretch(pieces: Sequence[T], start: int, stop: int, size: int) -> T:
-    """Elements start to stop of flat pieces that lie behind each other, followed by zeros up to `size`."""
+def part_of(pieces: Sequence[T], total: int, size: int, rank: int) -> T:
+    """This rank's part, of `size` with its padding, of flat pieces that lie behind each other and hold `total`."""
+    start, stop = rank * size, min((rank + 1) * size, total)
     result, at = torch.zeros(size, dtype=pieces[0].dtype), 0
     for piece in pieces:
         first, last = max(start, at), min(stop, at + piece.numel())
@@ -41,20 +42,9 @@ def stretch(pieces: Sequence[T], start: int, stop: int, size: int) -> T:
     return result
 
 
-def part_of_group(pieces: Sequence[T], total: int, size: int, rank: int) -> T:
-    """ZeRO 1 and 2: this rank's part, of `size` with its padding, of a group of `total` elements."""
-    return stretch(pieces, rank * size, min((rank + 1) * size, total), size)
-
-
 def share(numel: int, ranks: int) -> int:
     """Elements that ZeRO-3 leaves each rank of a parameter, padding included."""
     return -(-numel // ranks)
-
-
-def part_of_parameter(pieces: Sequence[T], numel: int, ranks: int, rank: int) -> T:
-    """ZeRO-3: this rank's share of a parameter of `numel` elements; pieces: the shares of those that saved it."""
-    size = share(numel, ranks)
-    return stretch([piece.reshape(-1) for piece in pieces], rank * size, min((rank + 1) * size, numel), size)
 
 
 def sub_groups(groups: Sequence[Sequence[int]], ranks: int, largest: int) -> list[list[int]]:
@@ -73,12 +63,9 @@ def sub_groups(groups: Sequence[Sequence[int]], ranks: int, largest: int) -> lis
     return found
 
 
-def _redivided(saved: Sequence[Mapping[str, Any]], divide: Callable[[list[T]], T]) -> dict[str, Any]:
-    """The states of one tensor on all ranks as this rank's: what is divided anew, and numbers, such as the step."""
-    return {
-        name: divide([state[name] for state in saved]) if torch.is_tensor(value) and value.dim() else value
-        for name, value in saved[0].items()
-    }
+def _redivided(saved: Mapping[str, Any], divide: Callable[[str], T]) -> dict[str, Any]:
+    """The state of one tensor as this rank's: what is divided anew, by name, and numbers, such as the step."""
+    return {n: divide(n) if torch.is_tensor(value) and value.dim() else value for n, value in saved.items()}
 
 
 def _optimizer(saved: Sequence[Mapping[str, Any]], states: States, here: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,10 +83,11 @@ def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> 
         total = sum(parameter.numel() + padding for parameter, padding in padded)
 
         def divide(pieces: list[T], total: int = total, size: int = master.numel()) -> T:
-            return part_of_group(pieces, total, size, rank)
+            return part_of(pieces, total, size, rank)
 
         masters.append(divide([each["single_partition_of_fp32_groups"][number] for each in saved]))
-        states[number] = _redivided([each["state"][number] for each in base], divide)
+        old = [each["state"][number] for each in base]
+        states[number] = _redivided(old[0], lambda name: divide([each[name] for each in old]))  # noqa: B023
     here = _optimizer(base, states, zero.optimizer.state_dict())
     return dict(saved[0]) | {"base_optimizer_state": here, "single_partition_of_fp32_groups": masters}
 
@@ -127,17 +115,14 @@ def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int
             for old, offset, numel in mine:
                 stop = offset + share(numel, len(saved))
                 pieces = [read(each, old)[offset:stop] for each in saved]
-                parts.append(part_of_parameter(pieces, numel, ranks, rank))
+                parts.append(part_of(pieces, numel, share(numel, ranks), rank))
             return torch.cat(parts)
 
         masters.append(divide(lambda each, old: each["fp32_flat_groups"][old]))
-        first = base[0]["state"][mine[0][0]]
-        states[number] = {
-            name: divide(lambda each, old, name=name: each["optimizer_state_dict"]["state"][old][name])
-            if torch.is_tensor(value) and value.dim()
-            else value
-            for name, value in first.items()
-        }
+        states[number] = _redivided(
+            base[0]["state"][mine[0][0]],
+            lambda name: divide(lambda each, old: each["optimizer_state_dict"]["state"][old][name]),  # noqa: B023
+        )
     content = {"optimizer_state_dict": _optimizer(base, states, empty), "fp32_flat_groups": masters}
     return dict(saved[0]) | content | {"partition_count": zero.partition_count}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...errors import CheckpointError
+from ..files import write_atomic
 from .behind import write_file
 
 TREE = "lightrft_visual.state"
@@ -128,14 +128,7 @@ def save_state(path: str | Path, state: Any) -> None:
 
 def _write_state(path: Path, tree: Any, tensors: dict[str, torch.Tensor]) -> None:
     apart = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
-    content = save(apart, metadata={TREE: json.dumps(tree)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_atomic(path, save(apart, metadata={TREE: json.dumps(tree)}))
 
 
 def load_state(path: str | Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.checkpoint.behind import write_file
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, verify
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 from lightrft_visual.runtime.checkpoint.state import save_state
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from lightrft_visual.runtime.train_engine import TrainEngine
@@ -45,8 +46,8 @@ def hashes(strategy: DeepspeedStrategy, root: Path) -> list[dict]:
     return [verify(path)["files"] for path in paths]
 
 
-def failing(root: Path) -> list[str]:
-    """What the ranks are told where rank 1 cannot write, and the folders then."""
+def failing(root: Path, behind: bool) -> list[str]:
+    """What ranks are told where rank 1 cannot write and where there is nothing, what they resume, and the folders."""
     manager = CheckpointManager(root)
     manager.save(1, lambda folder: (folder / f"{collectives.rank()}").write_text("1"))
 
@@ -59,14 +60,21 @@ def failing(root: Path) -> list[str]:
         path = folder / f"{collectives.rank()}"
         write_file(path, {}, partial(full, path))
 
-    manager.save(2, write, behind=True)
-    told = []
-    try:
+    def saved() -> None:
+        manager.save(2, write, behind=behind)
         manager.finish()
-    except CheckpointError as error:
-        told.append(str(error))
+
+    told = [refused(saved), refused(partial(resolve_resume, "auto", root / "empty")), resolve_resume("auto", root).name]
     collectives.barrier()
     return told + sorted(path.name for path in root.iterdir())
+
+
+def refused(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def main(out: str) -> None:
@@ -76,7 +84,7 @@ def main(out: str) -> None:
         if stage == 0:
             strategy.setup_distributed()
         results[stage] = hashes(strategy, Path(out, f"zero{stage}"))
-    results["failing"] = failing(Path(out, "failing"))
+    results |= {name: failing(Path(out, name), name == "behind") for name in ("at_once", "behind")}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 
 

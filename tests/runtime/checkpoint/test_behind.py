@@ -121,8 +121,10 @@ def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ra
     assert any(name.endswith("model_states.pt") for name in behind)
 
 
-def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint(two_ranks):
-    told, *folders = two_ranks[0]["failing"]
-    assert told == two_ranks[1]["failing"][0]
+@pytest.mark.parametrize("how", ["at_once", "behind"])
+def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint(two_ranks, how):
+    assert two_ranks[0][how] == two_ranks[1][how]
+    told, nothing, resumed, *folders = two_ranks[0][how]
     assert "saving checkpoint-000002 failed on rank 1: the disk is full" in told
+    assert "no complete checkpoint" in nothing and resumed == "checkpoint-000001"
     assert folders == ["checkpoint-000001", "latest"]
