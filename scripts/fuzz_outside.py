@@ -33,8 +33,9 @@ from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.page import write_report
 from lightrft_visual.rewards.imaging import encode_image
 from lightrft_visual.rewards.local.callables import MAX_SCORE
-from lightrft_visual.rewards.remote.client import Exchange, RemoteClient, RequestFailed, decode_reply
+from lightrft_visual.rewards.remote.client import Exchange, RemoteClient, RequestFailed
 from lightrft_visual.rewards.remote.server import create_app
+from lightrft_visual.rewards.remote.wire import decode_reply
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefghijk", "bcdefghijkl")

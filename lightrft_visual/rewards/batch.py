@@ -24,8 +24,7 @@ from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
 
 T = torch.Tensor
-
-
+NAN = float("nan")
 VIDEO_FRAMES = 8  # frames of a video that image scorers and judges look at
 LONGEST_NAME = 100
 __all__ = ["Call", "Failed", "RewardBatch", "RewardOutput", "Scores", "ScoringFailed", "batch_from_samples"]
@@ -105,12 +104,11 @@ class RewardBatch:
         """All samples of several batches, in order; all of one kind (generated or not)."""
         lists = [name for name, values in vars(batches[0]).items() if isinstance(values, list)]
         merged = {name: [value for batch in batches for value in getattr(batch, name)] for name in lists}
-        if merged["episodes"]:
-            merged["episodes"] = [each for batch in batches for each in batch.episodes or [None] * len(batch)]
-        if merged["source_images"]:  # of some batches: the others' samples have none
-            merged["source_images"] = [
-                sample for batch in batches for sample in batch.source_images or [[] for _ in range(len(batch))]
-            ]
+        empty = {"episodes": lambda: None, "source_images": list}  # of some batches: the others' samples have none
+        for name, make in empty.items():
+            if merged[name]:
+                own = [getattr(batch, name) or [make() for _ in range(len(batch))] for batch in batches]
+                merged[name] = [value for values in own for value in values]
         return replace(batches[0], **merged)
 
     def chunks(self, size: int) -> list[RewardBatch]:
@@ -120,27 +118,45 @@ class RewardBatch:
 
 def batch_from_samples(outputs: Sequence[Samples], vlm_mode: bool = True) -> RewardBatch:
     """Gather micro-batches of rollouts, in order, into one batch; with vlm_mode false the images stay out."""
-    batch = RewardBatch([], [], [], [], [], [], [], [], [])
-    for samples in outputs:
-        size = len(samples)
-        batch.step = max(batch.step, samples.policy_version)
-        shown, drawn = _media_of(samples, "raw_images", size, vlm_mode), _drawn_of(samples, size, vlm_mode)
-        captions = _captions_of(samples, size)
-        batch.prompts += [text if caption is None else caption for text, caption in zip(samples.prompts, captions)]
-        batch.responses += samples.responses
-        batch.labels += samples.labels
-        batch.references += samples.references
-        batch.metadata += samples.metadata
-        batch.ids += samples.sample_ids.tolist()
-        batch.group_ids += samples.group_ids.tolist()
-        batch.images += [own if image is None else [image] for own, image in zip(shown, drawn)]
-        batch.videos += map(_frames_of, _media_of(samples, "raw_videos", size, vlm_mode))
-        batch.vision += _vision_of(samples, size, vlm_mode)
-        sequences, actions = samples.sequences.cpu(), samples.action_mask.cpu().bool()
-        attention, count = samples.attention_mask.cpu().bool(), samples.num_actions
-        batch.sequence_tokens += [sequences[i][attention[i]] for i in range(size)]
-        batch.completion_tokens += [sequences[i, sequences.shape[1] - count :][actions[i]] for i in range(size)]
-    return batch
+    batch = RewardBatch.join([_batch_of(samples, vlm_mode) for samples in outputs])
+    return replace(batch, step=max(samples.policy_version for samples in outputs))
+
+
+def _batch_of(samples: Samples, vlm_mode: bool) -> RewardBatch:
+    size, vl = len(samples), samples if isinstance(samples, SamplesVL) else None
+    shown = vl if vlm_mode else None
+
+    def column(source: SamplesVL | None, name: str) -> list[Any]:
+        values = None if source is None else getattr(source, name)
+        if values is not None and len(values) != size:
+            raise RewardError(f"{name} has {len(values)} entries for {size} samples")
+        return [None] * size if values is None else values
+
+    images = [list(own or []) for own in column(shown, "raw_images")]
+    sequences, attention = samples.sequences.cpu(), samples.attention_mask.cpu().bool()
+    actions, start = samples.action_mask.cpu().bool(), samples.sequences.shape[1] - samples.num_actions
+    return RewardBatch(
+        prompts=[c if c is not None else text for text, c in zip(samples.prompts, column(vl, "captions"))],
+        responses=samples.responses,
+        labels=samples.labels,
+        references=samples.references,
+        metadata=samples.metadata,
+        images=[own if drawn is None else [drawn] for own, drawn in zip(images, column(shown, "drawn_images"))],
+        videos=[_frames_of(own or []) for own in column(shown, "raw_videos")],
+        ids=samples.sample_ids.tolist(),
+        group_ids=samples.group_ids.tolist(),
+        vision=_vision_of(shown, size),
+        sequence_tokens=[sequences[i][attention[i]] for i in range(size)],
+        completion_tokens=[sequences[i, start:][actions[i]] for i in range(size)],
+    )
+
+
+def _vision_of(samples: SamplesVL | None, size: int) -> list[VisionTensors]:
+    if samples is None or not samples.vision.names:
+        return [VisionTensors() for _ in range(size)]
+    counts = {"image": samples.image_counts, "video": samples.video_counts}
+    known = {kind: None if count is None else count.tolist() for kind, count in counts.items()}
+    return [VisionTensors([each]) for each in samples.vision.shared_out(size, known)]
 
 
 def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
@@ -169,33 +185,6 @@ def _frames_of(videos: Sequence[Any]) -> list[Any]:
     return [video.frames if isinstance(video, Video) else video for video in videos]
 
 
-def _vision_of(samples: Samples, size: int, vlm_mode: bool) -> list[VisionTensors]:
-    if not vlm_mode or not isinstance(samples, SamplesVL) or not samples.vision.names:
-        return [VisionTensors() for _ in range(size)]
-    counts = {"image": samples.image_counts, "video": samples.video_counts}
-    known = {kind: None if count is None else count.tolist() for kind, count in counts.items()}
-    return [VisionTensors([each]) for each in samples.vision.shared_out(size, known)]
-
-
-def _drawn_of(samples: Samples, size: int, vlm_mode: bool) -> list[Any]:
-    drawn = samples.drawn_images if vlm_mode and isinstance(samples, SamplesVL) else None
-    return [None] * size if drawn is None else drawn
-
-
-def _captions_of(samples: Samples, size: int) -> list[str | None]:
-    captions = samples.captions if isinstance(samples, SamplesVL) else None
-    return [None] * size if captions is None else captions
-
-
-def _media_of(samples: Samples, name: str, size: int, vlm_mode: bool) -> list[list[Any]]:
-    media = getattr(samples, name) if vlm_mode and isinstance(samples, SamplesVL) else None
-    if media is None:
-        return [[] for _ in range(size)]
-    if len(media) != size:
-        raise RewardError(f"{name} has {len(media)} entries for {size} samples")
-    return [list(entry or []) for entry in media]
-
-
 def batch_from_media(
     prompts: Sequence[str],
     images: Sequence[Any] | None = None,
@@ -219,17 +208,21 @@ def batch_from_media(
     for name, values in {**given, "source_images": source_images, "ids": ids, "group_ids": group_ids}.items():
         if values is not None and len(values) != size:
             raise RewardError(f"{name} has {len(values)} entries for {size} prompts")
+
+    def column(values: Sequence[Any] | None, default: Sequence[Any] | None = None) -> list[Any]:
+        return list(values if values is not None else [None] * size if default is None else default)
+
     return RewardBatch(
         prompts=list(prompts),
         responses=[""] * size,
-        labels=list(labels) if labels is not None else [None] * size,
-        references=list(references) if references is not None else [None] * size,
-        metadata=[dict(sample) for sample in metadata] if metadata is not None else [{} for _ in range(size)],
+        labels=column(labels),
+        references=column(references),
+        metadata=[dict(sample or {}) for sample in column(metadata)],
         images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
         videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
         source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
-        ids=[int(i) for i in ids] if ids is not None else list(range(size)),
-        group_ids=[int(i) for i in group_ids] if group_ids is not None else list(range(size)),
+        ids=[int(i) for i in column(ids, range(size))],
+        group_ids=[int(i) for i in column(group_ids, range(size))],
         generated=True,
     )
 
@@ -256,7 +249,7 @@ class Scores:
     @classmethod
     def all_failed(cls, size: int, reason: str) -> Scores:
         """Scores of `size` samples none of which could be scored, with the reason for the counts."""
-        values = torch.full((size,), float("nan"), dtype=torch.float64)
+        values = torch.full((size,), NAN, dtype=torch.float64)
         return cls(values, torch.ones(size, dtype=torch.bool), {}, Counter({reason: size}))
 
     def split(self, sizes: Sequence[int]) -> list[Scores]:
@@ -271,7 +264,7 @@ class Scores:
     def join(cls, parts: Sequence[Scores]) -> Scores:
         """Concatenate; an extra that a part lacks is NaN there."""
         names = {name: None for part in parts for name in part.extras}
-        missing = [torch.full_like(part.values, float("nan")) for part in parts]
+        missing = [torch.full_like(part.values, NAN) for part in parts]
         extras = {n: torch.cat([p.extras.get(n, m) for p, m in zip(parts, missing)]) for n in names}
         empty = torch.zeros(0)
         return cls(
@@ -282,20 +275,13 @@ class Scores:
         )
 
 
-class PendingScores(Protocol):
-    """Scores that are under way: a future, or several."""
-
-    def result(self, timeout: float | None = None) -> Scores:
-        """Wait for them."""
-
-
 class PendingSource(ABC):
     """A source that works elsewhere: `submit` returns at once, so that several run at the same time."""
 
     name: str
 
     @abstractmethod
-    def submit(self, batch: RewardBatch, call: Call) -> PendingScores:
+    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores] | JoinedScores:
         """Start scoring."""
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
@@ -354,24 +340,15 @@ class RewardOutput:
 
 
 @runtime_checkable
-class DividedSource(Protocol):
-    """A source of which each rank may hold a part: where `all_ranks`, all ranks run it at once, one without samples
-    for it too."""
-
-    all_ranks: bool
-
-
-@runtime_checkable
 class Source(Protocol):
-    """Scores a batch. `name` is what errors and metrics call it."""
+    """Scores a batch. `name` is what errors and metrics call it. A source may also have `all_ranks`: each rank may hold
+    a part of it, so all run it at once, one without samples for it too; and `reads_images`: it asks for the prompts'
+    images."""
 
     name: str
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of the batch's samples, in order."""
-
-
-NAN = float("nan")
 
 
 @dataclass
@@ -415,7 +392,7 @@ def run_jobs(
     jobs: Sequence[Job],
     batch: RewardBatch,
     call: Call,
-    early: Mapping[int, PendingScores] | None = None,
+    early: Mapping[int, JoinedScores] | None = None,
     together: Sequence[Any] = (),
 ) -> tuple[list[Column], dict[str, Counter[str]]]:
     """A column for each job, in order, and why samples failed, by the names of the jobs.
@@ -447,7 +424,7 @@ def run_jobs(
 def run_all(
     jobs: Sequence[tuple[Any, RewardBatch]],
     call: Call,
-    early: Mapping[int, PendingScores],
+    early: Mapping[int, JoinedScores],
     together: Sequence[Any] = (),
 ) -> list[Scores]:
     """Scores of every (source, batch): those that work elsewhere start first, if they have not yet, and run beside the

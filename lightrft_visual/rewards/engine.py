@@ -24,7 +24,6 @@ from .batch import (
     NAN,
     Call,
     Column,
-    DividedSource,
     Job,
     JoinedScores,
     RewardBatch,
@@ -139,7 +138,7 @@ class RewardComputationEngine:
         self._by_identity = self._recipe_sources()
         self._catalogue.check_placed()
         self._all = [*self._sources.values(), *self._by_identity.values()]
-        self._together = {id(each): each for each in self._all if isinstance(each, DividedSource) and each.all_ranks}
+        self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
         self._watched = self._watch(self.config.reward_weights_file)
 
     @classmethod

@@ -32,19 +32,8 @@ from .engine import RewardComputationEngine, model_device
 from .imaging import to_pil
 from .recipe import RecipeEntry
 from .registry import Catalogue, find_scorer
-from .remote.client import (
-    AUTO,
-    FIRST_WAIT,
-    LIGHTRFT,
-    NOT_SCORED,
-    OPENRLHF,
-    Exchange,
-    RemoteReward,
-    RequestFailed,
-    decode_reply,
-    shown_body,
-    token_from_env,
-)
+from .remote.client import FIRST_WAIT, Exchange, RemoteReward, RequestFailed, shown_body, token_from_env
+from .remote.wire import AUTO, LIGHTRFT, NOT_SCORED, OPENRLHF, decode_reply
 
 log = logging.getLogger(__name__)
 SAID_AFTER = 4.0  # seconds without an answer after which a line says what is waited for

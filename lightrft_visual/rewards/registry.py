@@ -19,7 +19,7 @@ from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_
 from .batch import Source
 from .local.callables import CallableSource
 from .recipe import RecipeEntry
-from .remote.client import wires_of
+from .remote.wire import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
 
@@ -43,16 +43,18 @@ def find_scorer(name: str) -> Callable[..., Any]:
     return registry.scorers.load(name)
 
 
-def check_scorer(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError when the name is unknown or takes no such setting; builds nothing."""
+def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class or function behind a name, and the settings under its own names; builds nothing.
+
+    Raises ConfigError when the name is unknown or takes no such setting."""
     target = find_scorer(name)
     parameters = inspect.signature(target).parameters
     settings = own_settings(target, settings)
-    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        return
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     for key in settings:
-        if key not in parameters:
+        if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
+    return target, settings
 
 
 def own_settings(target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,17 +69,12 @@ def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callab
 
     Raises ConfigError for an unknown name or setting, and when a scorer lacks a package, program or checkpoint.
     """
-    settings = dict(settings or {})
-    check_scorer(name, settings)
-    target = find_scorer(name)
-    settings = own_settings(target, settings)
-    parameters = inspect.signature(target).parameters.values()
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    missing = [key for key in needed if key not in settings] if inspect.isclass(target) else []
-    if missing:
-        raise ConfigError(f"scorer {name!r} needs the setting {missing[0]!r}")
+    target, settings = check_scorer(name, settings or {})
+    parameters = inspect.signature(target).parameters.values() if inspect.isclass(target) else ()
+    for each in parameters:
+        named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if named and each.default is each.empty and each.name not in settings:
+            raise ConfigError(f"scorer {name!r} needs the setting {each.name!r}")
     return instantiate(target, settings)
 
 
@@ -107,12 +104,17 @@ def split_list(value: str | Sequence[str] | None) -> list[str]:
 
 def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
     """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
-    named: dict[str, str] = {}
-    for index, entry in enumerate(split_list(value)):
-        match = _NAMED.match(entry)
-        name, target = match.groups() if match else (str(index), entry)
+    return _by_name("rewards", split_list(value), str)
+
+
+def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:
+    """{name: entry} of entries that may be `name=entry`; usual: the name of another one, by its number."""
+    named: dict[str, Any] = {}
+    for index, entry in enumerate(entries):
+        match = _NAMED.match(entry) if isinstance(entry, str) else None
+        name, target = match.groups() if match else (usual(index), entry)
         if name in named:
-            raise ConfigError(f"two rewards are named {name!r}")
+            raise ConfigError(f"two {what} are named {name!r}")
         named[name] = target
     return named
 
@@ -179,8 +181,10 @@ class Catalogue:
         if entry.key in sources and entry.type != "rule":
             return sources[entry.key]
         if entry.scorer not in self._built:
-            build = {"remote": self._remote_by_url, "func": self._func, "rule": self._scorer}[entry.type]
-            self._built[entry.scorer] = build(entry)
+            if entry.type == "remote":
+                self._built[entry.scorer] = self._remote(entry.name, entry.key)
+            else:
+                self._built[entry.scorer] = (self._func if entry.type == "func" else self._scorer)(entry)
         return self._built[entry.scorer]
 
     def check_placed(self) -> None:
@@ -239,16 +243,9 @@ class Catalogue:
         if isinstance(reward_model, str):
             reward_model = split_list(reward_model)
         models = reward_model if isinstance(reward_model, (list, tuple)) else [reward_model]
-        named: dict[str, Any] = {}
-        for index, model in enumerate(models):
-            match = _NAMED.match(model) if isinstance(model, str) else None
-            usual = "model" if len(models) == 1 else f"model{index}"
-            mapped = next((name for name, position in (label_map or {}).items() if position == index), usual)
-            name = match.group(1) if match else mapped
-            if name in named:
-                raise ConfigError(f"two reward models are named {name!r}")
-            named[name] = match.group(2) if match else model
-        return named
+        names = {position: name for name, position in (label_map or {}).items()}
+        usual = "model{}" if len(models) > 1 else "model"
+        return _by_name("reward models", models, lambda index: names.get(index, usual.format(index)))
 
     def _model(self, name: str, model: Any) -> Source:
         model = given(model) if is_given(model) else model
@@ -309,31 +306,22 @@ class Catalogue:
         """Whether samples that a function fails on are left out."""
         return self.config.on_reward_error == "skip"
 
-    def _remote_by_url(self, entry: RecipeEntry) -> Source:
-        return self._remote(entry.name, entry.key)
-
     def _func(self, entry: RecipeEntry) -> Source:
-        if self._transport(entry) == "ray":
-            return self._ray(entry)
+        if self._on_actors(entry):
+            return self._ray_actors(entry.name, entry.key, entry.kwargs)
         return self._user_function(load_reward_fn(entry.key), entry.name, entry.kwargs)
 
     def _scorer(self, entry: RecipeEntry) -> Source:
         check_scorer(entry.key, entry.kwargs)
-        if self._transport(entry) == "ray":
-            find_scorer(entry.key)
-            return self._ray(entry)
+        if self._on_actors(entry):
+            return self._ray_actors(entry.name, entry.key, entry.kwargs)
         scorer = build_scorer(entry.key, entry.kwargs)
         if isinstance(scorer, Closing):
             self._closing.append(scorer.close)
-        if isinstance(scorer, Source):
-            return scorer
-        return CallableSource(scorer, entry.name, lenient=self.lenient)
+        return scorer if isinstance(scorer, Source) else CallableSource(scorer, entry.name, lenient=self.lenient)
 
-    def _transport(self, entry: RecipeEntry) -> str:
-        return entry.transport or self.config.reward_transport
-
-    def _ray(self, entry: RecipeEntry) -> Source:
-        return self._ray_actors(entry.name, entry.key, entry.kwargs)
+    def _on_actors(self, entry: RecipeEntry) -> bool:
+        return (entry.transport or self.config.reward_transport) == "ray"
 
     def _ray_actors(self, name: str, key: str, kwargs: Mapping[str, Any]) -> Source:
         if self.config.reward_fn_timeout is not None and ".py:" in key:

@@ -14,12 +14,12 @@ from ..errors import ConfigError, did_you_mean
 from ..runtime.collectives import broadcast_object, is_rank_0
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
-from .local import callables as forms
-from .local.callables import Signature, check_inputs
+from .local.callables import Signature, check_form, check_inputs
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url
 
+log = logging.getLogger(__name__)
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
@@ -75,8 +75,9 @@ def engine_arguments(
     if by_hand and (recipe is not None or len(by_hand) > 1):
         other = "another one" if recipe is None else "reward_recipe"
         raise ConfigError(f"reward_fn with model_reward_list aggregates by hand; it excludes {other}")
-    forms.check(config.reward_form)
-    names = _check_parts(config, functions, recipe, columns)
+    check_form(config.reward_form)
+    given, aggregating = _check_parts(config, functions, recipe, columns), [callable_name(f) for f in by_hand]
+    names = [name for name in given if name not in aggregating]
     if recipe is not None:
         recipe.check_labels(labels, labels_cut_away)
     if references is False:
@@ -108,18 +109,16 @@ def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ())
 def _check_parts(
     config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, columns: Collection[str] | None
 ) -> list[str]:
-    """Names of all that is given, but for functions that aggregate, in the order of `model_reward_list`."""
+    """Names of all that is given, models, servers and functions."""
     catalogue = Checking(config, columns)
     sources: dict[str, Source] = catalogue.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
     entries = recipe.map(lambda entry: catalogue.canonical(entry, sources)).components() if recipe else []
     for entry in entries:
         catalogue.resolve(entry, sources)
-    for function in functions if recipe else ():
-        if callable_name(function) not in {entry.key for entry in entries}:
-            known = callable_name(function)
+    for known in map(callable_name, functions if recipe else ()):
+        if known not in {entry.key for entry in entries}:
             raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
-    by_hand = [f for f in functions if "model_reward_list" in Signature(f, callable_name(f)).names]
-    return [name for name in sources if name not in map(callable_name, by_hand)]
+    return list(sources)
 
 
 def _check_references(config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None) -> None:
@@ -136,7 +135,6 @@ def _check_references(config: RewardConfig, functions: list[LoadedFunction], rec
             )
 
 
-log = logging.getLogger(__name__)
 LARGEST = 1e6  # no sane weight is larger: a slip of the hand must not make rewards that are not finite
 
 

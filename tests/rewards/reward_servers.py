@@ -1,4 +1,5 @@
-"""Reward servers for tests, good and broken: `with FaultyServer() as server:`, then POST to server.base + '/good'."""
+"""Reward servers for tests: ours, `with serving(scorer) as url:`, and good and broken ones of other people, `with
+FaultyServer() as server:`, then POST to server.base + '/good'."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import uvicorn
+
+from lightrft_visual.rewards.remote.server import ServerSettings, bind, create_app
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -132,6 +138,24 @@ class FaultyServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5)
+
+
+@contextlib.contextmanager
+def serving(scorer: object, **settings: object) -> Iterator[str]:
+    """Our own server of a scorer, in this process; its URL."""
+    app = create_app(scorer, ServerSettings(**settings))
+    sock = bind("127.0.0.1", 0, ServerSettings())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}/reward"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(timeout=10)
+        sock.close()
 
 
 def closed_port() -> int:

@@ -16,7 +16,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
 from lightrft_visual.rewards.functions.judge import TEMPLATE
 from lightrft_visual.rewards.registry import scorer_names
-from lightrft_visual.rewards.remote.client import decode_reply, decode_request
+from lightrft_visual.rewards.remote.wire import decode_reply, decode_request
 from lightrft_visual.rewards.settings import check_reward_config
 
 ROOT = Path(__file__).resolve().parents[2]

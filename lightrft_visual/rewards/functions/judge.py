@@ -18,9 +18,9 @@ import yaml
 
 from ...errors import ConfigError, refused_as
 from ..batch import Failed, RewardBatch
-from ..remote.client import BadReply
-from ..remote.judge import SCORE_PATTERN, Judging
+from ..remote.wire import BadReply
 from .judge_engines import Messages, TransformersReplies, VLLMReplies
+from .vlm_judge import SCORE_PATTERN, Judging
 
 TEMPLATE = ("question", "system", "reply", "pattern", "low", "high", "max_tokens")  # what a file of one may hold
 

@@ -6,13 +6,8 @@ that its weights were trained with; replies are read by the labels that they tea
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
-from ...config.shared import RewardConfig
 from ...errors import ConfigError
-from ..batch import Call, PendingSource, RewardBatch, Scores
-from ..remote.client import RemoteClient
-from ..remote.judge import HTTPJudge, Judging
+from .vlm_judge import VLMJudge
 
 CRITERIA = (
     "You are given a text caption and a generated image based on that caption. Your task is to evaluate this "
@@ -50,15 +45,15 @@ ASKED = {
 }
 
 
-def judging(ask: str, max_tokens: int = 512) -> Judging:
+def question_and_pattern(ask: str) -> tuple[str, str]:
     """How the model is asked for `ask` and read. Raises ConfigError for a name that is not in ASKED."""
     if ask not in ASKED:
         raise ConfigError(f"scorer unified_reward: ask is {ask!r}; it must be one of: {', '.join(ASKED)}")
     question, label = ASKED[ask]
-    return Judging(question, label + NUMBER, 0.0, 5.0, max_tokens)
+    return question, label + NUMBER
 
 
-class UnifiedReward(PendingSource):
+class UnifiedReward(VLMJudge):
     """Its score over 5, as in flow_grpo. A reply without the score is a failure, never a 0.
 
     url: the server's base, such as http://host:8000/v1, or `a|b` for replicas. ask: `final` (v1.5), `elements` (v1.0,
@@ -77,14 +72,5 @@ class UnifiedReward(PendingSource):
         concurrency: int = 32,
         token_env: str | None = None,
     ) -> None:
-        config = RewardConfig(reward_timeout=timeout, reward_concurrency=concurrency, reward_token_env=token_env)
-        self._client = RemoteClient(config)
-        self._judge = HTTPJudge(url, model, self._client, judging(ask, max_tokens))
-
-    def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
-        """Ask about every sample at once."""
-        return self._judge.submit(batch, call)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+        question, pattern = question_and_pattern(ask)
+        super().__init__(url, model, question, pattern, 0.0, 5.0, max_tokens, timeout, concurrency, token_env)

@@ -1,18 +1,110 @@
-"""A vision-language model behind an OpenAI-compatible server as a scorer."""
+"""Generative judges: a model reads prompt, response and images and writes a score, which is parsed from its text.
+
+`Judging` says how to ask and how to read; `VLMJudge` asks an OpenAI-compatible server, such as `vllm serve`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
+from collections import Counter
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
 
 from ...config.shared import RewardConfig
+from ...errors import ConfigError
 from ..batch import Call, PendingSource, RewardBatch, Scores
-from ..remote.client import RemoteClient
-from ..remote.judge import SCORE_PATTERN, HTTPJudge, Judging
+from ..remote.client import Exchange, Phase, RemoteClient, RequestFailed, replicas_of
+from ..remote.wire import BadReply
+
+TEXT_QUESTION = (
+    "You grade answers. Question:\n{prompt}\n\nReference answer:\n{reference}\n\nAnswer to grade:\n{response}\n\n"
+    "How good is the answer, from {low:g} (wrong) to {high:g} (perfect)? End with a line `Score: <number>`."
+)
+MEDIA_QUESTION = (
+    "The picture was made for this description:\n{prompt}\n\nHow well does it show the description, and how good does "
+    "it look, from {low:g} (not at all) to {high:g} (perfectly)? End with a line `Score: <number>`."
+)
+EDIT_QUESTION = (
+    "The last picture was made from what stands before it by this instruction:\n{prompt}\n\nHow well is the "
+    "instruction followed, with everything else left as it was, from {low:g} (not at all) to {high:g} (perfectly)? End "
+    "with a line `Score: <number>`."
+)
+SCORE_PATTERN = r"(?i)score(?:\s+is|\s+of)?[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How a judge is asked and read. question: a template with {prompt}, {response}, {reference}, {low}, {high}.
+    pattern: a regular expression whose first group is the score; its last match counts. The score must lie in
+    [low, high], else it is failed, and is mapped to 0..1."""
+
+    question: str | None = None
+    pattern: str = SCORE_PATTERN
+    low: float = 0.0
+    high: float = 10.0
+    max_tokens: int = 256
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ConfigError(f"judge: low is {self.low} and high is {self.high}; low must be smaller")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"judge: the pattern is not a regular expression: {error}") from error
+        if groups < 1:
+            raise ConfigError("judge: the pattern needs a group (...) around the number")
+        try:
+            self._fill("", "", "", self.question or "")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ConfigError(f"judge: the question has an unknown field {error}") from error
+
+    def _fill(self, prompt: str, response: str, reference: str, question: str) -> str:
+        return question.format(prompt=prompt, response=response, reference=reference, low=self.low, high=self.high)
+
+    def messages(self, batch: RewardBatch, index: int, image_part: Any) -> list[dict[str, Any]]:
+        """Chat messages about one sample, its images first, before these the ones that it was made from.
+
+        image_part makes a content part of an image."""
+        sources = batch.source_images[index] if batch.source_images else []
+        asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if batch.generated else TEXT_QUESTION
+        question = self.question or asked
+        reference = batch.references[index]
+        text = self._fill(
+            batch.prompts[index], batch.responses[index], "(none)" if reference is None else str(reference), question
+        )
+        images = [image_part(image) for image in (*sources, *batch.frames(index))]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+    def read(self, text: str) -> float:
+        """The score in 0..1. Raises BadReply when the text has none in range."""
+        found = re.findall(self.pattern, text)
+        if not found:
+            raise BadReply("the judge's text has no score")
+        last = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+        try:
+            value = float(last)
+        except ValueError:
+            raise BadReply("the judge's score is not a number") from None
+        if not self.low <= value <= self.high:
+            raise BadReply(f"the judge's score is outside {self.low:g} to {self.high:g}")
+        return (value - self.low) / (self.high - self.low)
 
 
 class VLMJudge(PendingSource):
-    """Asks the model at `url` (its base, such as http://host:8000/v1) about each sample with its images; see
-    `judge.Judging` for question and pattern. token_env: environment variable with the server's key."""
+    """Asks the model at `url` about each sample with its images, one request a sample; see `Judging` for question and
+    pattern. Unusable answers are failed, with the server's name.
+
+    url: the server's base, such as http://host:8000/v1, or `a|b` for replicas. token_env: environment variable with its
+    key.
+    """
 
     name = "vlm_judge"
 
@@ -29,15 +121,54 @@ class VLMJudge(PendingSource):
         concurrency: int = 32,
         token_env: str | None = None,
     ) -> None:
-        judging = Judging(question, pattern, low, high, max_tokens)
+        self.model, self.judging = model, Judging(question, pattern, low, high, max_tokens)
+        self.replicas = [f"{base.rstrip('/')}/chat/completions" for base in replicas_of(url)]
         config = RewardConfig(reward_timeout=timeout, reward_concurrency=concurrency, reward_token_env=token_env)
-        self._client = RemoteClient(config)
-        self._judge = HTTPJudge(url, model, self._client, judging)
+        self.client = RemoteClient(config)
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
         """Ask about every sample at once."""
-        return self._judge.submit(batch, call)
+        return self.client.loop.submit(self._score(batch, call))
+
+    async def _score(self, batch: RewardBatch, call: Call) -> Scores:
+        phase = Phase()
+        outcomes = await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch))))
+        numbers = [outcome if isinstance(outcome, float) else float("nan") for outcome in outcomes]
+        values = torch.tensor(numbers, dtype=torch.float64)
+        return Scores(values, values.isnan(), {}, Counter(each for each in outcomes if isinstance(each, str)))
+
+    async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | str:
+        """The score, or why there is none."""
+        content = await asyncio.to_thread(self._body, batch, index, call)
+        try:
+            return await self.client.exchange(Exchange(self.replicas, content, self._decode, index, phase))
+        except RequestFailed as failure:
+            return str(failure)
+
+    def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:
+        kind = self.client.config.reward_image_format
+        encode = partial(call.encoded.encode, image_format=kind)
+
+        def part(image: Any) -> dict[str, Any]:
+            return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encode(image)}"}}
+
+        body = {
+            "model": self.model,
+            "messages": self.judging.messages(batch, index, part),
+            "temperature": 0.0,
+            "max_tokens": self.judging.max_tokens,
+        }
+        return json.dumps(body).encode()
+
+    def _decode(self, reply: Any) -> float:
+        try:
+            text = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise BadReply("the reply is no chat completion") from None
+        if not isinstance(text, str):
+            raise BadReply("the judge gave no text")
+        return self.judging.read(text)
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self.client.close()

@@ -35,7 +35,10 @@ from ...runtime.usercode.calls import (
 )
 from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
 
+log = logging.getLogger(__name__)
 AUTO = "auto"
+SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
+MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]
 
 
@@ -76,15 +79,14 @@ OPENRLHF = Form(
 
 
 def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
-    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check` does."""
-    check(form)
-    if form == AUTO:
-        form = recognise(signature.names, signature.takes_all, function)
-    chosen = registry.reward_forms.load(form)
+    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check_form` does."""
+    check_form(form)
+    name = recognise(signature.names, signature.takes_all, function) if form == AUTO else form
+    chosen = registry.reward_forms.load(name)
     return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
 
 
-def check(form: str) -> None:
+def check_form(form: str) -> None:
     """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
     known = [AUTO, *registry.reward_forms.names()]
     if form not in known:
@@ -97,10 +99,6 @@ def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any
     """The name of the form of a function with parameters of these names."""
     forms = registry.reward_forms.present()
     return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
-
-
-SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
-MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 
 
 def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Scores:
@@ -196,9 +194,6 @@ def read_metric(value: Any, what: str, size: int) -> torch.Tensor:
         raise RewardError(f"reward function {what} holds something that is not a number") from error
 
 
-log = logging.getLogger(__name__)
-
-
 class Signature:
     """The keyword parameters of a callable. Raises ConfigError when it has none that can be read."""
 
@@ -244,16 +239,12 @@ def scores_parameter(signature: Signature) -> str:
 
 def known_input(name: str) -> bool:
     """Whether a parameter of this name is a reward input, whatever the data's columns are."""
-    return name in INPUTS or name in FALLBACKS or name in RESERVED
+    return name in (*INPUTS, *FALLBACKS, *RESERVED)
 
 
-def _images(batch: RewardBatch) -> list[Any]:
-    """Generated: one image a sample, as diffusion rewards expect; else each sample's list of prompt images."""
-    return [sample[0] if sample else None for sample in batch.images] if batch.generated else batch.images
-
-
-def _videos(batch: RewardBatch) -> list[Any]:
-    return [sample[0] if sample else None for sample in batch.videos] if batch.generated else batch.videos
+def _shown(batch: RewardBatch, media: list[list[Any]]) -> list[Any]:
+    """Generated: one image or video a sample, as diffusion rewards expect; else each sample's list of the prompt's."""
+    return [sample[0] if sample else None for sample in media] if batch.generated else media
 
 
 def turns_of(episode: Episode | None) -> list[dict[str, Any]]:
@@ -268,8 +259,8 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "completions": lambda batch: batch.responses,
     "responses": lambda batch: batch.responses,
     "completion_ids": lambda batch: [tokens.tolist() for tokens in batch.completion_tokens],
-    "images": _images,
-    "videos": _videos,
+    "images": lambda batch: _shown(batch, batch.images),
+    "videos": lambda batch: _shown(batch, batch.videos),
     "source_images": lambda batch: batch.source_images or [[] for _ in range(len(batch))],
     "frames": lambda batch: [batch.frames(i) for i in range(len(batch))],
     "labels": lambda batch: batch.labels,
@@ -332,30 +323,26 @@ def bind(
 
     Raises RewardError when a required parameter is neither input nor column.
     """
-    columns, special = batch.columns, form.inputs
+    columns = batch.columns
     wanted = dict.fromkeys(signature.names)
+    if signature.takes_all and not form.closed:
+        usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
+        edited = ["source_images"] if any(batch.source_images) else []
+        wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *edited, *sorted(columns)])
     if signature.takes_all:
-        mine = special if form.told else ()
-        known = () if form.closed else [k for k in (*INPUTS, *FALLBACKS, *mine) if k not in ON_DEMAND]
-        known = [*known, "source_images"] if any(batch.source_images) and not form.closed else known
-        wanted |= dict.fromkeys([*known, *(() if form.closed else sorted(columns)), *given])
-    arguments: dict[str, Any] = {}
-    for parameter in wanted:
-        if parameter in given:
-            arguments[parameter] = given[parameter]
-        elif parameter in special:
-            arguments[parameter] = special[parameter](batch)
-        elif parameter == "batch":
-            arguments[parameter] = batch.select(range(len(batch)))
-        elif parameter in INPUTS:
-            arguments[parameter] = INPUTS[parameter](batch)
-        elif parameter in columns:
-            arguments[parameter] = [sample.get(parameter) for sample in batch.metadata]
-        elif parameter in FALLBACKS:
-            arguments[parameter] = FALLBACKS[parameter](batch)
-        elif parameter in signature.required:
-            raise RewardError(_unknown_input(name, parameter, [*INPUTS, *RESERVED, *FALLBACKS, *special, *columns]))
-    return own(arguments, {})
+        wanted |= dict.fromkeys(given)
+    read: dict[str, Callable[[RewardBatch], Any]] = {
+        **FALLBACKS,
+        **{key: lambda batch, key=key: [sample.get(key) for sample in batch.metadata] for key in columns},
+        **INPUTS,
+        "batch": lambda batch: batch.select(range(len(batch))),
+        **form.inputs,
+        **{key: lambda batch, value=value: value for key, value in given.items()},
+    }
+    for parameter in signature.required:
+        if parameter not in read:
+            raise RewardError(_unknown_input(name, parameter, [*read, *RESERVED]))
+    return own({key: read[key](batch) for key in wanted if key in read}, {})
 
 
 def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
@@ -427,6 +414,9 @@ class CallableSource:
         A lenient one never fails for what the function raises or returns: of a batch that it cannot score it is asked
         for halves, until the samples are found that it fails on; these are invalid.
         """
+        return self._tried(batch, how, first=True)
+
+    def _tried(self, batch: RewardBatch, how: Call | None, first: bool = False) -> Scores:
         try:
             return self._score(batch, how)
         except (UserCodeExited, StoppedBySignal):
@@ -434,23 +424,13 @@ class CallableSource:
         except RewardError as error:
             if not self.lenient:
                 raise
-            log.warning("%s\nsamples that it fails on are left out (on_reward_error skip)", error)
-            return self._in_halves(batch, how, error)
-
-    def _in_halves(self, batch: RewardBatch, how: Call | None, error: RewardError) -> Scores:
-        """Scores of a batch that the function raised `error` on as a whole."""
-        if len(batch) == 1:
-            return Scores.all_failed(1, str(error).partition("\n")[0])
-        middle, scores = len(batch) // 2, []
-        for part in (range(middle), range(middle, len(batch))):
-            half = batch.select(part)
-            try:
-                scores.append(self._score(half, how))
-            except (UserCodeExited, StoppedBySignal):
-                raise
-            except RewardError as again:
-                scores.append(self._in_halves(half, how, again))
-        return Scores.join(scores)
+            if first:
+                log.warning("%s\nsamples that it fails on are left out (on_reward_error skip)", error)
+            if len(batch) == 1:
+                return Scores.all_failed(1, str(error).partition("\n")[0])
+        middle = len(batch) // 2
+        halves = batch.select(range(middle)), batch.select(range(middle, len(batch)))
+        return Scores.join([self._tried(half, how) for half in halves])
 
     def _score(self, batch: RewardBatch, how: Call | None) -> Scores:
         form = self.form
@@ -470,8 +450,7 @@ class CallableSource:
         returned = f"reward function {self.name} returned a {type(result).__name__} that cannot be read: it"
         try:
             with AsRewardError(returned):
-                return parse_result(
-                    form.read(result, self.name) if form.read else result, self.name, len(batch), self.lenient
-                )
+                result = form.read(result, self.name) if form.read else result
+                return parse_result(result, self.name, len(batch), self.lenient)
         except RewardError as error:
             raise RewardError(f"{error}{defined_at(self.function)}") from error

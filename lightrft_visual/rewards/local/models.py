@@ -195,6 +195,7 @@ class TextModel:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
         self.name, self.tokenizer, self.held = name, tokenizer, held(model, offload, strategy)
+        self.all_ranks = self.held.all_ranks
         known = model.config.get_text_config().to_dict().get("max_position_embeddings") or math.inf
         self.limit = min(known, tokenizer.model_max_length)
 
@@ -215,11 +216,6 @@ class TextModel:
         self.held.run(by_length([len(ids[i]) for i in fitting]), forward, call.device)
         return to_scores(raw, too_long=len(batch) - len(fitting))
 
-    @property
-    def all_ranks(self) -> bool:
-        """Whether all ranks score at once."""
-        return self.held.all_ranks
-
 
 class VLModel:
     """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
@@ -227,11 +223,7 @@ class VLModel:
 
     def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool, strategy: Any = None) -> None:
         self.name, self.processor, self.held = name, processor, held(model, offload, strategy)
-
-    @property
-    def all_ranks(self) -> bool:
-        """Whether all ranks score at once."""
-        return self.held.all_ranks
+        self.all_ranks = self.held.all_ranks
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of prompt, response and images, in batches of similar length."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,217 +20,13 @@ from typing import Any
 
 import anyio
 import httpx
-import torch
 
 from ...config.shared import RewardConfig
-from ...errors import ConfigError, DataError, RewardError, did_you_mean
+from ...errors import ConfigError, RewardError
 from ...runtime.masking import MASK, mask_urls, shown_url, web_address
 from ...runtime.usercode.calls import BackgroundLoop, masked
-from ..batch import Call, RewardBatch, Scores, StreamingSource, metric_name
-from ..imaging import MAX_PIXELS, decode_image, video_frames
-from ..local.callables import MAX_SCORE, SCORE_KEYS
-
-LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
-NOT_SCORED = "the server could not score it"
-MAX_EXTRAS = 200  # further numbers by name that one reply may bring
-Encode = Callable[[Any], str | None]
-
-
-class BadReply(Exception):
-    """A reply that holds nothing usable for any sample; the text says why, without repeating the reply."""
-
-
-def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
-    """The body of one request. Optional fields are left out when no sample has them."""
-    if wire == OPENRLHF:
-        own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
-        return own | _media(batch, encode)
-    body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
-    for name, values in (("labels", batch.labels), ("references", batch.references)):
-        if any(value is not None for value in values):
-            body[name] = _plain(values)
-    if any(batch.metadata):
-        body["metadata"] = _plain(batch.metadata)
-    return body | _media(batch, encode)
-
-
-def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
-    """The wire of each entry of remote_rm_url, {name: entry}, by `reward_wire`; of any other entry under "".
-    Raises ConfigError for a wire or name that does not exist, and for a list of another length.
-    """
-    parts = [part.strip() for part in setting.split(",") if part.strip()] or [AUTO]
-    pairs = [part.rpartition("=") for part in parts]
-    for *_, wire in pairs:
-        if wire not in (AUTO, LIGHTRFT, OPENRLHF):
-            raise ConfigError(f"reward_wire: there is no wire {wire!r}{did_you_mean(wire, (AUTO, LIGHTRFT, OPENRLHF))}")
-    if all(mark for _, mark, _ in pairs):
-        for key in (key.strip() for key, *_ in pairs):
-            if key not in remotes and "://" not in key:
-                raise ConfigError(f"reward_wire: remote_rm_url has no {key!r}{did_you_mean(key, remotes)}")
-        return {"": AUTO} | {remotes.get(key.strip(), key.strip()): wire for key, _, wire in pairs}
-    if len(parts) == 1:
-        return {"": parts[0]}
-    if any(mark for _, mark, _ in pairs) or len(parts) != len(remotes):
-        raise ConfigError(
-            f"reward_wire is {setting!r}: give one wire for all, one for each of the {len(remotes)} entries of "
-            "remote_rm_url in their order, or url=wire with commas"
-        )
-    return {"": AUTO} | dict(zip(remotes.values(), parts))
-
-
-def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
-    """The fields of images and videos, where there are any."""
-    body: dict[str, Any] = {}
-    if any(batch.images):
-        body["images"] = [[encode(image) for image in sample] for sample in batch.images]
-    if any(batch.source_images):
-        body["source_images"] = [[encode(image) for image in sample] for sample in batch.source_images]
-    if any(batch.videos):
-        body["videos"] = [[[encode(f) for f in video_frames(video)] for video in sample] for sample in batch.videos]
-    if batch.generated:
-        body["generated"] = True
-    return body
-
-
-def _plain(value: Any) -> Any:
-    """JSON values only: what JSON cannot hold (images, tensors, bytes) becomes null."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else None
-
-
-def decode_reply(reply: Any, size: int) -> Scores:
-    """Scores of a parsed reply. A score that is not a plain finite number within ±MAX_SCORE makes its sample failed;
-    null means not applicable. Raises BadReply when the reply as a whole is unusable."""
-    if not isinstance(reply, Mapping):
-        raise BadReply(f"the reply is a JSON {type(reply).__name__}, not an object")
-    key = next((k for k in SCORE_KEYS if k in reply), None)
-    if key is None:
-        raise BadReply('the reply has no "rewards"')
-    if not isinstance(reply[key], list) or len(reply[key]) != size:
-        count = len(reply[key]) if isinstance(reply[key], list) else "no list of"
-        raise BadReply(f"the reply has {count} scores for {size} samples")
-    values = torch.full((size,), float("nan"), dtype=torch.float64)
-    failed, reasons = torch.zeros(size, dtype=torch.bool), Counter()
-    told = reply.get("failed") or []
-    if not isinstance(told, list) or not all(type(each) is int and 0 <= each < size for each in told):
-        raise BadReply('"failed" of the reply is no list of positions of samples')
-    for index, entry in enumerate(reply[key]):
-        problem = NOT_SCORED if index in told else _problem(entry)
-        if problem is not None:
-            failed[index] = True
-            reasons[problem] += 1
-        elif entry is not None:
-            values[index] = float(entry)
-    return Scores(values, failed, _extras(reply, size), reasons)
-
-
-def _problem(entry: Any) -> str | None:
-    if entry is None:
-        return None
-    if not isinstance(entry, (bool, int, float)):
-        return f"a score is a JSON {'string' if isinstance(entry, str) else type(entry).__name__}"
-    if isinstance(entry, float) and not math.isfinite(entry):
-        return "a score is not finite"
-    return f"a score is beyond ±{MAX_SCORE:.0e}" if abs(entry) > MAX_SCORE else None  # of an integer of any length
-
-
-def _extras(reply: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
-    """`components` of our wire, `extra_logs` of OpenRLHF's. Numbers that are none become NaN; they do not count."""
-    extras: dict[str, torch.Tensor] = {}
-    for group in ("components", "extra_logs"):
-        named = reply.get(group)
-        for name, entries in list(named.items())[:MAX_EXTRAS] if isinstance(named, Mapping) else ():
-            if isinstance(entries, list) and len(entries) == size:
-                usable = [float(e) if e is not None and _problem(e) is None else float("nan") for e in entries]
-                extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
-    return extras
-
-
-def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS) -> RewardBatch:
-    """The batch of a request, either wire. Raises DataError that names the field, never its content."""
-    if not isinstance(body, Mapping):
-        raise DataError("the body is not a JSON object")
-    queries = body.get("queries", body.get("query"))
-    if not _is_strings(queries):
-        raise DataError('"queries" must be a list of strings')
-    size = len(queries)
-    if not 0 < size <= max_samples:
-        raise DataError(f"{size} samples in one request; 1 to {max_samples} are allowed")
-    prompts = _column(body, "prompts", size, "")
-    if not _is_strings(prompts):
-        raise DataError('"prompts" must be a list of strings')
-    metadata = _column(body, "metadata", size, {})
-    if not all(isinstance(sample, Mapping) for sample in metadata):
-        raise DataError('"metadata" must be a list of objects')
-    labels, ids = _column(body, "labels", size, None), _column(body, "ids", size, None)
-    return RewardBatch(
-        prompts=prompts,
-        responses=[q[len(p) :] if q.startswith(p) else q for q, p in zip(queries, prompts)],
-        labels=[None if label is None else str(label) for label in labels],
-        references=_column(body, "references", size, None) if "references" in body else list(labels),
-        metadata=[dict(sample) for sample in metadata],
-        images=_images(body, "images", size, max_images, max_pixels),
-        videos=_videos(body, size, max_images, max_pixels),
-        source_images=_images(body, "source_images", size, max_images, max_pixels) if "source_images" in body else [],
-        ids=[i if isinstance(i, int) else n for n, i in enumerate(ids)],
-        group_ids=list(range(size)),
-        generated=body.get("generated") is True,
-    )
-
-
-def _is_strings(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _column(body: Mapping[str, Any], name: str, size: int, default: Any) -> list[Any]:
-    values = body.get(name)
-    if values is None:
-        return [default] * size
-    if not isinstance(values, list) or len(values) != size:
-        raise DataError(f'"{name}" must be a list of {size} entries')
-    return values
-
-
-def _images(body: Mapping[str, Any], name: str, size: int, limit: int, max_pixels: int) -> list[list[Any]]:
-    samples = _column(body, name, size, None)
-    return [_decode_images(sample, name, limit, max_pixels) for sample in samples]
-
-
-def _decode_images(sample: Any, name: str, limit: int, max_pixels: int) -> list[Any]:
-    sample = [sample] if isinstance(sample, str) else sample or []
-    if not isinstance(sample, Sequence) or len(sample) > limit:
-        raise DataError(f'"{name}" must hold lists of at most {limit} base64 images')
-    return [None if image is None else decode_image(image, max_pixels) for image in sample]
-
-
-def _videos(body: Mapping[str, Any], size: int, limit: int, max_pixels: int) -> list[list[Any]]:
-    samples = _column(body, "videos", size, None)
-    if not all(sample is None or (isinstance(sample, list) and len(sample) <= limit) for sample in samples):
-        raise DataError('"videos" must hold lists of videos, each a list of base64 frames')
-    return [[_decode_images(video, "videos", limit, max_pixels) for video in sample or []] for sample in samples]
-
-
-def encode_reply(scores: Scores) -> dict[str, Any]:
-    """The server's reply: null where there is no score, and the places of failed samples in "failed".
-
-    JSON has no infinity: an infinite score is failed, an infinite number beside it is null."""
-    reply: dict[str, Any] = {"rewards": _numbers(scores.values)}
-    if scores.extras:
-        reply["components"] = {name: _numbers(values) for name, values in scores.extras.items()}
-    failed = scores.failed | scores.values.isinf()
-    if failed.any():
-        reply["failed"] = failed.nonzero().flatten().tolist()
-    return reply
-
-
-def _numbers(values: torch.Tensor) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
-
+from ..batch import Call, RewardBatch, Scores, StreamingSource
+from .wire import AUTO, LIGHTRFT, BadReply, decode_reply, encode_request
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 FIRST_WAIT = 0.25  # seconds before the first retry
@@ -251,6 +46,14 @@ def check_url(url: str) -> None:
             f"reward URL {shown_url(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
         )
+
+
+def replicas_of(entry: str) -> list[str]:
+    """The URLs of `url|url|...`. Raises ConfigError as `check_url` does."""
+    urls = [url.strip() for url in entry.split("|") if url.strip()]
+    for url in urls or [entry]:
+        check_url(url)
+    return urls
 
 
 class RequestFailed(Exception):
@@ -389,6 +192,8 @@ class RemoteClient:
             async with asyncio.timeout(seconds):
                 status, headers, data = await self._post(url, exchange.content)
                 exchange.replied = status, data
+            if status == 200:
+                return _read(data, exchange.decode)
         except TimeoutError:
             reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
@@ -399,27 +204,14 @@ class RemoteClient:
             raise RequestFailed(f"{name}: {problem}", retry=False) from None
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
-        told = f"{name}: HTTP {status}" + ("" if status == 200 else _said(data, self._token))
-        if status == 429 or status >= 500:
-            answered = status not in GATEWAY_ALONE
-            raise RequestFailed(told, retry=True, wait=_retry_after(headers), answered=answered)
-        if status != 200:
-            raise RequestFailed(told, retry=False, move=False)
-        return self._read(name, data, exchange)
-
-    @staticmethod
-    def _read(name: str, data: bytes | None, exchange: Exchange) -> Any:
-        if data is None:
-            raise RequestFailed(f"{name}: the reply is larger than {MAX_REPLY_BYTES} bytes", retry=False)
-        try:
-            return exchange.decode(json.loads(data))
-        except BadReply as problem:
-            raise RequestFailed(f"{name}: {problem}", retry=False) from None
-        except (ValueError, RecursionError):
-            raise RequestFailed(f"{name}: the reply is not JSON", retry=False) from None
-        except Exception as error:  # whatever a server says, it costs its own request only
-            reason = f"{name}: the reply cannot be used ({type(error).__name__})"
-            raise RequestFailed(reason, retry=False) from None
+        busy, wait = status == 429 or status >= 500, headers.get("retry-after", "")
+        raise RequestFailed(
+            f"{name}: HTTP {status}{_said(data, self._token)}",
+            retry=busy,
+            move=busy,
+            wait=float(wait) if wait.isascii() and wait.isdigit() else 0.0,
+            answered=status not in GATEWAY_ALONE,
+        )
 
     async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
         headers = {"Content-Type": "application/json"}
@@ -437,6 +229,20 @@ class RemoteClient:
             return response.status_code, response.headers, bytes(data)
 
 
+def _read(data: bytes | None, decode: Callable[[Any], Any]) -> Any:
+    """What `decode` makes of a reply. Raises BadReply for whatever a server may say."""
+    if data is None:
+        raise BadReply(f"the reply is larger than {MAX_REPLY_BYTES} bytes")
+    try:
+        return decode(json.loads(data))
+    except BadReply:
+        raise
+    except (ValueError, RecursionError):
+        raise BadReply("the reply is not JSON") from None
+    except Exception as error:
+        raise BadReply(f"the reply cannot be used ({type(error).__name__})") from None
+
+
 def token_from_env(variable: str | None) -> str | None:
     """The token in an environment variable; ConfigError when a variable is named and not set."""
     if variable is None:
@@ -444,11 +250,6 @@ def token_from_env(variable: str | None) -> str | None:
     if not os.environ.get(variable):
         raise ConfigError(f"the environment variable {variable}, which should hold the reward token, is not set")
     return os.environ[variable]
-
-
-def _retry_after(headers: httpx.Headers) -> float:
-    value = headers.get("retry-after", "")
-    return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
 def _said(data: bytes | None, token: str | None) -> str:
@@ -476,9 +277,7 @@ class RemoteReward(StreamingSource):
     """One remote reward: `url`, or `url|url|...` for replicas that serve the same one."""
 
     def __init__(self, entry: str, client: RemoteClient, wire: str | None = None) -> None:
-        self.replicas = [url.strip() for url in entry.split("|") if url.strip()]
-        for url in self.replicas or [entry]:
-            check_url(url)
+        self.replicas = replicas_of(entry)
         self.entry, self.name = entry, shown_url(self.replicas[0])
         self.client, self.wire = client, wire or AUTO
 

@@ -12,7 +12,6 @@ import ipaddress
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from ...runtime.usercode.calls import describe_error, masked
 from ..batch import Call, RewardBatch, Scores, Source
 from ..imaging import MAX_PIXELS
 from ..local.callables import CallableSource
-from .client import decode_request, encode_reply
+from .wire import decode_request, encode_reply
 
 with needed("fastapi"):
     import uvicorn
@@ -67,13 +66,11 @@ class Counts:
 
     def as_text(self) -> str:
         """Prometheus text format."""
-        kinds = {"waiting": "gauge"}
         lines = []
         for name, value in vars(self).items():
-            kind = kinds.get(name, "counter")
-            full = f"reward_{name}" + ("" if kind == "gauge" else "_total")
-            lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
-        return "\n".join(lines) + "\n"
+            full, kind = (f"reward_{name}", "gauge") if name == "waiting" else (f"reward_{name}_total", "counter")
+            lines += [f"# TYPE {full} {kind}\n{full} {value}\n"]
+        return "".join(lines)
 
 
 @dataclass(eq=False)
@@ -154,16 +151,13 @@ class Batcher:
     def _outcome(self, batches: list[RewardBatch]) -> list[Scores] | RewardError:
         """Scores of each, or why there are none. Nothing that a scorer raises reaches the event loop, which would take
         CancelledError, StopIteration and SystemExit for its own."""
+        started = time.perf_counter()
         try:
-            return self._score_group(batches)
+            scores = self._source.score(RewardBatch.join(batches), Call(device=self._settings.device))
         except RewardError as error:
             return error
         except BaseException as error:
             return RewardError(f"it {masked(describe_error(error))}")
-
-    def _score_group(self, batches: list[RewardBatch]) -> list[Scores]:
-        started = time.perf_counter()
-        scores = self._source.score(RewardBatch.join(batches), Call(device=self._settings.device))
         self._counts.batches += 1
         self._counts.scoring_seconds += time.perf_counter() - started
         return scores.split([len(batch) for batch in batches])
@@ -249,14 +243,14 @@ async def _read_batch(request: Request, settings: ServerSettings) -> RewardBatch
         raise _Refused(401, "a bearer token is required")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise _Refused(415, "send application/json")
-    data = bytearray()
-    declared = request.headers.get("content-length", "")
+    data, declared = bytearray(), request.headers.get("content-length", "")
+    too_large = _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
     if declared.isdigit() and int(declared) > settings.max_body_bytes:
-        raise _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
+        raise too_large
     async for part in request.stream():
         data += part
         if len(data) > settings.max_body_bytes:
-            raise _Refused(413, f"the body is larger than {settings.max_body_bytes} bytes")
+            raise too_large
     return await asyncio.to_thread(_parse, bytes(data), settings)
 
 
@@ -310,25 +304,3 @@ def serve(app: FastAPI, host: str, port: int, settings: ServerSettings) -> None:
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     _Announcing(config, f"http://{shown}:{sock.getsockname()[1]}/reward").run(sockets=[sock])
-
-
-class ServerThread:
-    """The same server inside this process, for tests and benchmarks: `with ServerThread(app) as url:`."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self._sock = bind("127.0.0.1", 0, ServerSettings())
-        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/reward"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]}, daemon=True)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-        return self.url
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
-        self._thread.join(timeout=10)
-        self._sock.close()

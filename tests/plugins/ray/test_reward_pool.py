@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
+from reward_servers import serving
 from tiny_judges import build_classifier
 from waiting import finished
 
@@ -23,7 +24,6 @@ from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.plugins.ray.reward_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.remote.server import ServerThread, create_app
 
 ray = pytest.importorskip("ray")
 
@@ -41,7 +41,7 @@ def test_equal_scores_in_process_http_and_ray(cluster):
     pictures = [Image.effect_noise((16, 16), 20 * i + 9).convert("RGB") for i in range(3)]
     near = RewardComputationEngine(reward_recipe={"*": [("rule", "jpeg_compressibility", 1.0, {"quality": 80})]})
     wanted = near.score_media(prompts, pictures).score
-    with ServerThread(create_app(build_scorer("jpeg_compressibility", {"quality": 80}))) as url:
+    with serving(build_scorer("jpeg_compressibility", {"quality": 80})) as url:
         http = RewardComputationEngine(None, url)
         assert torch.equal(http.score_media(prompts, pictures, chunk=2).score, wanted)
         http.close()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
+from reward_servers import serving
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
@@ -12,7 +13,6 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, parse_result
-from lightrft_visual.rewards.remote.server import ServerThread, create_app
 from lightrft_visual.runtime.usercode.calls import callable_name, load_reward_fn
 
 BATCH = batch_from_samples(
@@ -123,7 +123,7 @@ def test_columns_with_a_role_reach_a_function_behind_a_server():
     def named(completions, target, problem):
         return [float(t == "4") + len(p) for t, p in zip(target, problem)]
 
-    with ServerThread(create_app(named)) as url:
+    with serving(named) as url:
         engine = RewardComputationEngine(None, url)
         assert engine.compute_rewards([loaded_samples()]).score.tolist() == [5, 1]
         engine.close()

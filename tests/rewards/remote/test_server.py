@@ -13,14 +13,15 @@ import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
+from reward_servers import serving
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores, batch_from_media
 from lightrft_visual.rewards.imaging import encode_image
-from lightrft_visual.rewards.remote.client import decode_request, encode_reply, encode_request
-from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, ServerThread, bind, create_app
+from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
+from lightrft_visual.rewards.remote.wire import decode_request, encode_reply, encode_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -145,7 +146,7 @@ def test_a_run_shows_the_line_of_a_function_behind_our_server():
         return completions[99]
 
     config = RewardConfig(reward_timeout=60, reward_retries=0)
-    with ServerThread(create_app(broken)) as url:
+    with serving(broken) as url:
         engine = RewardComputationEngine(None, url, config=config)
         with pytest.raises(RewardError, match=r"HTTP 500: .*IndexError.*\n.*test_server.py.*\n.*completions\[99\]"):
             engine.compute_rewards([make_samples(["a"])])
@@ -165,7 +166,7 @@ def leaves(completions):
     [("exit", "called sys.exit(0)"), ("interrupt", "raised KeyboardInterrupt")],
 )
 def test_a_function_cannot_end_the_server(query, told):
-    with ServerThread(create_app(leaves)) as url:
+    with serving(leaves) as url:
         reply = httpx.post(url, json={"queries": [query]}, timeout=60)
         assert reply.status_code == 500
         said = reply.json()["user_error"]
@@ -190,8 +191,8 @@ def test_requests_are_merged_and_answers_go_back_to_theirs():
         sizes.append(len(completions))
         return lengths(completions)
 
-    settings = ServerSettings(max_batch=8, max_wait=1.0)
-    with ServerThread(create_app(watched, settings)) as url, ThreadPoolExecutor(6) as pool:
+    settings = {"max_batch": 8, "max_wait": 1.0}
+    with serving(watched, **settings) as url, ThreadPoolExecutor(6) as pool:
         bodies = [{"queries": ["x" * (i + 1), "y" * (i + 10)]} for i in range(6)]
         replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).json()["rewards"], bodies))
         counts = httpx.get(url.replace("/reward", "/metrics")).text
@@ -208,7 +209,7 @@ def test_one_bad_request_does_not_fail_those_it_was_merged_with():
             raise ValueError
         return lengths(completions)
 
-    with ServerThread(create_app(picky, ServerSettings(max_wait=0.3))) as url, ThreadPoolExecutor(3) as pool:
+    with serving(picky, max_wait=0.3) as url, ThreadPoolExecutor(3) as pool:
         bodies = [{"queries": [word]} for word in ("a", "bad", "c")]
         replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).status_code, bodies))
     assert replies == [200, 500, 200]
@@ -233,7 +234,7 @@ def test_same_scorer_in_process_and_over_http():
     settings = {"components": {"pixel": 1.0, "jpeg_compressibility": 0.2}, "kwargs": {"pixel": {"rule": "contrast"}}}
     scorer = build_scorer("multi", settings)
     video = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    with ServerThread(create_app(scorer)) as url:
+    with serving(scorer) as url:
         far = RewardComputationEngine(None, f"far={url}", config=RewardConfig(reward_timeout=20))
         near = RewardComputationEngine({"near": scorer})
         for media in ({"images": images}, {"videos": [video, 1 - video]}):
@@ -244,7 +245,7 @@ def test_same_scorer_in_process_and_over_http():
 
 
 def test_rollouts_and_references_over_http():
-    with ServerThread(create_app(build_scorer("exact"))) as url:
+    with serving(build_scorer("exact")) as url:
         engine = RewardComputationEngine(None, url, config=RewardConfig(reward_timeout=20))
         result = engine.compute_rewards([make_samples(["red", "blue"], ["red", "red"]), make_samples(["1"], ["1"])])
         engine.close()
@@ -346,7 +347,7 @@ def raising(error):
     "error", [asyncio.CancelledError(), GeneratorExit(), StopIteration(), Panic("of an extension"), SystemExit(3)]
 )
 def test_what_a_served_function_raises_is_its_requests_alone(make, error):
-    with ServerThread(create_app(make(error))) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
+    with serving(make(error)) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
         failed = http.post("/reward", json={"queries": ["bad"]}, timeout=20)
         assert failed.status_code == 500 and (type(error).__name__ in failed.text or "sys.exit(3)" in failed.text)
         assert http.post("/reward", json={"queries": ["good"]}, timeout=20).json() == {"rewards": [1.0]}
@@ -359,7 +360,7 @@ def test_server_whose_batching_died_says_so_and_leaves_nobody_waiting(monkeypatc
         raise Panic("a defect of ours")
 
     monkeypatch.setattr(Batcher, "_gather", dies)
-    with ServerThread(create_app(lengths)) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
+    with serving(lengths) as url, httpx.Client(base_url=url[: -len("/reward")]) as http:
         assert http.get("/health").status_code == 200
         for _ in range(2):
             answer = http.post("/reward", json={"queries": ["a"]}, timeout=20)
