@@ -59,6 +59,8 @@ class DiffusionFamily(ABC):
     prediction = "flow"
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
+    token_area = 4  # positions of the latents, in height and width, that a token of the transformer takes
+    names_sigmas = False  # whether the pipeline always names the sigmas before their shift itself
     left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
     texts_at_once = 1
@@ -168,11 +170,11 @@ class DiffusionFamily(ABC):
         flow_shift: takes the place of the scheduler's shift, in the same schedule.
         """
         scheduler = self.pipeline.scheduler
-        if scheduler.config.get("use_dynamic_shifting"):
+        if self.names_sigmas or scheduler.config.get("use_dynamic_shifting"):
             if flow_shift is not None:
                 return flow_match_schedule(num_steps, flow_shift)
             sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-            scheduler.set_timesteps(sigmas=sigmas, mu=self._dynamic_shift(latent_shape))
+            scheduler.set_timesteps(sigmas=sigmas, mu=self._dynamic_shift(latent_shape, num_steps))
         else:
             if flow_shift is not None:
                 scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
@@ -191,7 +193,8 @@ class DiffusionFamily(ABC):
         """What unit noise is multiplied by to be the latents at the first sigma of a schedule."""
         return 1.0
 
-    def _dynamic_shift(self, latent_shape: tuple[int, ...]) -> float:
+    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int | None = None) -> float:
+        """num_steps: None for as many as is usual; most schedulers shift alike for all numbers."""
         config = self.pipeline.scheduler.config
         return calculate_shift(
             self.image_tokens(latent_shape), config.get("base_image_seq_len", 256),
@@ -200,11 +203,16 @@ class DiffusionFamily(ABC):
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Sequence length that latents of this shape have in the transformer."""
-        return latent_shape[-1] * latent_shape[-2] // 4
+        return latent_shape[-1] * latent_shape[-2] // self.token_area
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; both dicts are by denoiser."""
-        self.pipeline.save_lora_weights(
+        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; both dicts are by denoiser.
+
+        Of a stock pipeline without it use `pipeline.transformer.load_lora_adapter(folder,
+        weight_name="pytorch_lora_weights.safetensors")`.
+        """
+        pipeline = self.pipeline if hasattr(self.pipeline, "save_lora_weights") else CosmosLoraLoaderMixin
+        pipeline.save_lora_weights(
             folder, **{f"{name}_lora_layers": weights for name, weights in layers.items()},
             **{f"{name}_lora_adapter_metadata": config for name, config in configs.items()},
         )  # fmt: skip
@@ -228,14 +236,18 @@ class DiffusionFamily(ABC):
         return next(next(iter(self.denoisers().values())).parameters()).device
 
 
-def save_transformer_lora(folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-    """Of a stock pipeline without a LoRA loader: use `pipeline.transformer.load_lora_adapter(folder,
-    weight_name="pytorch_lora_weights.safetensors")`."""
-    CosmosLoraLoaderMixin.save_lora_weights(
-        folder,
-        transformer_lora_layers=layers["transformer"],
-        transformer_lora_adapter_metadata=configs["transformer"],
-    )
+class KLImages(DiffusionFamily):
+    """Of images by an AutoencoderKL, whose latents are normalised by one scale and one shift."""
+
+    def decode(self, latents: T) -> T:
+        """(B, C, h, w) to (B, 3, H, W)."""
+        vae = self.pipeline.vae
+        return decoded(vae, latents / vae.config.scaling_factor + vae.config.shift_factor)
+
+    def encode(self, images: T) -> T:
+        """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
+        vae = self.pipeline.vae
+        return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def join_lora(pipeline: Any, folder: Path) -> None:
@@ -303,6 +315,11 @@ def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     return mean, std
+
+
+def decoded(vae: nn.Module, latents: T) -> T:
+    """What the autoencoder makes of latents that have lost the pipeline's scale: media in 0..1, fp32, not clamped."""
+    return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
 
 
 def encoded_mean(vae: nn.Module, images: T) -> T:

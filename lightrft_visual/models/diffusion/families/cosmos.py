@@ -7,7 +7,6 @@ output the velocity: Euler steps in either are the same.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,7 @@ from torch import nn
 
 from ....experience.vision import Conditions
 from ..layers import flow_match_schedule, upcast
-from .base import (
-    DiffusionFamily,
-    channel_statistics,
-    encoded_mean,
-    in_whole_batches,
-    save_transformer_lora,
-    spatial_latent,
-)
+from .base import DiffusionFamily, channel_statistics, decoded, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -75,7 +67,7 @@ class CosmosPredict2(DiffusionFamily):
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
         """1: the EDM schedule has none."""
-        return 1.0  # the EDM schedule has none
+        return 1.0
 
     def starting_scale(self, sigma: float) -> float:
         """The pipeline starts from pure noise of size s_max = 80, which divided by 1 + s_max is 80/81 noise."""
@@ -85,8 +77,7 @@ class CosmosPredict2(DiffusionFamily):
         """(B, C, F, h, w) to (B, 3, H, W), or (B, 3, T, H, W) for several frames."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
-        frames = latents * std / self.pipeline.scheduler.config.sigma_data + mean
-        media = upcast(vae.decode(frames.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+        media = decoded(vae, latents * std / self.pipeline.scheduler.config.sigma_data + mean)
         return media[:, :, 0] if media.shape[2] == 1 else media
 
     def encode(self, images: T) -> T:
@@ -102,7 +93,3 @@ class CosmosPredict2(DiffusionFamily):
         latent_height, latent_width = spatial_latent(height, width, scale, scale * patch)
         depth = (frames - 1) // pipeline.vae_scale_factor_temporal + 1
         return pipeline.transformer.config.in_channels, depth, latent_height, latent_width
-
-    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """See `save_transformer_lora`."""
-        save_transformer_lora(folder, layers, configs)

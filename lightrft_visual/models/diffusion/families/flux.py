@@ -6,13 +6,13 @@ import torch
 
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import DiffusionFamily, encoded_mean, in_whole_batches, pack, spatial_latent, unpack
+from .base import KLImages, in_whole_batches, pack, spatial_latent, unpack
 
 T = torch.Tensor
 Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 
 
-class Flux(DiffusionFamily):
+class Flux(KLImages):
     """Latents are kept unpacked, (C, h, w); the transformer's timesteps are sigma in 0..1."""
 
     default_text_length = 512
@@ -44,17 +44,6 @@ class Flux(DiffusionFamily):
             txt_ids=torch.zeros(conditions["context"].shape[1], 3, device=tokens.device, dtype=dtype),
             img_ids=torch.cat(ids).to(tokens.device, dtype), return_dict=False,
         )[0]  # fmt: skip
-
-    def decode(self, latents: T) -> T:
-        """(B, C, h, w) to (B, 3, H, W)."""
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
-
-    def encode(self, images: T) -> T:
-        """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
-        vae = self.pipeline.vae
-        return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, height / 8, width / 8)."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from ....experience.vision import Conditions
-from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
+from ..layers import upcast
+from .base import DiffusionFamily, decoded, encoded_mean, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 USUAL_STEPS = 50  # of the pipeline; its shift depends on them
@@ -21,6 +20,8 @@ class Flux2Klein(DiffusionFamily):
 
     default_text_length = 512
     texts_at_once = 8
+    token_area = 1
+    names_sigmas = True
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
@@ -46,26 +47,13 @@ class Flux2Klein(DiffusionFamily):
         )[0]  # fmt: skip
         return upcast(tokens.transpose(1, 2).reshape(latents.shape))
 
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """As in the base class; the shift depends on the number of steps too."""
-        if flow_shift is not None:
-            return flow_match_schedule(num_steps, flow_shift)
-        scheduler, sigmas = self.pipeline.scheduler, np.linspace(1.0, 1 / num_steps, num_steps)
-        scheduler.set_timesteps(sigmas=sigmas, mu=compute_empirical_mu(self.image_tokens(latent_shape), num_steps))
-        return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
-
-    def _dynamic_shift(self, latent_shape: tuple[int, ...]) -> float:
-        return compute_empirical_mu(self.image_tokens(latent_shape), USUAL_STEPS)
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """One a place of the latents."""
-        return latent_shape[-1] * latent_shape[-2]
+    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int | None = None) -> float:
+        return compute_empirical_mu(self.image_tokens(latent_shape), num_steps or USUAL_STEPS)
 
     def decode(self, latents: T) -> T:
         """(B, 4 C, h / 2, w / 2) to (B, 3, H, W)."""
         vae, (mean, std) = self.pipeline.vae, self._statistics(latents)
-        unpacked = self.pipeline._unpatchify_latents(latents * std + mean)
-        return upcast(vae.decode(unpacked.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+        return decoded(vae, self.pipeline._unpatchify_latents(latents * std + mean))
 
     def encode(self, images: T) -> T:
         """(B, 3, H, W) to (B, 4 C, h / 2, w / 2): the mean of the autoencoder's answer."""

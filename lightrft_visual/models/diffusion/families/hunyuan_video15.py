@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from diffusers import DiffusionPipeline
 
-from ....experience.vision import MASK, Conditions, used_widths, widened
+from ....experience.vision import MASK, Conditions
 from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, in_whole_batches, save_transformer_lora, video_latent
-from .qwen_image import TEXT_STEP
+from .base import DiffusionFamily, in_whole_batches, video_latent
+from .qwen_image import in_steps
 
 T = torch.Tensor
 
@@ -43,9 +40,8 @@ class HunyuanVideo15(DiffusionFamily):
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32. Where a first frame's latents and image tokens would be there are zeros."""
-        transformer, dtype, mask = self.pipeline.transformer, self.dtype, conditions[MASK]
-        used = -(-max(used_widths(mask)) // TEXT_STEP) * TEXT_STEP
-        context, mask = (widened(each[:, :used], used) for each in (conditions["context"], mask))
+        transformer, dtype = self.pipeline.transformer, self.dtype
+        context, mask = in_steps(conditions["context"], conditions[MASK])
         frame = torch.zeros_like(latents), torch.zeros_like(latents[:, :1])
         return upcast(transformer(
             hidden_states=torch.cat([latents, *frame], dim=1).to(dtype), timestep=timesteps.to(dtype),
@@ -72,7 +68,3 @@ class HunyuanVideo15(DiffusionFamily):
         temporal, spatial = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
         multiple = spatial * pipeline.transformer.config.patch_size
         return pipeline.vae.config.latent_channels, *video_latent((height, width, frames), temporal, spatial, multiple)
-
-    def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """See `save_transformer_lora`."""
-        save_transformer_lora(folder, layers, configs)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ....experience.vision import Conditions, used_widths, widened
+from ....experience.vision import MASK, Conditions, used_widths, widened
 from ..layers import upcast
-from .base import DiffusionFamily, channel_statistics, encoded_mean, pack, spatial_latent, unpack
+from .base import DiffusionFamily, channel_statistics, decoded, encoded_mean, pack, spatial_latent, unpack
 
 T = torch.Tensor
 TEXT_STEP = 64  # tokens
 Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
+
+
+def in_steps(context: T, mask: T) -> tuple[T, T]:
+    """Texts (B, L, D) and their mask (B, L), cut or widened to what the longest one takes, in steps of `TEXT_STEP`."""
+    used = -(-max(used_widths(mask)) // TEXT_STEP) * TEXT_STEP
+    return widened(context[:, :used], used), widened(mask[:, :used], used)
 
 
 class QwenImage(DiffusionFamily):
@@ -25,10 +33,13 @@ class QwenImage(DiffusionFamily):
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
-        context, mask = self.pipeline.encode_prompt(prompts, device=self.device, max_sequence_length=self.text_length)
+        return self._encoded(prompts, max_sequence_length=self.text_length)
+
+    def _encoded(self, prompts: list[str], **asked: Any) -> Conditions:
+        context, mask, *_ = self.pipeline.encode_prompt(prompts, device=self.device, **asked)
         if mask is None:  # the pipeline leaves it out where no text is padded
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
-        return {"context": context, "mask": mask}
+        return {"context": context, MASK: mask}
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
@@ -39,8 +50,7 @@ class QwenImage(DiffusionFamily):
     def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
         transformer, dtype = self.pipeline.transformer, self.dtype
-        used = -(-max(used_widths(conditions["mask"])) // TEXT_STEP) * TEXT_STEP
-        context, mask = (widened(each[:, :used], used) for each in (conditions["context"], conditions["mask"]))
+        context, mask = in_steps(conditions["context"], conditions[MASK])
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
         return transformer(
             hidden_states=tokens.to(dtype), timestep=timesteps / 1000, guidance=guidance,
@@ -58,8 +68,7 @@ class QwenImage(DiffusionFamily):
         """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
-        frames = latents[:, :, None] * std + mean
-        return upcast(vae.decode(frames.to(vae.dtype), return_dict=False)[0][:, :, 0]) / 2 + 0.5
+        return decoded(vae, latents[:, :, None] * std + mean)[:, :, 0]
 
     def encode(self, images: T) -> T:
         """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""

@@ -19,6 +19,7 @@ class QwenImage21(QwenImage):
     forward takes samples of one text length, so that a sample is what it is alone. Images to edit are not read."""
 
     default_text_length = None
+    token_area = 1
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         if text_length is not None:
@@ -29,10 +30,7 @@ class QwenImage21(QwenImage):
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
-        context, mask, _ = self.pipeline.encode_prompt(prompts, device=self.device)
-        if mask is None:  # the pipeline leaves it out where no text is padded
-            mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
-        return {"context": context, MASK: mask}
+        return self._encoded(prompts)
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
@@ -53,10 +51,6 @@ class QwenImage21(QwenImage):
     def combine(self, without: T, with_prompt: T, guidance_scale: float | T) -> T:
         """Plain guidance."""
         return DiffusionFamily.combine(self, without, with_prompt, guidance_scale)
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """One a position of the latents."""
-        return latent_shape[-1] * latent_shape[-2]
 
     def decode(self, latents: T) -> T:
         """(B, C, h, w) to (B, 3, H, W), without alpha."""

@@ -39,13 +39,7 @@ class QwenImageEdit(SourceTokens, QwenImage):
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
         (image,) = images
-        return self._encoded([prompt], self._scaled(image, self._area(self.read_pixels)))
-
-    def _encoded(self, prompt: list[str], image: Any) -> Conditions:
-        context, mask = self.pipeline.encode_prompt(prompt, image=image, device=self.device)
-        if mask is None:
-            mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
-        return {"context": context, MASK: mask}
+        return self._encoded([prompt], image=self._scaled(image, self._area(self.read_pixels)))
 
     def _area(self, most: int) -> int:
         return min(most, self.source_pixels or SOURCE_PIXELS)
@@ -68,4 +62,4 @@ class QwenImageEditPlus(QwenImageEdit):
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
         area = self._area(self.read_pixels)
-        return self._encoded([prompt], [self._scaled(image, area) for image in images])
+        return self._encoded([prompt], image=[self._scaled(image, area) for image in images])

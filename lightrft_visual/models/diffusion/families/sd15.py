@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler
 from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
+from .base import DiffusionFamily, decoded, encoded_mean, in_whole_batches, spatial_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -49,7 +49,7 @@ class StableDiffusion15(DiffusionFamily):
     def decode(self, latents: T) -> T:
         """(B, 4, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
-        return upcast(vae.decode((latents / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+        return decoded(vae, latents / vae.config.scaling_factor)
 
     def encode(self, images: T) -> T:
         """(B, 3, H, W) to (B, 4, h, w): the mean of the autoencoder's answer."""

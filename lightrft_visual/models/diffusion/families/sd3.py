@@ -9,12 +9,12 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import JointAttention, upcast
-from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
+from .base import KLImages, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 
 
-class StableDiffusion3(DiffusionFamily):
+class StableDiffusion3(KLImages):
     """SD3Transformer2DModel with AutoencoderKL; timesteps are sigma * 1000."""
 
     texts_at_once = 8
@@ -44,17 +44,6 @@ class StableDiffusion3(DiffusionFamily):
             hidden_states=latents.to(dtype), timestep=timesteps, encoder_hidden_states=conditions["context"].to(dtype),
             pooled_projections=conditions["pooled"].to(dtype), return_dict=False,
         )[0])  # fmt: skip
-
-    def decode(self, latents: T) -> T:
-        """(B, C, h, w) to (B, 3, H, W)."""
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
-
-    def encode(self, images: T) -> T:
-        """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
-        vae = self.pipeline.vae
-        return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, height / 8, width / 8). ConfigError for images larger than the position table."""

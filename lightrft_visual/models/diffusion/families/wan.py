@@ -11,7 +11,7 @@ from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ....runtime import collectives
 from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, channel_statistics, in_whole_batches, video_latent
+from .base import DiffusionFamily, channel_statistics, decoded, in_whole_batches, video_latent
 
 T = torch.Tensor
 ATTENTION = tuple(f"{block}.{part}" for block in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -103,7 +103,7 @@ class Wan(DiffusionFamily):
         """(B, C, F, h, w) to (B, 3, T, H, W)."""
         vae = self.pipeline.vae
         mean, std = channel_statistics(vae, latents)
-        return upcast(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+        return decoded(vae, latents * std + mean)
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, (frames - 1) / 4 + 1, height / 8, width / 8). ConfigError unless frames is 4 n + 1."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ....experience.vision import Conditions, used_widths
-from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, encoded_mean, in_whole_batches, spatial_latent
+from ..layers import upcast
+from .base import KLImages, in_whole_batches, spatial_latent
 
 T = torch.Tensor
 
 
-class ZImage(DiffusionFamily):
+class ZImage(KLImages):
     """Latents (C, h, w). The transformer counts time from noise to data and predicts data minus noise.
 
     guidance_scale is that of the stock pipeline, which moves that often the difference beyond the guided prediction: 1
@@ -22,6 +21,7 @@ class ZImage(DiffusionFamily):
 
     default_text_length = 512
     texts_at_once = 8
+    names_sigmas = True
     lora_targets = tuple(f"attention.{name}" for name in ("to_k", "to_out.0", "to_q", "to_v"))
 
     @in_whole_batches
@@ -45,25 +45,6 @@ class ZImage(DiffusionFamily):
     def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
         """As the stock pipeline's formula has it."""
         return with_prompt + guidance_scale * (with_prompt - without)
-
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """As in the base class; the pipeline names the sigmas before their shift itself."""
-        scheduler = self.pipeline.scheduler
-        if flow_shift is not None:
-            return flow_match_schedule(num_steps, flow_shift)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=self._dynamic_shift(latent_shape))
-        return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
-
-    def decode(self, latents: T) -> T:
-        """(B, C, h, w) to (B, 3, H, W)."""
-        vae = self.pipeline.vae
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
-
-    def encode(self, images: T) -> T:
-        """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
-        vae = self.pipeline.vae
-        return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, height / 8, width / 8)."""
