@@ -22,6 +22,7 @@ from ...experience.vision import InParts, Sample, VisionTensors, parts_of
 from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 from ..routing import laid_out
+from .vision_cache import SomeMedia
 
 T = torch.Tensor
 
@@ -194,10 +195,7 @@ class SlicedSequence:
         self.hooks = [text.register_forward_pre_hook(self._cut, with_kwargs=True)]
         for tower in (getattr(base, name, None) for name in towers):
             if tower is not None:
-                sharing = _MediaOverRanks(self)
-                self.hooks.append(tower.register_forward_pre_hook(sharing.before, with_kwargs=True))
-                # Before another hook puts repeated media back.
-                self.hooks.append(tower.register_forward_hook(sharing.after, prepend=True))
+                self.hooks += _MediaOverRanks(self, tower).handles
 
     def __enter__(self) -> None:
         self.active = True
@@ -224,62 +222,34 @@ class SlicedSequence:
         return args, cut
 
 
-class _MediaOverRanks:
-    """Each member runs the tower on some of the images or videos, and gets the features of all of them."""
+class _MediaOverRanks(SomeMedia):
+    """Each member runs the tower on some of the images or videos, and gets the features of all of them.
 
-    def __init__(self, sliced: SlicedSequence):
-        self.sliced, self.plan = sliced, None
+    The largest go first, each to the member that has the fewest patches.
+    """
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        self.plan = None
-        grids = kwargs.get("grid_thw")
-        pixels = args[0] if args else kwargs.get("pixel_values")
-        if not self.sliced.active or pixels is None or (args and grids is None):
+    def __init__(self, sliced: SlicedSequence, tower: nn.Module) -> None:
+        super().__init__(tower, prepend=True)  # before another hook puts repeated media back
+        self.sliced = sliced
+
+    def chosen(self, pixels: T, grids: T | None) -> list[int] | None:
+        """This member's share. Without one it runs the first for nothing: all members run the same modules."""
+        if not self.sliced.active:
             return None
-        patches = [1] * len(pixels) if grids is None else on_host(grids).prod(dim=1).tolist()
-        self.plan = _Shares(patches, self.sliced.group)
-        # A member without a share runs the first one for nothing: all members run the same modules.
-        mine = self.plan.own or [0]
-        blocks = pixels.split(patches)
-        fewer = torch.cat([blocks[index] for index in mine])
-        if grids is None:
-            return args, kwargs | {"pixel_values": fewer}
-        return (fewer,), kwargs | {"grid_thw": grids[torch.tensor(mine, device=grids.device)]}
-
-    def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        plan, self.plan = self.plan, None
-        if plan is None:
-            return output
-        if isinstance(output, T):
-            return plan.whole(output)
-        for name, value in list(output.items()):
-            if isinstance(value, T):
-                output[name] = plan.whole(value)
-            elif isinstance(value, (list, tuple)):
-                output[name] = type(value)(plan.whole(each) for each in value)
-        return output
-
-
-class _Shares:
-    """Which member runs which media: the largest first, each to the member that has the fewest patches."""
-
-    def __init__(self, patches: list[int], group: SequenceGroup):
-        self.patches, self.group = patches, group
+        group = self.sliced.group
         self.shares: list[list[int]] = [[] for _ in range(group.size)]
         loads = [(0, member) for member in range(group.size)]
-        for index in sorted(range(len(patches)), key=lambda index: -patches[index]):
+        for index in sorted(range(len(self.patches)), key=lambda index: -self.patches[index]):
             load, member = loads[0]
             self.shares[member].append(index)
-            heapq.heapreplace(loads, (load + patches[index], member))
-        self.own = self.shares[group.index]
+            heapq.heapreplace(loads, (load + self.patches[index], member))
+        return self.shares[group.index] or [0]
 
-    def whole(self, features: T) -> T:
-        """Features (rows of the own media, H), one row a patch or one a merged group, to those of all media."""
-        run = self.own or [0]
-        merge = sum(self.patches[index] for index in run) // len(features)
-        merged = [count // merge for count in self.patches]
-        sizes = [sum(merged[index] for index in share) for share in self.shares]
-        joined = self.group.shared(features[: sizes[self.group.index]], sizes)
+    def whole(self, features: T, sizes: list[int]) -> T:
+        """With those of the other members."""
+        group = self.sliced.group
+        counts = [sum(sizes[index] for index in share) for share in self.shares]
+        joined = group.shared(features[: counts[group.index]], counts)
         order = [index for share in self.shares for index in share]
-        blocks = dict(zip(order, joined.split([merged[index] for index in order])))
-        return torch.cat([blocks[index] for index in range(len(merged))])
+        blocks = dict(zip(order, joined.split([sizes[index] for index in order])))
+        return torch.cat([blocks[index] for index in range(len(sizes))])

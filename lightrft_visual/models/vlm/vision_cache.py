@@ -22,24 +22,8 @@ from ...runtime.host_copies import on_host
 from ..logprobs import LogProbLinear
 
 T = torch.Tensor
-
-
 # Values of an image that are looked at before two images are compared in full.
 _PROBES = 64
-
-
-def share_repeated_media(vision_tower: nn.Module) -> None:
-    """Make a Qwen-VL vision tower (`pixel_values` (patches, D), `grid_thw` (media, 3)) skip repeated media."""
-    sharing = _Sharing()
-    vision_tower.register_forward_pre_hook(sharing.before, with_kwargs=True)
-    vision_tower.register_forward_hook(sharing.after)
-
-
-def share_repeated_images(vision_tower: nn.Module) -> None:
-    """The same for a tower that takes `pixel_values` (images or tiles, C, H, W) alone: one row in, one row out."""
-    sharing = _SharingImages()
-    vision_tower.register_forward_pre_hook(sharing.before, with_kwargs=True)
-    vision_tower.register_forward_hook(sharing.after)
 
 
 def first_occurrences(pixels: T | Sequence[T], grids: T) -> list[int]:
@@ -70,74 +54,84 @@ def first_occurrences(pixels: T | Sequence[T], grids: T) -> list[int]:
     return first
 
 
-class _Sharing:
-    """The two hooks, and what the first tells the second: which rows of the output each medium takes."""
+class SomeMedia:
+    """Hooks of a vision tower that let it run on some of the media of a call, and make of their features those of all.
 
-    def __init__(self) -> None:
-        self.plan: _Plan | None = None
+    It takes pixels (patches, D) and `grid_thw` (media, 3), as transformers calls a tower of the Qwen-VL kind, or
+    `pixel_values` (images or tiles, C, H, W) by name alone: one row in, one row out. Other calls stay as they are.
+    """
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        self.plan = None
-        others = [value for name, value in kwargs.items() if name != "grid_thw"]
-        if len(args) != 1 or kwargs.get("grid_thw") is None or any(isinstance(each, T) for each in others):
+    def __init__(self, tower: nn.Module, prepend: bool = False) -> None:
+        """prepend: before hooks that are there already, where they see the features."""
+        self.patches: list[int] = []  # rows of input of each medium
+        self.kept: list[int] | None = None  # the media that run
+        self.handles = [
+            tower.register_forward_pre_hook(self._before, with_kwargs=True),
+            tower.register_forward_hook(self._after, prepend=prepend),
+        ]
+
+    def chosen(self, pixels: T, grids: T | None) -> list[int] | None:
+        """The media that run; None for all of them. `self.patches` is known."""
+        raise NotImplementedError
+
+    def whole(self, features: T, sizes: list[int]) -> T:
+        """Features of all media from those (rows, H) of the kept ones; sizes: rows of each medium."""
+        raise NotImplementedError
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        self.kept, grids = None, kwargs.get("grid_thw")
+        given = [each for each in (*args, kwargs.get("pixel_values")) if each is not None]
+        others = [value for name, value in kwargs.items() if name not in ("grid_thw", "pixel_values")]
+        if len(given) != 1 or bool(args) != (grids is not None) or any(isinstance(each, T) for each in others):
             return None  # not called as transformers' get_image_features does: offsets of the media may be among these
-        pixels, grids = args[0], kwargs["grid_thw"]
-        patches = on_host(grids).prod(dim=1).tolist()
-        if len(patches) < 2 or sum(patches) != len(pixels):
+        (pixels,) = given
+        self.patches = [1] * len(pixels) if grids is None else on_host(grids).prod(dim=1).tolist()
+        if sum(self.patches) == len(pixels):
+            self.kept = self.chosen(pixels, grids)
+        if self.kept is None:
             return None
-        known = pixels_on_host(grids)  # to compare on the device would make the host wait for it
-        first = first_occurrences(pixels if known is None else known, grids)
-        kept = sorted(set(first))
-        if len(kept) == len(first):
-            return None
-        blocks = pixels.split(patches)
-        self.plan = _Plan(patches, first, kept)
-        fewer = torch.cat([blocks[index] for index in kept])
-        return (fewer,), kwargs | {"grid_thw": grids[torch.tensor(kept, device=grids.device)]}
+        blocks = pixels.split(self.patches)
+        fewer = torch.cat([blocks[index] for index in self.kept])
+        if grids is None:
+            return args, kwargs | {"pixel_values": fewer}
+        return (fewer,), kwargs | {"grid_thw": grids[torch.tensor(self.kept, device=grids.device)]}
 
-    def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        plan, self.plan = self.plan, None
-        if plan is None:
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self.kept is None:
             return output
-        if isinstance(output, torch.Tensor):
-            return plan.repeated(output)
+        if isinstance(output, T):
+            return self._of_all(output)
         for name, value in list(output.items()):
-            if isinstance(value, torch.Tensor):
-                output[name] = plan.repeated(value)
+            if isinstance(value, T):
+                output[name] = self._of_all(value)
             elif isinstance(value, (list, tuple)):
-                output[name] = type(value)(plan.repeated(each) for each in value)
+                output[name] = type(value)(self._of_all(each) for each in value)
         return output
 
+    def _of_all(self, features: T) -> T:
+        """Features with one row a patch, or one a merged group of them."""
+        merge = sum(self.patches[index] for index in self.kept) // len(features)
+        return self.whole(features, [count // merge for count in self.patches])
 
-class _SharingImages(_Sharing):
-    """The hooks of a tower whose input is one row for each image or tile."""
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        self.plan = None
-        pixels = kwargs.get("pixel_values")
-        if pixels is None or args or len(pixels) < 2:
+class SharedMedia(SomeMedia):
+    """Repeated media run once."""
+
+    def chosen(self, pixels: T, grids: T | None) -> list[int] | None:
+        """The first of each."""
+        if len(self.patches) < 2:
             return None
-        first = first_occurrences(pixels, torch.ones(len(pixels), 3, dtype=torch.long))
-        kept = sorted(set(first))
-        if len(kept) == len(first):
-            return None
-        self.plan = _Plan([1] * len(first), first, kept)
-        return args, kwargs | {"pixel_values": pixels[torch.tensor(kept, device=pixels.device)]}
+        # To compare on the device would make the host wait for it.
+        known = None if grids is None else pixels_on_host(grids)
+        shapes = torch.ones(len(pixels), 3, dtype=torch.long) if grids is None else grids
+        self.first = first_occurrences(pixels if known is None else known, shapes)
+        kept = sorted(set(self.first))
+        return None if len(kept) == len(self.first) else kept
 
-
-class _Plan:
-    """patches rows of input a medium; first: which medium it repeats; kept: the media that were computed."""
-
-    def __init__(self, patches: list[int], first: list[int], kept: list[int]):
-        self.patches, self.first, self.kept = patches, first, kept
-
-    def repeated(self, features: T) -> T:
-        """Features (rows of the kept media, H), one row a patch or one a merged group, for all media."""
-        total = sum(self.patches[index] for index in self.kept)
-        merge = total // len(features)
-        position = {index: number for number, index in enumerate(self.kept)}
-        blocks = features.split([self.patches[index] // merge for index in self.kept])
-        return torch.cat([blocks[position[index]] for index in self.first])
+    def whole(self, features: T, sizes: list[int]) -> T:
+        """Each medium's are those of the first one that is equal to it."""
+        blocks = dict(zip(self.kept, features.split([sizes[index] for index in self.kept])))
+        return torch.cat([blocks[index] for index in self.first])
 
 
 @dataclass

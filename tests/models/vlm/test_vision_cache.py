@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLConfig, Qwen2VLModel, Qwen3VLConfig, Qwen3VLModel
 
-from lightrft_visual.models.vlm.vision_cache import first_occurrences, share_repeated_media
+from lightrft_visual.models.vlm.vision_cache import SharedMedia, first_occurrences
 
 TEXT = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
@@ -73,7 +73,7 @@ def test_flat_images_of_two_shapes_keep_their_own_features(family):
     pixels = torch.full((48, 3 * 2 * 4 * 4), 0.25).double()
     grids = torch.tensor([[1, 4, 6], [1, 6, 4]])
     expected = flat(model.get_image_features(pixels, grids))
-    share_repeated_media(model.visual)
+    SharedMedia(model.visual)
     for one, other in zip(expected, flat(model.get_image_features(pixels, grids))):
         assert torch.equal(one, other)
 
@@ -81,7 +81,7 @@ def test_flat_images_of_two_shapes_keep_their_own_features(family):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_features_and_gradients_are_those_of_the_whole_batch(family):
     plain, sharing = tower(family), tower(family)
-    share_repeated_media(sharing.visual)
+    SharedMedia(sharing.visual)
     seen = []
     sharing.visual.patch_embed.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
     pixels, grids = media(3 * 2 * 4 * 4)
@@ -104,6 +104,6 @@ def test_a_batch_without_repetition_is_passed_on_as_it_is():
     model = tower("qwen2_5_vl")
     pixels, grids = media(3 * 2 * 4 * 4)
     expected = flat(model.get_image_features(pixels[:32], grids[:2]))
-    share_repeated_media(model.visual)
+    SharedMedia(model.visual)
     for one, other in zip(expected, flat(model.get_image_features(pixels[:32], grids[:2]))):
         assert torch.equal(one, other)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..vision_cache import share_repeated_images
+from ..vision_cache import SharedMedia
 from .base import VLMFamily
 
 
@@ -23,4 +23,4 @@ class InternVL(VLMFamily):
 
     def attach(self, base: nn.Module) -> None:
         """The tower runs once for each different tile."""
-        share_repeated_images(base.vision_tower)
+        SharedMedia(base.vision_tower)

@@ -13,7 +13,7 @@ from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host
 from ...attention import attend_by_windows
 from ..positions import GridCursor, MRopePositions, PatchConv3d
-from ..vision_cache import share_repeated_media
+from ..vision_cache import SharedMedia
 from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
 
 
@@ -43,7 +43,7 @@ class QwenVL(VLMFamily):
         convolution, and attends to all windows in a few calls."""
         self.mrope = MRopePositions(base)
         if hasattr(base, "visual"):
-            share_repeated_media(base.visual)
+            SharedMedia(base.visual)
             PatchConv3d.adopt(base.visual.patch_embed.proj)
             attend_by_windows(base.visual)
 
