@@ -111,8 +111,6 @@ class Segments:
 
     def followed_by(self, count: int) -> Segments:
         """The same with `count` tokens behind it that stand alone."""
-        if not count:
-            return self
         return Segments([*self.lengths, count], self.device, self.continues and [*self.continues, None], self.group)
 
     @property

@@ -79,7 +79,9 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         registry.services.load("kernels").check_kernels()
     check_path(path)
     fetch_model(path, code=model.trust_remote_code)
-    with refused_as(ConfigError, f"model {path} cannot be loaded{_looked_at(path)}"):
+    with refused_as(
+        ConfigError, f"model {path} cannot be loaded{'' if os.path.isdir(path) else f' ({looked_at(path)})'}"
+    ):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         processor, family = None, family_of(config)
         if os.path.isdir(path):
@@ -92,10 +94,6 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
     return Checkpoint(path, config, tokenizer, processor)
-
-
-def _looked_at(path: str) -> str:
-    return "" if os.path.isdir(path) else f" ({looked_at(path)})"
 
 
 def check_path(path: str) -> None:

@@ -142,7 +142,6 @@ class LogProbLinear(nn.Linear):
         temperature: float | T = 1.0,
         banned_ids: T | None = None,
         with_entropy: bool = True,
-        chunk_size: int | None = None,
         in_float32: bool = False,
     ) -> T | tuple[T, T | None]:
         """Logits (..., V) of hidden (..., H); with targets (...): (log_probs (...), entropy (...) or None), float32.
@@ -165,7 +164,6 @@ class LogProbLinear(nn.Linear):
             banned_ids=banned_ids,
             bias=self.bias,
             soft_cap=self.soft_cap,
-            chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
@@ -297,9 +295,7 @@ def _matrix(weight: T) -> T:
     return weight.detach() if _keeps_float32(weight) else weight.detach().float()
 
 
-def _chunk_logits(
-    hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T | None, soft_cap: float | None = None
-) -> T:
+def _chunk_logits(hidden: T, matrix: T, bias: T | None, scale: T, banned_ids: T | None, soft_cap: float | None) -> T:
     """Scaled logits (n, V) float32 of one chunk, banned columns at -inf. The caller may overwrite them."""
     logits = _product(hidden.detach(), matrix.t())
     if bias is not None:

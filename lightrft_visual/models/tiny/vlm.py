@@ -126,11 +126,10 @@ def build_tokenizer(
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
-    merges = [tuple(merge) if not isinstance(merge, str) else tuple(merge.split(" ", 1)) for merge in model["merges"]]
     named = TINY_FAMILIES[family].special_tokens
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
-        merges=merges,
+        merges=[tuple(merge) for merge in model["merges"]],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         **({"extra_special_tokens": named} if named else {"additional_special_tokens": list(SPECIAL_TOKENS)}),
@@ -186,9 +185,13 @@ def _janus_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> JanusProcess
     )
 
 
-def _text_config(vocab_size: int, hidden: int, layers: int) -> dict:
-    return {
-        "vocab_size": vocab_size,
+def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool, hidden: int = 128, layers: int = 2):
+    """The configuration object of a tiny model of `family` for the vocabulary of `tokenizer`."""
+    if family not in TINY_FAMILIES:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(TINY_FAMILIES)}")
+    token_id = tokenizer.convert_tokens_to_ids
+    text = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
@@ -196,16 +199,9 @@ def _text_config(vocab_size: int, hidden: int, layers: int) -> dict:
         "num_key_value_heads": max(1, hidden // 64),
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
+        "bos_token_id": token_id("<|endoftext|>"),
+        "eos_token_id": token_id("<|im_end|>"),
     }
-
-
-def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool, hidden: int = 128, layers: int = 2):
-    """The configuration object of a tiny model of `family` for the vocabulary of `tokenizer`."""
-    if family not in TINY_FAMILIES:
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(TINY_FAMILIES)}")
-    token_id = tokenizer.convert_tokens_to_ids
-    ends = {"bos_token_id": token_id("<|endoftext|>"), "eos_token_id": token_id("<|im_end|>")}
-    text = _text_config(-(-len(tokenizer) // 64) * 64, hidden, layers) | ends
     return TINY_FAMILIES[family].config(text, token_id, hidden, tie_embeddings)
 
 
@@ -311,14 +307,13 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
 FAMILIES = tuple(name for name, family in TINY_FAMILIES.items() if not family.draws)  # those that write text only
 VISION_FAMILIES = tuple(name for name in FAMILIES if TINY_FAMILIES[name].processor is not None)
 QWEN_FAMILIES = tuple(name for name in VISION_FAMILIES if name.startswith("qwen"))
-CHAT_TEMPLATE = chat_template("qwen2_5_vl")
 
 
 def build_tiny_model(config) -> PreTrainedModel:
     """A randomly initialised float32 model of the class that the Auto classes map `config` to."""
     auto = AutoModelForCausalLM if config.model_type == "qwen2" else AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = [_eos_of(config)]
+    model.generation_config.eos_token_id = [config.get_text_config().eos_token_id]
     model.generation_config.do_sample = True
     return model
 
@@ -330,10 +325,6 @@ def describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, guidance
     settings.bos_token_id = settings.pad_token_id = tokenizer.pad_token_id
     settings.guidance_scale = guidance_scale
     settings.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(tokenizer.boi_token)}
-
-
-def _eos_of(config) -> int:
-    return config.get_text_config().eos_token_id
 
 
 def build_tiny_checkpoint(
