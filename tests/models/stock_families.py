@@ -8,68 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 import transformers.models.smolvlm.processing_smolvlm as smolvlm
 from safetensors.torch import load_file, save_file
 from tiny_models import perturb, picture
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionModel,
-    Gemma3Config,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    Gemma4AudioFeatureExtractor,
-    Gemma4Config,
-    Gemma4ImageProcessor,
-    Gemma4Processor,
-    Gemma4VideoProcessor,
-    Glm4vConfig,
-    Glm4vImageProcessor,
-    Glm4vMoeConfig,
-    Glm4vProcessor,
-    Glm4vVideoProcessor,
-    Glm46VConfig,
-    Glm46VImageProcessor,
-    Glm46VProcessor,
-    Glm46VVideoProcessor,
-    Idefics3Config,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-    Kimi_K25Config,
-    Kimi_K25ImageProcessor,
-    Kimi_K25Processor,
-    Kimi_K25VideoProcessor,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaOnevisionConfig,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    MiniCPMV4_6Config,
-    MiniCPMV4_6ImageProcessor,
-    MiniCPMV4_6Processor,
-    MiniCPMV4_6VideoProcessor,
-    Mistral3Config,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    PretrainedConfig,
-    PreTrainedModel,
-    ProcessorMixin,
-    Qwen2Tokenizer,
-    Qwen3_5Config,
-    Qwen3_5MoeConfig,
-    Qwen3VLMoeConfig,
-    SiglipVisionModel,
-    SmolVLMConfig,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-    VipLlavaConfig,
-)
+from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, Qwen2Tokenizer
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.experience.rollouts import PromptBatch
@@ -132,16 +78,11 @@ def _plain_tokenizer(image: str, **named: str) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def _qwen3_vl_moe():
-    tokenizer = build_tokenizer()
-    own = {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    text = _text(
+def _experts(tokenizer: Qwen2Tokenizer) -> dict:
+    return _text(
         tokenizer, rope_parameters=_MROPE | {"mrope_interleaved": True}, moe_intermediate_size=48, num_experts=4,
         num_experts_per_tok=2, norm_topk_prob=True,
     )  # fmt: skip
-    shared = _qwen_shared(tokenizer.convert_tokens_to_ids, False)
-    config = Qwen3VLMoeConfig(text_config=text, vision_config=_TOWER | own, **shared)
-    return config, build_processor("qwen3_vl", tokenizer), tokenizer
 
 
 def _delta_nets(tokenizer: Qwen2Tokenizer, **more) -> dict:
@@ -153,11 +94,14 @@ def _delta_nets(tokenizer: Qwen2Tokenizer, **more) -> dict:
     )  # fmt: skip
 
 
-def _qwen3_5():
+def _qwen_like(kind: type, text: Callable[[Qwen2Tokenizer], dict], **tower):
+    """With the tokens and the processor of Qwen3-VL."""
     tokenizer = build_tokenizer()
-    own = {"out_hidden_size": 64, "num_position_embeddings": 64}
-    shared = _qwen_shared(tokenizer.convert_tokens_to_ids, False)
-    config = Qwen3_5Config(text_config=_delta_nets(tokenizer), vision_config=_TOWER | own, **shared)
+    config = kind(
+        text_config=text(tokenizer),
+        vision_config=_TOWER | {"out_hidden_size": 64, "num_position_embeddings": 64} | tower,
+        **_qwen_shared(tokenizer.convert_tokens_to_ids, False),
+    )
     return config, build_processor("qwen3_vl", tokenizer), tokenizer
 
 
@@ -170,9 +114,9 @@ def _gemma3():
         tokenizer, query_pre_attn_scalar=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     )  # fmt: skip
     vision = _vision("siglip_vision_model", 56, 14)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
-    images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
-    processor = Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
+    images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    processor = transformers.Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=4)
     return config, processor, tokenizer
 
 
@@ -180,47 +124,63 @@ def _llava_onevision():
     tokenizer = _plain_tokenizer("<image>", video_token="<video>")
     token = tokenizer.convert_tokens_to_ids
     pinpoints = [[28, 56], [56, 28], [56, 56]]
-    config = LlavaOnevisionConfig(
+    config = transformers.LlavaOnevisionConfig(
         text_config=_text(tokenizer, model_type="qwen2"), vision_config=_vision("siglip_vision_model", 28, 14),
         image_token_index=token("<image>"), video_token_index=token("<video>"), image_grid_pinpoints=pinpoints,
     )  # fmt: skip
     size = {"height": 28, "width": 28}
-    processor = LlavaOnevisionProcessor(
-        LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints), tokenizer,
-        LlavaOnevisionVideoProcessor(size=size), num_image_tokens=4, vision_feature_select_strategy="full",
+    processor = transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints), tokenizer,
+        transformers.LlavaOnevisionVideoProcessor(size=size), num_image_tokens=4, vision_feature_select_strategy="full",
         chat_template=tokenizer.chat_template,
     )  # fmt: skip
     return config, processor, tokenizer
 
 
-def _smolvlm():
+def _tiled(name: str, *videos: Any):
+    """Idefics 3 and what has its form."""
     tokenizer = _plain_tokenizer("<image>", fake_image_token="<fake_token_around_image>", global_image="<global-img>")
     tokenizer.add_tokens([f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)], special_tokens=True)
-    config = SmolVLMConfig(
-        text_config=_text(tokenizer, model_type="llama"), vision_config=_vision("smolvlm_vision", 56, 14),
+    config, images, processor = (
+        getattr(transformers, f"{name}{part}") for part in ("Config", "ImageProcessor", "Processor")
+    )
+    config = config(
+        text_config=_text(tokenizer, model_type="llama"), vision_config=_vision(f"{name.lower()}_vision", 56, 14),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
+    images = images(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    processor = processor(images, tokenizer, *videos, image_seq_len=4, chat_template=tokenizer.chat_template)
+    return config, processor, tokenizer
+
+
+def _smolvlm():
     smolvlm.num2words = smolvlm.num2words or str  # an optional package that spells the numbers of videos
-    images = SmolVLMImageProcessor(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
-    processor = SmolVLMProcessor(
-        images, tokenizer, SmolVLMVideoProcessor(), image_seq_len=4, chat_template=tokenizer.chat_template
+    return _tiled("SmolVLM", transformers.SmolVLMVideoProcessor())
+
+
+def _pixtral_like(kind: type, settings: dict, text: dict, **merging: int):
+    tokenizer = _plain_tokenizer("[IMG]", row="[IMG_BREAK]", end="[IMG_END]")
+    config = kind(
+        text_config=_text(tokenizer, model_type="mistral") | text,
+        vision_config=_vision("pixtral", 112, 14) | {"head_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), **settings, **merging,
+    )  # fmt: skip
+    images = transformers.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+    processor = transformers.PixtralProcessor(
+        images, tokenizer, patch_size=14, chat_template=tokenizer.chat_template, **merging
     )
     return config, processor, tokenizer
 
 
 def _mistral3(**text):
-    tokenizer = _plain_tokenizer("[IMG]", row="[IMG_BREAK]", end="[IMG_END]")
-    config = Mistral3Config(
-        text_config=_text(tokenizer, model_type="mistral") | text,
-        vision_config=_vision("pixtral", 112, 14) | {"head_dim": 32},
-        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"), spatial_merge_size=2,
-    )  # fmt: skip
-    images = PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
-    processor = PixtralProcessor(
-        images, tokenizer, patch_size=14, spatial_merge_size=2, chat_template=tokenizer.chat_template
-    )
-    return config, processor, tokenizer
+    return _pixtral_like(transformers.Mistral3Config, {}, text, spatial_merge_size=2)
+
+
+def _pixtral():
+    """Pixtral 12B in transformers' own form: LLaVA's class around another tower."""
+    settings = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return _pixtral_like(transformers.LlavaConfig, settings, {})
 
 
 def _llava_like(kind: type[PretrainedConfig], settings: dict, text: dict):
@@ -231,8 +191,8 @@ def _llava_like(kind: type[PretrainedConfig], settings: dict, text: dict):
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=4, **settings,
     )  # fmt: skip
     size = {"height": 28, "width": 28}
-    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size)
-    processor = LlavaProcessor(
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=size)
+    processor = transformers.LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )  # fmt: skip
@@ -241,7 +201,7 @@ def _llava_like(kind: type[PretrainedConfig], settings: dict, text: dict):
 
 def _vipllava(**text):
     """A type that the plain adapter runs right."""
-    return _llava_like(VipLlavaConfig, {"vision_feature_layers": [-2, -1]}, text)
+    return _llava_like(transformers.VipLlavaConfig, {"vision_feature_layers": [-2, -1]}, text)
 
 
 def _gemma4():
@@ -262,12 +222,13 @@ def _gemma4():
     ids = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",
            "video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>",
            "eoa_token_index": "<audio|>"}  # fmt: skip
-    config = Gemma4Config(
+    config = transformers.Gemma4Config(
         text_config=text, vision_config=vision, audio_config=None,
         **{name: token(each) for name, each in ids.items()},
     )  # fmt: skip
-    processor = Gemma4Processor(
-        Gemma4AudioFeatureExtractor(), Gemma4ImageProcessor(max_soft_tokens=70), tokenizer, Gemma4VideoProcessor(),
+    processor = transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessor(max_soft_tokens=70), tokenizer,
+        transformers.Gemma4VideoProcessor(),
         chat_template=tokenizer.chat_template, image_seq_length=70,
     )  # fmt: skip
     return config, processor, tokenizer
@@ -287,44 +248,15 @@ def _glm(kind: str):
                "use_qk_norm": False}  # fmt: skip
     text = _text(tokenizer, rope_parameters=rope, attention_bias=True) | (experts if kind == "glm4v_moe" else {})
     vision = _TOWER | {"out_hidden_size": 64, "image_size": 56, "patch_size": 14}
-    config_class, processor_class, images, videos = _GLM[kind]
     if kind == "glm46v":
         text["model_type"] = "glm4v_text"
-    config = config_class(text_config=text, vision_config=vision, **ids)
+    own, shared = {"glm4v": ("Glm4v", "Glm4v"), "glm4v_moe": ("Glm4vMoe", "Glm4v"), "glm46v": ("Glm46V",) * 2}[kind]
+    config = getattr(transformers, f"{own}Config")(text_config=text, vision_config=vision, **ids)
     size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
-    processor = processor_class(images(size=size), tokenizer, videos(size=size), tokenizer.chat_template)
-    return config, processor, tokenizer
-
-
-_GLM = {
-    "glm4v": (Glm4vConfig, Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
-    "glm4v_moe": (Glm4vMoeConfig, Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
-    "glm46v": (Glm46VConfig, Glm46VProcessor, Glm46VImageProcessor, Glm46VVideoProcessor),
-}
-
-
-def _qwen3_5_moe():
-    tokenizer = build_tokenizer()
-    own = {"out_hidden_size": 64, "num_position_embeddings": 64}
-    config = Qwen3_5MoeConfig(
-        text_config=_delta_nets(tokenizer, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
-                                num_experts_per_tok=2),
-        vision_config=_TOWER | own, **_qwen_shared(tokenizer.convert_tokens_to_ids, False),
-    )  # fmt: skip
-    return config, build_processor("qwen3_vl", tokenizer), tokenizer
-
-
-def _idefics3():
-    tokenizer = _plain_tokenizer("<image>", fake_image_token="<fake_token_around_image>", global_image="<global-img>")
-    tokenizer.add_tokens([f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)], special_tokens=True)
-    config = Idefics3Config(
-        text_config=_text(tokenizer, model_type="llama"), vision_config=_vision("idefics3_vision", 56, 14),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    images = Idefics3ImageProcessor(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
-    return config, processor, tokenizer
+    processor, images, videos = (
+        getattr(transformers, f"{shared}{part}") for part in ("Processor", "ImageProcessor", "VideoProcessor")
+    )
+    return config, processor(images(size=size), tokenizer, videos(size=size), tokenizer.chat_template), tokenizer
 
 
 def _minicpmv4_6():
@@ -333,14 +265,14 @@ def _minicpmv4_6():
              "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}  # fmt: skip
     tokenizer = _plain_tokenizer(named["image_token"], **named)
     token = tokenizer.convert_tokens_to_ids
-    config = MiniCPMV4_6Config(
+    config = transformers.MiniCPMV4_6Config(
         text_config=_delta_nets(tokenizer) | {"model_type": "qwen3_5_text"}, insert_layer_id=0, image_size=112,
         vision_config=_vision("minicpmv4_6_vision", 112, 14) | {"insert_layer_id": 0},
         image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
     )  # fmt: skip
     sizes = {"scale_resolution": 112, "max_slice_nums": 4, "patch_size": 14}
-    processor = MiniCPMV4_6Processor(
-        MiniCPMV4_6ImageProcessor(**sizes), MiniCPMV4_6VideoProcessor(**sizes), tokenizer,
+    processor = transformers.MiniCPMV4_6Processor(
+        transformers.MiniCPMV4_6ImageProcessor(**sizes), transformers.MiniCPMV4_6VideoProcessor(**sizes), tokenizer,
         chat_template=tokenizer.chat_template,
     )  # fmt: skip
     return config, processor, tokenizer
@@ -358,14 +290,14 @@ def _kimi_k25():
     text.pop("head_dim")
     vision = _vision("kimi_k25_vision", 0, 14) | {"pos_emb_height": 8, "pos_emb_width": 8}
     vision.pop("image_size")
-    config = Kimi_K25Config(
+    config = transformers.Kimi_K25Config(
         text_config=text, vision_config=vision, projection_hidden_size=64, image_token_id=token("<|media_pad|>"),
         video_token_id=token("<|kimi_k25_video_placeholder|>"), vision_start_token_id=token("<|vision_start|>"),
         vision_end_token_id=token("<|vision_end|>"), tie_word_embeddings=False,
     )  # fmt: skip
-    images = Kimi_K25ImageProcessor(max_patches=64)
-    processor = Kimi_K25Processor(
-        images, tokenizer, Kimi_K25VideoProcessor(), chat_template=tokenizer.chat_template
+    images = transformers.Kimi_K25ImageProcessor(max_patches=64)
+    processor = transformers.Kimi_K25Processor(
+        images, tokenizer, transformers.Kimi_K25VideoProcessor(), chat_template=tokenizer.chat_template
     )  # fmt: skip
     return config, processor, tokenizer
 
@@ -373,35 +305,20 @@ def _kimi_k25():
 def _llava_next():
     tokenizer = _plain_tokenizer("<image>")
     pinpoints = [[28, 56], [56, 28], [56, 56]]
-    config = LlavaNextConfig(
+    config = transformers.LlavaNextConfig(
         text_config=_text(tokenizer, model_type="llama"),
         vision_config=_vision("clip_vision_model", 28, 14) | {"projection_dim": 32},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_grid_pinpoints=pinpoints,
         image_seq_length=4,
     )  # fmt: skip
     size = {"height": 28, "width": 28}
-    processor = LlavaNextProcessor(
-        LlavaNextImageProcessor(size={"shortest_edge": 28}, crop_size=size, image_grid_pinpoints=pinpoints), tokenizer,
-        patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    processor = transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessor(size={"shortest_edge": 28}, crop_size=size,
+                                             image_grid_pinpoints=pinpoints),
+        tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )  # fmt: skip
     return config, processor, tokenizer
-
-
-def _llava():
-    return _llava_like(LlavaConfig, {}, text={})
-
-
-def _pixtral():
-    """Pixtral 12B in transformers' own form: LLaVA's class around another tower."""
-    tokenizer = _plain_tokenizer("[IMG]", row="[IMG_BREAK]", end="[IMG_END]")
-    config = LlavaConfig(
-        text_config=_text(tokenizer, model_type="mistral"),
-        vision_config=_vision("pixtral", 112, 14) | {"head_dim": 32}, vision_feature_layer=-1,
-        vision_feature_select_strategy="full", image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
-    )  # fmt: skip
-    images = PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
-    return config, PixtralProcessor(images, tokenizer, patch_size=14, chat_template=tokenizer.chat_template), tokenizer
 
 
 def _tiny(family: str):
@@ -413,25 +330,27 @@ def _tiny(family: str):
 
 STOCK: dict[str, Callable] = {
     **{family: partial(_tiny, family) for family in VISION_FAMILIES},
-    "llava": _llava,
+    "llava": partial(_llava_like, transformers.LlavaConfig, {}, {}),
     "pixtral": _pixtral,
-    "qwen3_vl_moe": _qwen3_vl_moe,
-    "qwen3_5": _qwen3_5,
+    "qwen3_vl_moe": partial(_qwen_like, transformers.Qwen3VLMoeConfig, _experts, deepstack_visual_indexes=[0]),
+    "qwen3_5": partial(_qwen_like, transformers.Qwen3_5Config, _delta_nets),
     "gemma3": _gemma3,
     "llava_onevision": _llava_onevision,
     "smolvlm": _smolvlm,
     "mistral3": _mistral3,
     "vipllava": _vipllava,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_moe": partial(
+        _qwen_like, transformers.Qwen3_5MoeConfig,
+        partial(_delta_nets, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4,
+                num_experts_per_tok=2),
+    ),
     "gemma4": _gemma4,
-    "glm4v": partial(_glm, "glm4v"),
-    "glm4v_moe": partial(_glm, "glm4v_moe"),
-    "glm46v": partial(_glm, "glm46v"),
-    "idefics3": _idefics3,
+    **{name: partial(_glm, name) for name in ("glm4v", "glm4v_moe", "glm46v")},
+    "idefics3": partial(_tiled, "Idefics3"),
     "minicpmv4_6": _minicpmv4_6,
     "kimi_k25": _kimi_k25,
     "llava_next": _llava_next,
-}
+}  # fmt: skip
 
 
 def stock(model_type: str, attention: str = "sdpa", **text) -> Stock:
@@ -448,7 +367,8 @@ def stock_checkpoint(folder: Path, model_type: str, **text) -> Checkpoint:
     """The same as a folder, opened as a run opens one."""
     built = stock(model_type, **text)
     built.model.save_pretrained(folder)
-    if isinstance(getattr(built.model.model, "vision_tower", None), (CLIPVisionModel, SiglipVisionModel)):
+    renamed = transformers.CLIPVisionModel, transformers.SiglipVisionModel
+    if isinstance(getattr(built.model.model, "vision_tower", None), renamed):
         _rename(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
     built.tokenizer.save_pretrained(folder)
     built.processor.save_pretrained(folder)
