@@ -9,10 +9,7 @@ from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSetting
 
 
 def policy_of(name: str, checkpointed: bool = False, **options) -> DiffusionPolicy:
-    torch.manual_seed(0)
-    pipeline = tiny_families.FAMILIES[name]()
-    pipeline.vae.eval()
-    policy = DiffusionPolicy(family_of(pipeline, 5), LoraSettings(rank=2))
+    policy = DiffusionPolicy(family_of(tiny_families.pipeline_of(name), 5), LoraSettings(rank=2))
     if checkpointed:
         policy.enable_gradient_checkpointing(**options)
     return policy

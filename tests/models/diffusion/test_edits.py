@@ -26,12 +26,7 @@ SQUARE, WIDE = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "bl
 
 
 def policy_of(name, lora=2):
-    torch.manual_seed(0)
-    pipeline = tiny_families.FAMILIES[name]()
-    for part in pipeline.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.eval()
-    family = family_of(pipeline)
+    family = family_of(tiny_families.pipeline_of(name))
     family.source_pixels = PIXELS
     return DiffusionPolicy(family, LoraSettings(rank=lora, alpha=4))
 

@@ -9,7 +9,6 @@ from tiny_models import (
     ALL_KINDS,
     actor_of,
     checkpoint_of,
-    features_of,
     inputs_of,
     mixed_prompts,
     prompts_for,
@@ -135,8 +134,3 @@ def test_a_frozen_vision_tower_gets_no_gradient_and_changes_no_loss(root, prompt
     whole, part = loss_and_gradients(actor, [inputs]), loss_and_gradients(frozen, [inputs])
     assert not any(".visual." in name for name in part[1])
     assert_same((whole[0], {name: whole[1][name] for name in part[1]}), part, 1e-6)
-
-
-def test_features_are_made_for_each_prompt(root):
-    checkpoint = checkpoint_of(root, "qwen2_5_vl")
-    assert [len(p.images) for p in features_of(checkpoint, mixed_prompts())] == [0, 1, 2, 3, 0, 0, 1]

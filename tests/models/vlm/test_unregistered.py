@@ -6,18 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import perturb
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Idefics2ImageProcessor, Idefics2Processor
+from transformers import CONFIG_MAPPING, Idefics2ImageProcessor, Idefics2Processor
 
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import ScoringRule
-from lightrft_visual.experience.types import ModelInputs
-from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES, build_tokenizer, tiny_config
-from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.models.vlm.families import family_of
 
 UNKNOWN = {
@@ -128,26 +123,3 @@ def test_other_layers_with_a_state_are_not_packed(model_type):
 def test_logits_that_are_more_than_the_head_gives_are_refused_of_texts_too(model_type, settings, told):
     with pytest.raises(ConfigError, match=f"'{model_type}' .*{told}"):
         family_of(config_of(model_type, **settings))
-
-
-@torch.no_grad()
-def test_log_probs_of_a_plain_type_are_its_own_after_two_images_and_text():
-    vision = {
-        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32,
-    }  # fmt: skip
-    config = config_of(
-        "vipllava", text_config=TINY | {"model_type": "llama"}, vision_config=vision, image_token_index=60,
-        image_seq_length=4, vision_feature_layers=[-2, -1],
-    )  # fmt: skip
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    perturb(model, 0, 0.1)
-    torch.manual_seed(0)
-    pixels = torch.randn(2, 3, 28, 28)
-    sequences = torch.tensor([[5, *[60] * 4, 6, 7, *[60] * 4, 8, 9, 10]])
-    mask = torch.ones_like(sequences)
-    inputs = ModelInputs(sequences, mask, mask[:, 1:].bool(), vision=VisionTensors.of(pixel_values=pixels))
-    ours = Actor(model, [], [1])(inputs, ScoringRule()).log_probs[0]
-    logits = model(input_ids=sequences, attention_mask=mask, pixel_values=pixels).logits[0, :-1]
-    theirs = logits.log_softmax(-1).gather(1, sequences[0, 1:, None])[:, 0]
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
