@@ -28,9 +28,9 @@ from lightrft_visual.errors import ConfigError  # noqa: E402
 from lightrft_visual.models.loading import open_checkpoint  # noqa: E402
 from lightrft_visual.rollout.vllm.arguments import (  # noqa: E402
     VLLMSettings,
+    checked,
     engine_arguments,
     prepare_environment,
-    runs_on_second_runner,
 )
 
 CARD = "--plan_device h100-80gb --plan_world_size 1 --dry_run".split()
@@ -72,7 +72,7 @@ def engine(words: list[str]) -> str:
     config = parse_run(RunConfig, words).config
     checkpoint = open_checkpoint(config.model.pretrain, ModelConfig(), DataConfig())
     try:
-        runs_on_second_runner(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu=False))
+        checked(engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu=False))
     except ConfigError as error:
         return str(error)
     return "ok"

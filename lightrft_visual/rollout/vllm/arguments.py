@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
@@ -36,15 +36,14 @@ MOST_HOST_CACHE = 2**30  # bytes
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 
 
-@dataclass(frozen=True)
-class _Checked:
+class Checked(NamedTuple):
     """What vLLM makes of arguments: whether its second model runner, whether transformers' code of the model."""
 
     second_runner: bool
     transformers: bool
 
 
-_CHECKED: dict[str, _Checked] = {}
+_CHECKED: dict[str, Checked] = {}
 
 
 @dataclass
@@ -211,44 +210,28 @@ def _check_extra(extra: dict[str, Any], known: set[str], own: set[str]) -> None:
             raise ConfigError(f"engine_kwargs: {name} is set by the run itself; {by}")
 
 
-def runs_on_second_runner(arguments: dict[str, Any]) -> bool:
-    """Whether vLLM will use its second model runner. Raises ConfigError as `_checked` does.
+def checked(arguments: dict[str, Any]) -> Checked:
+    """Runs all of vLLM's own checks: ConfigError with what they say. They take a second; of the same arguments they are
+    run once.
 
     The arguments come without our sampling rules, whose kind depends on the answer. A vLLM whose second runner knows no
     rules (0.26) takes the first one once it is given some.
     """
-    return _checked(arguments).second_runner
-
-
-def runs_transformers(arguments: dict[str, Any]) -> bool:
-    """Whether vLLM will run the model by transformers' code, as it has none of its own. Raises ConfigError alike."""
-    return _checked(arguments).transformers
-
-
-def _checked(arguments: dict[str, Any]) -> _Checked:
-    """Runs all of vLLM's own checks: ConfigError with what they say. They take a second; of the same arguments they are
-    run once."""
-    from vllm import envs
+    from vllm import EngineArgs, envs
     from vllm.platforms import current_platform
 
     runner = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)
     key = f"{type(current_platform).__name__} {runner} {sorted(arguments.items())}"
     if key not in _CHECKED:
-        _CHECKED[key] = _check_by_vllm(arguments)
+        try:
+            config = EngineArgs(**arguments).create_engine_config()
+        except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
+            asked = arguments.get("enable_return_routed_experts")
+            hint = "; without that: --routing_replay old, or --engine_type hf" if asked else ""
+            raise ConfigError(f"vLLM refuses this engine: {error}{hint}") from error
+        second = config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
+        _CHECKED[key] = Checked(second, config.model_config.using_transformers_backend())
     return _CHECKED[key]
-
-
-def _check_by_vllm(arguments: dict[str, Any]) -> _Checked:
-    from vllm import EngineArgs
-
-    try:
-        config = EngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
-        asked = arguments.get("enable_return_routed_experts")
-        hint = "; without that: --routing_replay old, or --engine_type hf" if asked else ""
-        raise ConfigError(f"vLLM refuses this engine: {error}{hint}") from error
-    second = config.use_v2_model_runner and find_spec(SECOND_RUNNERS_RULES) is not None
-    return _Checked(second, config.model_config.using_transformers_backend())
 
 
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -263,4 +246,4 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     if settings.own_ranks:  # on the devices of a worker; this process may see none but its own
         settings = replace(settings, tensor_parallel_size=1)
     with importing(), without_compiled_functions() if on_cpu else nullcontext():
-        runs_on_second_runner(engine_arguments(settings, on_cpu))
+        checked(engine_arguments(settings, on_cpu))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,17 +21,10 @@ from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
 from ..engine import Finished
-from .admission import VLLMAdmission
-from .arguments import (
-    VLLMSettings,
-    engine_arguments,
-    prepare_environment,
-    runs_on_second_runner,
-    runs_transformers,
-)
-from .first_token import FIRST_TOKEN_SCALE
-from .rules import sampling_rules
-from .workers import PromptSharing, RanksWeights
+from ..weight_sync import WeightPost
+from .arguments import VLLMSettings, checked, engine_arguments, prepare_environment
+from .rules import FIRST_TOKEN_SCALE, sampling_rules
+from .workers import PromptSharing, load_posted, use_private_name
 
 
 class VLLMEngine:
@@ -46,7 +40,7 @@ class VLLMEngine:
     shares_weights = False
     file_names = True
     streams = True
-    ranks: RanksWeights | None = None  # where vLLM has started ranks of its own
+    post: WeightPost | None = None  # of weights, to ranks that vLLM has started; one version stays on the host
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
@@ -56,7 +50,7 @@ class VLLMEngine:
         self.failure: str | None = None
         self.llm = self._build()
         if settings.starts_ranks:
-            self.ranks = RanksWeights(self.llm)
+            self.post = WeightPost(turns=1)
         self.tokenizer = self.llm.get_tokenizer()
 
     @classmethod
@@ -77,14 +71,12 @@ class VLLMEngine:
         with importing(), plain:
             from vllm import LLM
 
-        from .workers import use_private_name
-
         if on_cpu and s.tensor_parallel_size > 1 and not s.own_ranks:
             use_private_name()
         arguments = engine_arguments(s, on_cpu)
-        rules = sampling_rules(s.banned_ids, runs_on_second_runner(arguments))
-        # Ranks that vLLM starts are processes without a trainer.
-        beside = runs_transformers(arguments) and not s.own_ranks
+        second_runner, transformers = checked(arguments)
+        rules = sampling_rules(s.banned_ids, second_runner)
+        beside = transformers and not s.own_ranks  # ranks that vLLM starts are processes without a trainer
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
         try:
@@ -233,8 +225,8 @@ class VLLMEngine:
         kind = self.llm.llm_engine.model_config.hf_config.model_type
         if kind in TRANSPOSED:
             named_tensors = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
-        if self.ranks is not None:
-            self.ranks.update(named_tensors)
+        if self.post is not None:
+            self.llm.collective_rpc(load_posted, args=(self.post.post(named_tensors),))
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_repack)
@@ -280,6 +272,48 @@ def experts_of(one: Any) -> torch.Tensor | None:
     if found is None:
         return None
     return torch.from_numpy(found.astype("uint8" if found.dtype.itemsize == 1 else "int16"))  # its memory is vLLM's
+
+
+class VLLMAdmission:
+    """An `Admission` of one `VLLMEngine`: its own step loop, to which requests come at any time.
+
+    Copy i of a prompt is drawn with the seed that vLLM gives the i-th sample of one request. What a request is batched
+    with depends on when it comes, which can show in the last bits of its log-probs.
+    """
+
+    def __init__(self, engine: VLLMEngine, settings: SamplingSettings) -> None:
+        self.engine, self.settings = engine, replace(settings, n=1)
+        self._keys: dict[int, int] = {}  # of requests that are not finished, by vLLM's number
+
+    @property
+    def busy(self) -> bool:
+        """See `Admission`."""
+        return bool(self._keys)
+
+    def add(self, key: int, request: PromptFeatures) -> None:
+        """See `Admission`."""
+        engine = self.engine
+        params = engine.params(self.settings, request.seed + request.copy, request.limit)
+        self._keys[engine.llm.request_counter.counter] = key
+        with engine.working():
+            engine.llm.enqueue([engine.entry(request)], [params], use_tqdm=False)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """See `Admission`."""
+        engine = self.engine
+        with engine.working():
+            outputs = [output for output in engine.llm.llm_engine.step() if output.finished]
+        found = []
+        for output in sorted(outputs, key=lambda each: int(each.request_id)):
+            (completion,) = engine.completions(output, self.settings, 0)
+            found.append((self._keys.pop(int(output.request_id)), completion))
+        return found
+
+    def close(self) -> None:
+        """See `Admission`."""
+        if self._keys:
+            self.engine.llm.llm_engine.abort_request([str(number) for number in self._keys])
+            self._keys.clear()
 
 
 @contextmanager

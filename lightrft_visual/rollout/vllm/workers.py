@@ -1,36 +1,23 @@
-"""The name of the shared memory that ranks of one tensor-parallel engine use on CPU."""
+"""Ranks of one tensor-parallel engine: weights for those that vLLM starts, prompts of those of the run."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ...errors import ConfigError
 from ...experience.rollouts import PromptFeatures
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
-from ..weight_sync import MappedFiles, Posted, WeightPost, received
+from ..weight_sync import MappedFiles, Posted, received
 
 _FILES = MappedFiles()  # of a rank's process
 
 
-class RanksWeights:
-    """Hands weights to the ranks of an `LLM`. On the host it keeps one version of them."""
-
-    def __init__(self, llm: Any) -> None:
-        self.llm, self.post = llm, WeightPost(turns=1)
-
-    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Every rank takes over the tensors of its checkpoint's names, all of them or, where it refuses them, none."""
-        self.llm.collective_rpc(_load, args=(self.post.post(named_tensors),))
-
-
-def _load(worker: Any, posted: Posted) -> None:
-    """In a rank's process. worker: vLLM's."""
+def load_posted(worker: Any, posted: Posted) -> None:
+    """In a rank's process, all tensors or, where it refuses them, none. worker: vLLM's."""
     worker.reload_weights(weights_iterator=iter(received(posted, files=_FILES)))
 
 

@@ -15,9 +15,9 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.vllm.arguments import (
     SECOND_RUNNERS_RULES,
     VLLMSettings,
+    checked,
     engine_arguments,
     prepare_environment,
-    runs_on_second_runner,
 )
 from lightrft_visual.rollout.vllm.rules import sampling_rules
 
@@ -98,7 +98,7 @@ def accepted(settings: VLLMSettings) -> dict[str, str]:
     for runner, wanted, loader in runners:
         envs.VLLM_USE_V2_MODEL_RUNNER = wanted
         try:
-            second = runs_on_second_runner(arguments)
+            second = checked(arguments).second_runner
         except ConfigError as error:
             result[runner] = str(error)
             continue

@@ -11,8 +11,7 @@ import torch
 from engine_rig import environment_restored
 
 from lightrft_visual.rollout.vllm.arguments import prepare_environment
-from lightrft_visual.rollout.vllm.first_token import FIRST_TOKEN_SCALE
-from lightrft_visual.rollout.vllm.rules import sampling_rules
+from lightrft_visual.rollout.vllm.rules import FIRST_TOKEN_SCALE, sampling_rules
 
 BANNED = [3, 5]
 VOCABULARY = 8
