@@ -18,9 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from ..config import registry
 from ..config.environment import EpisodeConfig
@@ -30,7 +29,6 @@ from ..runtime.usercode.sandbox import CHUNK, HEAD, READY, START_SECONDS
 from .environment_process import CONTROL_BYTES, MOST_BYTES, unpack
 from .environments import Action, EnvironmentFailure, Observation, StepResult
 
-R = TypeVar("R")
 AT_ONCE = 256  # calls that wait for an answer beside each other; later ones begin when there is room
 COPY_SECONDS = 30.0  # for a process to be copied
 CLOSE_SECONDS = 5.0  # for an environment's close
@@ -156,7 +154,8 @@ class _Episode:
         payload = pickle.dumps((seconds, {"what": what, "given": given}))
         number, until, seen = secrets.token_hex(8), time.monotonic() + seconds, ""
         try:
-            self._until(until, self.connection.sendall, HEAD.pack(number.encode(), len(payload)) + payload)
+            self._wait_until(until)
+            self.connection.sendall(HEAD.pack(number.encode(), len(payload)) + payload)
             while "place" in (answer := self._reply(number, until)):
                 seen = answer["place"]
             result = answer["result"] if "result" in answer else {"failure": answer["error"]}
@@ -164,35 +163,29 @@ class _Episode:
                 raise EnvironmentFailure(masked(result["failure"]))
             return unpack(result["done"])
         except TimeoutError:
-            self._give_up(f"{what} took longer than env_timeout = {seconds:g} seconds{seen}")
+            why = f"{what} took longer than env_timeout = {seconds:g} seconds{seen}"
         except OSError:
-            self._give_up(f"{what}: its process ended{seen}")
+            why = f"{what}: its process ended{seen}"
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # what was sent is no answer
-            self._give_up(f"{what}: its process sent what is no answer ({type(error).__name__})")
-
-    def _give_up(self, why: str) -> None:
+            why = f"{what}: its process sent what is no answer ({type(error).__name__})"
         self.broken = True
-        raise EnvironmentFailure(why) from None
+        raise EnvironmentFailure(why)
 
-    def _until(self, until: float, function: Callable[..., R], *arguments: Any) -> R:
+    def _wait_until(self, until: float) -> None:
         self.connection.settimeout(max(0.001, until - time.monotonic()))
-        return function(*arguments)
 
     def _reply(self, number: str, until: float) -> dict[str, Any]:
-        """The next message about the request `number`, without the number."""
-        parts: list[bytes] = []
-        size = 0
-        while not parts or not parts[-1].endswith(b"\n"):
-            parts.append(self._until(until, self.connection.recv, CHUNK))
-            size += len(parts[-1])
-            if not parts[-1]:
+        """The next message about the request `number`, without the number. Of several that come at once the last one:
+        those before it only said where the call is."""
+        data = bytearray()
+        while not data.endswith(b"\n"):
+            self._wait_until(until)
+            chunk = self.connection.recv(CHUNK)
+            if not chunk:
                 raise ConnectionError
-            if size > 2 * MOST_BYTES:
+            data += chunk
+            if len(data) > 2 * MOST_BYTES:
                 raise ValueError
-        return self._read(b"".join(parts), number)
-
-    def _read(self, data: bytes, number: str) -> dict[str, Any]:
-        """The last message in the data: those before it only said where the call is."""
         messages = [json.loads(line) for line in data.splitlines()]
         if any(not isinstance(each, dict) or each.pop("request", None) != number for each in messages):
             raise ValueError

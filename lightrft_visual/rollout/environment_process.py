@@ -19,7 +19,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from inspect import isawaitable
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,12 @@ from PIL import Image
 from ..config.environment import EpisodeConfig
 from ..data.media import MAX_IMAGE_PIXELS, Video
 from ..errors import ConfigError
-from ..runtime.usercode.calls import describe_error, shared_loop
+from ..runtime.usercode.calls import describe_error
 from ..runtime.usercode.sandbox import READY, Pipe, answer_call
 from .environments import (
-    Environment,
     EnvironmentFactory,
     EnvironmentFailure,
+    HeldEnvironment,
     Observation,
     StepResult,
     environment_factory,
@@ -129,51 +128,27 @@ class EpisodeServer:
 
     def __init__(self, make: EnvironmentFactory) -> None:
         self._make = make
-        self._environment: Environment | None = None
+        self._held: HeldEnvironment | None = None
 
     def __call__(self, what: str, given: Any) -> Any:
         """The packed answer to a call of the environment; what: reset, step or close."""
         try:
-            return {"done": getattr(self, f"_{what}")(given)}
+            if what == "reset":
+                self._begin(given)
+            if self._held is None:
+                raise EnvironmentFailure("it was never reset")
+            return {"done": pack(getattr(self._held, what)(*(() if what == "close" else (given,))))}
         except EnvironmentFailure as failure:
             return {"failure": f"{what}: {failure}"}
         except BaseException as error:
             return {"failure": f"{what} {describe_error(error)}"}
 
-    def _reset(self, row: dict[str, Any]) -> Any:
+    def _begin(self, row: dict[str, Any]) -> None:
         # The copies of one process would otherwise all draw alike.
         seed = int(row.get("seed", 0))
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._environment = self._make()
-        found = _awaited(self._environment.reset(row)) if hasattr(self._environment, "reset") else None
-        return pack(None if found is None else Observation.of(found))
-
-    def _step(self, action: Any) -> Any:
-        if self._environment is None:
-            raise EnvironmentFailure("it was never reset")
-        return pack(StepResult.of(_awaited(self._environment.step(action))))
-
-    def _close(self, _: None) -> None:
-        if hasattr(self._environment, "close"):
-            _awaited(self._environment.close())
-
-
-def _awaited(value: Any) -> Any:
-    """The result of a coroutine, with what it raises; any other value as it is."""
-
-    async def outcome() -> tuple[Any, BaseException | None]:
-        try:
-            return await value, None
-        except BaseException as error:  # a SystemExit would end the loop's thread, and this one would wait for ever
-            return None, error
-
-    if not isawaitable(value):
-        return value
-    result, error = shared_loop().run(outcome())
-    if error is not None:
-        raise error
-    return result
+        self._held = HeldEnvironment(self._make)
 
 
 def _serve_episode(pipe: Pipe, server: EpisodeServer) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from inspect import isawaitable
 from typing import Any, TypeVar
 
-from ..runtime.usercode.calls import describe_error, masked, shared_loop
-from .environments import Action, Environment, EnvironmentFactory, EnvironmentFailure, Observation, StepResult
+from ..runtime.usercode.calls import describe_error, masked
+from .environments import Action, EnvironmentFactory, EnvironmentFailure, HeldEnvironment, Observation, StepResult
 
 R = TypeVar("R")
 AT_ONCE = 64  # calls that run beside each other; those that overran their time are not counted
@@ -24,29 +23,27 @@ class ThreadHost:
 
     def __init__(self, make: EnvironmentFactory, seconds: float) -> None:
         self.make, self.seconds = make, seconds
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[int, HeldEnvironment] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         """See `EnvironmentHost`."""
 
         def begin() -> Observation | None:
-            self._environments[episode] = environment = self.make()
-            found = _awaited(environment.reset(row)) if hasattr(environment, "reset") else None
-            return None if found is None else Observation.of(found)
+            self._environments[episode] = held = HeldEnvironment(self.make)
+            return held.reset(row)
 
         return self._call("reset", begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
         """See `EnvironmentHost`."""
-        environment = self._environments[episode]
-        return self._call("step", lambda: StepResult.of(_awaited(environment.step(action))))
+        held = self._environments[episode]
+        return self._call("step", lambda: held.step(action))
 
     def end(self, episode: int) -> None:
         """See `EnvironmentHost`."""
-        environment = self._environments.pop(episode, None)
-        if hasattr(environment, "close"):
-            self._call("close", environment.close)
+        if (held := self._environments.pop(episode, None)) is not None:
+            self._call("close", held.close)
 
     def close(self) -> None:
         """See `EnvironmentHost`."""
@@ -57,7 +54,7 @@ class ThreadHost:
         """The function in a thread, with its time limit; the time begins when there is room for it."""
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
-        decided, threads = threading.Lock(), []
+        decided = threading.Lock()
 
         def decide(result: R | None, error: BaseException | None) -> None:
             with decided:
@@ -86,15 +83,5 @@ class ThreadHost:
             finally:
                 timer.cancel()
 
-        threads.append(threading.Thread(target=run, name=f"environment-{what}", daemon=True))
-        threads[0].start()
+        threading.Thread(target=run, name=f"environment-{what}", daemon=True).start()
         return future
-
-
-def _awaited(value: Any) -> Any:
-    """The result of a coroutine; any other value as it is."""
-
-    async def wait() -> Any:
-        return await value
-
-    return shared_loop().run(wait()) if isawaitable(value) else value

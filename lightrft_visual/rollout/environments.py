@@ -29,7 +29,7 @@ from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
-from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
+from ..runtime.usercode.calls import LoadedFunction, awaited, callable_name, load_reward_fn
 
 ROLES = ("user", "tool", "system")
 Message = dict[str, Any]
@@ -197,6 +197,33 @@ class StepResult(NamedTuple):
 
 
 EnvironmentFactory = Callable[[], Environment]
+
+
+def awaited_value(value: Any) -> Any:
+    """The result of a coroutine, with what it raises; any other value as it is."""
+    return awaited([value])[0] if inspect.isawaitable(value) else value
+
+
+class HeldEnvironment:
+    """The environment of one episode, whichever methods it lacks and whichever are coroutines; what it gives back is
+    checked."""
+
+    def __init__(self, make: EnvironmentFactory) -> None:
+        self._environment: Any = make()  # a user's, of whichever class
+
+    def reset(self, row: dict[str, Any]) -> Observation | None:
+        """None where the episode begins with the row's own prompt."""
+        found = awaited_value(self._environment.reset(row)) if hasattr(self._environment, "reset") else None
+        return None if found is None else Observation.of(found)
+
+    def step(self, action: Action) -> StepResult:
+        """The environment's answer."""
+        return StepResult.of(awaited_value(self._environment.step(action)))
+
+    def close(self) -> None:
+        """The episode is over."""
+        if hasattr(self._environment, "close"):
+            awaited_value(self._environment.close())
 
 
 class EnvironmentHost(Protocol):

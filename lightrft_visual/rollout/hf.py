@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from ..config.vl import RunConfig
@@ -204,31 +205,18 @@ class TransformersEngine:
         return dict(zip(indices, drawing.images(tokens - drawing.first)))
 
     def _completion(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
+        text, truncated = "", False
         if sample.prompt.draws:
-            return self._drawn(sample, drawn, scores, settings, image)
-        ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
-        truncated = not len(ends) or int(ends[0]) >= sample.most
-        length = min(len(drawn), sample.most) if truncated else int(ends[0]) + 1
-        ids = drawn[:length].tolist()
-        shown = ids if truncated else ids[:-1]
-        return Completion(
-            token_ids=ids,
-            log_probs=scores[:length].tolist() if settings.full_distribution else None,
-            text=self.tokenizer.decode(shown, skip_special_tokens=settings.skip_special_tokens),
-            truncated=truncated,
-            prompt_token_ids=list(sample.prompt.token_ids),
-        )
-
-    def _drawn(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
-        length = self.actor.drawing.tokens
-        return Completion(
-            token_ids=drawn[:length].tolist(),
-            log_probs=scores[:length].tolist() if settings.full_distribution else None,
-            text="",
-            truncated=False,
-            prompt_token_ids=list(sample.prompt.token_ids),
-            image=image,
-        )
+            length = self.actor.drawing.tokens
+        else:
+            ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
+            truncated = not len(ends) or int(ends[0]) >= sample.most
+            length = min(len(drawn), sample.most) if truncated else int(ends[0]) + 1
+            shown = drawn[: length if truncated else length - 1].tolist()
+            text = self.tokenizer.decode(shown, skip_special_tokens=settings.skip_special_tokens)
+        log_probs = scores[:length].tolist() if settings.full_distribution else None
+        prompt = list(sample.prompt.token_ids)
+        return Completion(drawn[:length].tolist(), log_probs, text, truncated, prompt, image)
 
     def _most(self, count: int) -> int:
         """The largest `count` of all ranks where they must stay in step."""
@@ -311,15 +299,10 @@ class Choice:
 def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:
     """Left-padded prompts (B, S) with their patches; a single padding token, taken as real, where there is none."""
     ids = [torch.tensor(prompt.token_ids + prompt.continued) for prompt in prompts] or [torch.tensor([pad_id])]
-    width = max(len(each) for each in ids)
-    sequences = torch.full((len(ids), width), pad_id)
-    mask = torch.zeros(len(ids), width, dtype=torch.long)
-    for index, tokens in enumerate(ids):
-        sequences[index, width - len(tokens) :] = tokens
-        mask[index, width - len(tokens) :] = 1
-
+    sequences = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left")
+    mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True, padding_side="left")
     vision = VisionTensors.gather(prompt.vision for prompt in prompts)
-    return ModelInputs(sequences, mask, torch.zeros(len(ids), 0, dtype=torch.bool), vision=vision)
+    return ModelInputs(sequences, mask, torch.zeros(len(mask), 0, dtype=torch.bool), vision=vision)
 
 
 def uniform_noise(samples: Sequence[_Sample], steps: int) -> T:

@@ -83,7 +83,7 @@ class ParityGate:
 
     def difference(self, ours: T, theirs: T, mask: T) -> float:
         """What is held against the tolerance, for (B, A) log-probs under a mask."""
-        return (mean_log_prob_difference if self.averages else log_prob_difference)(ours, theirs, mask)
+        return log_prob_difference(ours, theirs, mask, mean=self.averages)
 
     def check_rollouts(
         self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0, where: str = ""
@@ -125,7 +125,8 @@ class ParityGate:
         own = 0.0
         if rollouts:
             ours, samples = self._scores(self.score, rollouts, settings)
-            own = mean_log_prob_difference(ours, self._scores(reference, rollouts, settings)[0], samples.action_mask)
+            theirs, _ = self._scores(reference, rollouts, settings)
+            own = log_prob_difference(ours, theirs, samples.action_mask, mean=True)
         difference = collectives.all_reduce_max(torch.tensor([own])).item()
         if difference > REFERENCE_TOLERANCE:
             raise RolloutError(
@@ -249,17 +250,10 @@ class RolloutCheck:
             self.gate.check_rollouts(self.difference, self.probe, self.temperature, where)
 
 
-def log_prob_difference(ours: T, theirs: T, mask: T) -> float:
-    """Largest |difference| under the mask (B, A); inf where one of them is not finite, 0 of nothing."""
+def log_prob_difference(ours: T, theirs: T, mask: T, mean: bool = False) -> float:
+    """Largest or mean |difference| under the mask (B, A); inf where one of them is not finite, 0 of nothing."""
     difference = (ours.float() - theirs.float()).abs()[mask]
     if not difference.numel():
         return 0.0
-    return torch.nan_to_num(difference, nan=math.inf, posinf=math.inf).max().item()
-
-
-def mean_log_prob_difference(ours: T, theirs: T, mask: T) -> float:
-    """Mean |difference| under the mask (B, A); inf where one of them is not finite, 0 of nothing."""
-    difference = (ours.float() - theirs.float()).abs()[mask]
-    if not difference.numel():
-        return 0.0
-    return torch.nan_to_num(difference, nan=math.inf, posinf=math.inf).mean().item()
+    difference = torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)
+    return (difference.mean() if mean else difference.max()).item()

@@ -14,19 +14,18 @@ Nothing in a response raises: a call that cannot be read is a `ToolCall` whose `
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from pydantic import ConfigDict, ValidationError, validate_call
 
 from ..errors import ConfigError
-from ..runtime.usercode.calls import awaited, callable_name, what_happened
-from .environments import Action, Environment, ToolCall
+from ..runtime.usercode.calls import callable_name, what_happened
+from .environments import Action, Environment, ToolCall, awaited_value
 
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*\Z", re.DOTALL)
@@ -191,11 +190,11 @@ def _parse_objects(text: str) -> Iterator[ToolCall]:
         position = text.find("{", end)
 
 
-class _Form:
+class _Form(NamedTuple):
     """One form of calls. parse: of a response; render: of a call."""
 
-    def __init__(self, parse: Callable[[str], Iterator[ToolCall]], render: Callable[[ToolCall], str]) -> None:
-        self.parse, self.render = parse, render
+    parse: Callable[[str], Iterator[ToolCall]]
+    render: Callable[[ToolCall], str]
 
 
 def _json_text(value: Any) -> str:
@@ -269,7 +268,7 @@ class ToolEnvironment(Environment):
             return f"error: there is no tool {call.name!r}; there is: {', '.join(self._tools)}", True
         try:
             result = self._tools[call.name](**call.arguments)
-            return tool_content(awaited([result])[0] if inspect.isawaitable(result) else result), False
+            return tool_content(awaited_value(result)), False
         except ValidationError as error:
             told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             return f"error: {call.name}: {told}", True

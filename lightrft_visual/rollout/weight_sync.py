@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import xxhash
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = torch.Tensor
-
-
+Item = TypeVar("Item")
 # Of weights that ZeRO-3 gathers at once. Each gathering ends with a wait for the device, so many small ones are slow.
 BUCKET_BYTES = 512 * 2**20
 
@@ -63,10 +62,11 @@ def named_weights(
     """
     model = engine.module.model
     weights = _merged(model) if is_adapted(model) else _plain(model)
-    for bucket in _buckets(weights, bucket_bytes):
+    for bucket in in_buckets(weights, bucket_bytes, lambda weight: weight.bytes):
         with engine.gathered([parameter for weight in bucket for parameter in weight.parameters]):
             for weight in bucket:
-                yield weight.name, _cast(weight.value(), dtype)
+                tensor = weight.value().detach()
+                yield weight.name, tensor if dtype is None else tensor.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,17 @@ def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
             yield name, parameter.detach()
 
 
-def _buckets(weights: Iterable[_Weight], most: int) -> Iterator[list[_Weight]]:
-    """Neighbours of together at most `most` bytes, or one weight that is larger."""
-    bucket, size = [], 0
-    for weight in weights:
-        if bucket and size + weight.bytes > most:
+def in_buckets(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Neighbours of together at most `most` bytes, or one that is larger."""
+    bucket: list[Item] = []
+    size = 0
+    for item in items:
+        own = bytes_of(item)
+        if bucket and size + own > most:
             yield bucket
             bucket, size = [], 0
-        bucket.append(weight)
-        size += weight.bytes
+        bucket.append(item)
+        size += own
     if bucket:
         yield bucket
 
@@ -149,10 +151,6 @@ def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:
         for adapter in layer.active_adapters:
             tensor = tensor + layer.get_delta_weight(adapter).to(tensor.dtype)
     return tensor
-
-
-def _cast(tensor: T, dtype: torch.dtype | None) -> T:
-    return tensor.detach() if dtype is None else tensor.detach().to(dtype)
 
 
 def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | None = None) -> dict[str, T]:
@@ -348,15 +346,13 @@ class WeightPost:
 
 def cut(named_tensors: Iterable[tuple[str, T]], most: int) -> Iterator[tuple[list[tuple[str, T, int]], int]]:
     """((name, tensor, where it begins) of a bucket, its bytes), at most `most`. A tensor stays whole, however large."""
-    bucket, size = [], 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > most:
-            yield bucket, size
-            bucket, size = [], 0
-        bucket.append((name, tensor, size))
-        size = -(-(size + tensor.nbytes) // ALIGNED) * ALIGNED
-    if bucket:
-        yield bucket, size
+    for bucket in in_buckets(named_tensors, most, lambda each: _aligned(each[1].nbytes)):
+        starts = [0, *itertools.accumulate(_aligned(tensor.nbytes) for _, tensor in bucket)]
+        yield [(name, tensor, start) for (name, tensor), start in zip(bucket, starts)], starts[-1]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _written(tensor: T, into: T, digest: xxhash.xxh3_64) -> int:

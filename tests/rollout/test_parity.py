@@ -11,7 +11,7 @@ from tiny_models import actor_of, checkpoint_of, mixed_prompts, text_prompts
 
 from lightrft_visual.errors import NonFiniteError, RolloutError
 from lightrft_visual.rollout.hf import TransformersEngine
-from lightrft_visual.rollout.parity import RolloutCheck, log_prob_difference, mean_log_prob_difference
+from lightrft_visual.rollout.parity import RolloutCheck, log_prob_difference
 
 
 class Wrong:
@@ -164,12 +164,11 @@ def test_a_reference_that_is_not_the_starting_policy_is_found_before_the_first_s
 def test_differences_under_a_mask():
     ours, theirs = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -2.1, 0.0]])
     mask = torch.tensor([[True, True, False]])
-    assert log_prob_difference(ours, theirs, mask) == pytest.approx(0.5)
-    assert mean_log_prob_difference(ours, theirs, mask) == pytest.approx(0.3)
-    for function in (log_prob_difference, mean_log_prob_difference):
-        assert function(ours, theirs, torch.zeros_like(mask)) == 0.0
-        assert function(ours, torch.full_like(theirs, math.nan), mask) == math.inf
-        assert function(ours, torch.full_like(theirs, -math.inf), mask) == math.inf
+    for mean, wanted in ((False, 0.5), (True, 0.3)):
+        assert log_prob_difference(ours, theirs, mask, mean) == pytest.approx(wanted)
+        assert log_prob_difference(ours, theirs, torch.zeros_like(mask), mean) == 0.0
+        for bad in (math.nan, -math.inf):
+            assert log_prob_difference(ours, torch.full_like(theirs, bad), mask, mean) == math.inf
 
 
 class Broken:

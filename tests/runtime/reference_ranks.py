@@ -14,7 +14,7 @@ from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.rollouts import Rollout, ScoringRule
 from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.rollout.parity import mean_log_prob_difference
+from lightrft_visual.rollout.parity import log_prob_difference
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
 LENGTH = 1890
@@ -40,7 +40,7 @@ def main(folder: str, out: str) -> None:
         reference = strategy.prepare_inference(new_actor())
         with torch.no_grad():
             ours, theirs = (model(inputs, ScoringRule()).log_probs for model in (actor, reference))
-        differences[stage] = mean_log_prob_difference(ours, theirs, inputs.action_mask)
+        differences[stage] = log_prob_difference(ours, theirs, inputs.action_mask, mean=True)
     Path(out).write_text(json.dumps(differences))
 
 

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from ...rollout.environments import Action, Environment
+from ...rollout.environments import Action, Environment, awaited_value
 from ...rollout.tools import ToolEnvironment
-from ...runtime.usercode.calls import awaited
 
 CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL)
 MARKS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>")
@@ -49,10 +48,6 @@ def adapted(environment: Any) -> Any:
         return environment
     tools = public_methods(environment)
     return TRLEnvironment(environment, tools) if tools else environment
-
-
-def _awaited(value: Any) -> Any:
-    return awaited([value])[0] if inspect.isawaitable(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,7 +78,7 @@ class TRLEnvironment(ToolEnvironment):
         self.row = row
         found = None
         if hasattr(self.environment, "reset"):
-            found = _awaited(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))
+            found = awaited_value(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))
         self._reward = self._now()
         return found or None
 
@@ -130,14 +125,14 @@ class OpenRLHFAgent(Environment):
         """The agent's own beginning, where it is not the prompt."""
         self._label = row.get("label") if row.get("label") is not None else row.get("reference")
         prompt = row.get("prompt") or ""
-        states = _awaited(self.agent.reset({"observation": prompt, "label": self._label}))
+        states = awaited_value(self.agent.reset({"observation": prompt, "label": self._label}))
         self._text = states["observation"]
         return None if self._text == prompt else messages_of(self._text)
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The agent's feedback."""
         states = {"observation_text": self._text, "action_text": action.text, "label": self._label}
-        result = _awaited(self.agent.step(states | {"sampling_params": None}))
+        result = awaited_value(self.agent.step(states | {"sampling_params": None}))
         feedback = result.get("environment_feedback") or ""
         self._text += action.text + feedback
         info = {name: _number(value) for name, value in (result.get("extra_logs") or {}).items()}
@@ -223,7 +218,7 @@ class OpenEnvClient(Environment):
 
     def reset(self, row: dict[str, Any]) -> Any:
         """The environment's first observation, behind the prompt."""
-        return content_of((_awaited(self.client.reset())).observation)
+        return content_of((awaited_value(self.client.reset())).observation)
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The environment's result; an error text for an action that is none."""
@@ -231,7 +226,7 @@ class OpenEnvClient(Environment):
             made = self._made(action)
         except (ValueError, TypeError) as error:
             return f"error: {error}", 0.0, False, {"tool_errors": 1}
-        result = _awaited(self.client.step(made))
+        result = awaited_value(self.client.step(made))
         done = bool(result.done)
         return None if done else content_of(result.observation), float(result.reward or 0.0), done, {}
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...errors import RolloutError
+from ...rollout.weight_sync import BUCKET_BYTES, in_buckets
 from .mapping import sglang_name
 
 T = torch.Tensor
-BUCKET_BYTES = 512 * 2**20
 
 
 def buckets(named_tensors: Iterable[tuple[str, T]], most: int = BUCKET_BYTES) -> Iterator[list[tuple[str, T]]]:
@@ -20,16 +21,9 @@ def buckets(named_tensors: Iterable[tuple[str, T]], most: int = BUCKET_BYTES) ->
 
     A bucket is one row of bytes: of several dtypes some would not start at a multiple of their size.
     """
-    bucket: list[tuple[str, T]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if bucket and (size + tensor.nbytes > most or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((sglang_name(name), tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for _, alike in groupby(named_tensors, lambda each: each[1].dtype):
+        for bucket in in_buckets(alike, most, lambda each: each[1].nbytes):
+            yield [(sglang_name(name), tensor) for name, tensor in bucket]
 
 
 def send(engine: Any, named_tensors: Iterable[tuple[str, T]]) -> None:
