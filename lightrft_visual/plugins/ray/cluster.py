@@ -52,7 +52,8 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
         if cpus is not None:
             local["num_cpus"] = max(1, math.ceil(cpus))  # rounded down, the last worker would wait for a part of one
     try:
-        with _asked_twice() if named else nullcontext():
+        # By default Ray tries an address where something else listens 20 times, for 40 seconds each.
+        with variable(TRIES, os.environ.get(TRIES, "2")) if named else nullcontext():
             ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
@@ -62,16 +63,16 @@ def connect(needed_for: str, cpus: float | None = None, address: str | None = No
 
 
 @contextmanager
-def _asked_twice() -> Iterator[None]:
-    """Inside, Ray gives up an address where something else listens after two tries of 40 seconds, by default after 20,
-    unless the user has set it."""
-    before = os.environ.get(TRIES)
-    os.environ.setdefault(TRIES, "2")
+def variable(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of the environment has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[TRIES]
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def check_reachable(needed_for: str) -> None:

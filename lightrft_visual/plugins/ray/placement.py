@@ -5,40 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...config.diffusion import DiffusionRunConfig
-from ...config.vl import RunConfig
+from .rollout.engine import RemoteEngine
+from .rollout.engine import check_remote as check
+from .rollout.episodes import RemoteEpisodes
 
 if TYPE_CHECKING:
-    from ...models.loading import Checkpoint
     from ...trainer.diffusion.maker import DiffusersEngine
     from .drawing import RemoteDrawing
-    from .rollout.engine import RemoteEngine
-    from .rollout.episodes import RemoteEpisodes
 
+__all__ = ["check", "check_drawing", "drawing", "engine", "episodes"]
 
-def check(config: RunConfig) -> None:
-    """See `rollout.engine.check_remote`."""
-    from .rollout.engine import check_remote
-
-    check_remote(config)
-
-
-def engine(config: RunConfig, checkpoint: Checkpoint) -> RemoteEngine:
-    """See `RemoteEngine.from_config`."""
-    from .rollout.engine import RemoteEngine
-
-    return RemoteEngine.from_config(config, checkpoint)
+engine = RemoteEngine.from_config
 
 
 def episodes() -> type[RemoteEpisodes]:
-    """See `RemoteEpisodes`."""
-    from .rollout.episodes import RemoteEpisodes
-
+    """What takes the place of `EpisodeStage`."""
     return RemoteEpisodes
 
 
 def check_drawing(config: DiffusionRunConfig) -> None:
     """See `drawing.check_remote`."""
-    from .drawing import check_remote
+    from .drawing import check_remote  # with diffusers
 
     check_remote(config)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,17 +18,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...config.placement import ResourcesConfig
-from ...errors import ConfigError, LightRFTVisualError, RewardError
+from ...errors import ConfigError, RewardError
 from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
 from ...rewards.local.callables import AUTO
 from ...rewards.registry import check_scorer, find_scorer
 from ...runtime import collectives
 from ...runtime.usercode.calls import MODULE_PREFIX, describe_error, load_reward_fn, masked
-from .cluster import adopt_authentication, authentication, connect, on_devices, process_environment
+from .actors import START_SECONDS, named_actors, on_every_rank
+from .cluster import connect, on_devices, process_environment
 from .reward_actor import RewardActor, build_model, build_source
-
-START_SECONDS = 600.0  # of an actor: imports and a large checkpoint
-NAMESPACE = "lightrft_visual"
 
 
 class ActorPool(PendingSource):
@@ -57,41 +54,22 @@ class ActorPool(PendingSource):
     ) -> None:
         self.name, self.device, self._needed_for = name, device, needed_for
         self.timeout = timeout * collectives.world_size()
-        error: LightRFTVisualError | None = None
-        told: tuple[str | None, list[str]] = (None, [])
-        if collectives.is_rank_0():
-            try:
-                told = self._begin(build, arguments, options, cpus)
-            except LightRFTVisualError as failure:
-                error = failure
-        address, names, mode, error = collectives.broadcast_object((*told, authentication(), error))
-        if error is not None:
-            raise error
-        if not collectives.is_rank_0():
-            adopt_authentication(mode)
-            self._ray = connect(needed_for, address=address)
-            self._actors = [self._ray.get_actor(each, namespace=NAMESPACE) for each in names]
+        self._ray, actors = on_every_rank(lambda: self._begin(build, arguments, options, cpus), needed_for)
+        self._actors = list(actors.values())
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"ray-{name}")
 
     def _begin(
         self, build: Callable[..., Source], arguments: tuple, options: Sequence[Mapping[str, Any]], cpus: float | None
-    ) -> tuple[str, list[str]]:
-        """(address of the cluster, names of the actors)."""
+    ) -> tuple[Any, dict[str, Any]]:
+        """See `on_every_rank`."""
         self._ray = connect(self._needed_for, cpus=cpus)
         if self._moved is not None:
             self._ray.cloudpickle.register_pickle_by_value(self._moved)
-        run = uuid.uuid4().hex[:8]
-        names = [f"reward_{run}_{place}" for place in range(len(options))]
-        usual = {"num_cpus": 0, "runtime_env": process_environment(), "max_restarts": -1, "max_task_retries": 0}
-        factory = self._ray.remote(RewardActor)
-        self._actors = [
-            factory.options(name=each, namespace=NAMESPACE, **(usual | dict(own))).remote(
-                build, arguments, torch.get_num_threads()
-            )
-            for each, own in zip(names, options)
-        ]
-        self._wait_until_ready(self._actors)
-        return self._ray.get_runtime_context().gcs_address, names
+        usual = {"num_cpus": 0, "runtime_env": process_environment()}
+        each = [usual | dict(own) for own in options]
+        actors = named_actors(self._ray, RewardActor, "reward", each, build, arguments, torch.get_num_threads())
+        self._wait_until_ready(list(actors.values()))
+        return self._ray, actors
 
     def _wait_until_ready(self, actors: list[Any], again: bool = False) -> None:
         """Starting, with its imports and checkpoints, does not count against a call. again: they died, and Ray starts

@@ -27,6 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, RolloutError
 from ....rollout.weight_sync import BUCKET_BYTES, WeightsRefused, cut
+from ..cluster import variable
 
 T = torch.Tensor
 logger = logging.getLogger(__name__)
@@ -108,23 +109,9 @@ def _backend(store: dist.Store, rank: int, size: int, limit: float) -> Any:
     timeout = timedelta(seconds=limit)
     if not over_cards():
         return dist.ProcessGroupGloo(store, rank, size, timeout)
-    with _waiting_in_the_caller():
+    # Without the watchdog that ends the process of a member whose peer is gone; read from the environment alone.
+    with variable(BLOCKING, "1"):
         return dist.ProcessGroupNCCL(store, rank, size, timeout)
-
-
-@contextmanager
-def _waiting_in_the_caller() -> Iterator[None]:
-    """Inside, PyTorch makes groups of NCCL without the watchdog that ends the process of a member whose peer is gone.
-    It reads that from the environment alone."""
-    before = os.environ.get(BLOCKING)
-    os.environ[BLOCKING] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BLOCKING]
-        else:
-            os.environ[BLOCKING] = before
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,14 +110,9 @@ class WorkerPool:
             self._without.clear()
         if not at_once or posted is None:
             return
-        failures: list[BaseException] = []
-        threads = [threading.Thread(target=self._load, args=(worker, failures)) for worker in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(self.size) as threads:
+            for _ in threads.map(self._load, list(self.workers)):  # raises what the first one did
+                pass
 
     def forget(self) -> None:
         """Workers forget what they computed of earlier prompts, before their next piece."""
@@ -144,13 +139,11 @@ class WorkerPool:
         self._spent += self._working * (now - self._since)
         self._working, self._since = self._working + change, now
 
-    def _load(self, worker: WorkerHandle, failures: list[BaseException]) -> None:
+    def _load(self, worker: WorkerHandle) -> None:
         try:
             worker.call("load", self.posted)
         except WorkerDied:
             logger.warning("worker %s died while it was given weights; it gets them when it is back", worker.name)
-        except Exception as error:
-            failures.append(error)
 
     def _serve(self, worker: WorkerHandle) -> None:
         while not self._closed:

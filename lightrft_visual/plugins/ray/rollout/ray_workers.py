@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from typing import Any
 
 import torch
@@ -15,21 +14,12 @@ from ....errors import ConfigError, LightRFTVisualError, RolloutError
 from ....rollout.weight_sync import MemoryFile, WeightPost
 from ....runtime import collectives
 from ....runtime.start_up import log_stage
-from ..cluster import (
-    adopt_authentication,
-    authentication,
-    check_reachable,
-    connect,
-    connected,
-    on_devices,
-    process_environment,
-)
+from ..actors import START_SECONDS, named_actors, on_every_rank
+from ..cluster import check_reachable, connect, connected, on_devices, process_environment
 from .pool import WorkerDied
 from .worker import EngineSpec, Worker
 
-NAMESPACE = "lightrft_visual"
 ANSWER_SECONDS = 3600.0  # after which a worker that has not answered is started again
-START_SECONDS = 600.0  # of a worker: imports and a large checkpoint
 SETTING = "placement split"
 
 
@@ -92,45 +82,28 @@ class Cluster:
             )
         self._probe = MemoryFile(64)
         self.devices = spec.devices  # of each worker
-        self.ray, self.began_here, self._actors = None, False, []
-        self.connected_here = True
-        told = self._guarded(self._start, spec) if self.first else None
-        address, names, error = collectives.broadcast_object(told)
-        mode = collectives.broadcast_object(authentication())
-        if error is not None:
-            raise error
-        if not self.first:
-            adopt_authentication(mode)
-            self._join(address, names)
-        self.workers = [RayWorker(self.ray, actor, name, ANSWER_SECONDS) for actor, name in zip(self._actors, names)]
-
-    def _guarded(self, start, spec: EngineSpec) -> tuple[str | None, list[str], BaseException | None]:
-        """What rank 0 tells the others, also where it fails."""
-        try:
-            return *start(spec), None
-        except LightRFTVisualError as error:
-            self.close()
-            return None, [], error
-
-    def _start(self, spec: EngineSpec) -> tuple[str, list[str]]:
-        """(address of the cluster, names of the actors)."""
-        devices = rollout_devices(self.resources)
-        count = self.resources.rollout_num_workers
-        cpus = self.resources.rollout_num_cpus * (count or max(1, len(devices) // self.devices))
+        self.ray: Any = None
+        self._actors: dict[str, Any] = {}
         self.connected_here = not connected()
-        self.ray = connect(SETTING, cpus=cpus)
         self.began_here = not os.environ.get("RAY_ADDRESS")
-        options = self._options(devices, count)
-        run = uuid.uuid4().hex[:8]
-        names = [f"rollout_{run}_{place}" for place in range(len(options))]
-        log_stage(f"starting {len(names)} rollout worker(s) on Ray")
-        actor = self.ray.remote(_RayActor)
-        self._actors = [
-            actor.options(name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=0, **each).remote(spec)
-            for name, each in zip(names, options)
-        ]
-        self.described = self._wait()
-        return self.ray.get_runtime_context().gcs_address, names
+        self.ray, self._actors = on_every_rank(lambda: self._started(spec), SETTING)
+        self.workers = [RayWorker(self.ray, actor, name, ANSWER_SECONDS) for name, actor in self._actors.items()]
+
+    def _started(self, spec: EngineSpec) -> tuple[Any, dict[str, Any]]:
+        """See `on_every_rank`."""
+        try:
+            devices = rollout_devices(self.resources)
+            count = self.resources.rollout_num_workers
+            cpus = self.resources.rollout_num_cpus * (count or max(1, len(devices) // self.devices))
+            self.ray = connect(SETTING, cpus=cpus)
+            options = self._options(devices, count)
+            log_stage(f"starting {len(options)} rollout worker(s) on Ray")
+            self._actors = named_actors(self.ray, _RayActor, "rollout", options, spec)
+            self.described = self._wait()
+            return self.ray, self._actors
+        except LightRFTVisualError:
+            self.close()
+            raise
 
     def _options(self, devices: list[int], count: int | None) -> list[dict[str, Any]]:
         """Ray's options of each actor."""
@@ -150,7 +123,7 @@ class Cluster:
 
     def _wait(self) -> list[dict[str, Any]]:
         """What the actors say of themselves, once their engines are there. Raises ConfigError."""
-        waiting = [actor.describe.remote(self._probe.at) for actor in self._actors]
+        waiting = [actor.describe.remote(self._probe.at) for actor in self._actors.values()]
         try:
             return self.ray.get(waiting, timeout=START_SECONDS)
         except self.ray.exceptions.GetTimeoutError:
@@ -164,11 +137,6 @@ class Cluster:
         except self.ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             raise ConfigError(f"a rollout worker does not start: {type(cause).__name__}: {cause}") from None
-
-    def _join(self, address: str, names: list[str]) -> None:
-        self.connected_here = not connected()
-        self.ray = connect(SETTING, address=address)
-        self._actors = [self.ray.get_actor(name, namespace=NAMESPACE) for name in names]
 
     def post(self, turns: int = 2) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""
@@ -184,7 +152,7 @@ class Cluster:
         if self.ray is None:
             return
         if self.first:
-            for actor in self._actors:
+            for actor in self._actors.values():
                 self.ray.kill(actor, no_restart=True)
         if self.connected_here:
             self.ray.shutdown()
@@ -235,19 +203,15 @@ def shares(found: int, each: int, count: int | None, named: str) -> int:
 
 def _all_devices() -> list[int]:
     for name in get_accelerator().visible_devices_envs():
-        if os.environ.get(name):
-            return _numbers(name, os.environ[name])
+        if named := os.environ.get(name):
+            try:
+                return [int(part) for part in named.split(",")]
+            except ValueError:
+                raise ConfigError(
+                    f"{name} is {named!r}: which devices are the rollouts' is told by numbers. Set it to numbers, such "
+                    "as 0,1,2,3, or name them by distributed.resources.visible_devices"
+                ) from None
     return list(range(torch.accelerator.device_count()))
-
-
-def _numbers(name: str, devices: str) -> list[int]:
-    try:
-        return [int(part) for part in devices.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"{name} is {devices!r}: which devices are the rollouts' is told by numbers. Set it to numbers, such as "
-            "0,1,2,3, or name them by distributed.resources.visible_devices"
-        ) from None
 
 
 def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[int]:

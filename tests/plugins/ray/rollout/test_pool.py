@@ -290,7 +290,7 @@ def test_workers_that_the_cluster_cannot_place_are_told_with_what_it_has_left():
     cluster = Accelerated(ResourcesConfig(), devices=2, free=1)
     cluster.ray.get, cluster.ray.exceptions = get, SimpleNamespace(GetTimeoutError=TimedOut, RayError=TimedOut)
     cluster._probe = SimpleNamespace(at=None)
-    cluster._actors = [SimpleNamespace(describe=SimpleNamespace(remote=lambda probe: None))]
+    cluster._actors = {"a": SimpleNamespace(describe=SimpleNamespace(remote=lambda probe: None))}
     with pytest.raises(ConfigError, match="it has {'CPU': 8.0, 'GPU': 1.0} left.* for 2$"):
         cluster._wait()
 
