@@ -20,7 +20,6 @@ from ..errors import RolloutError
 from ..experience.rollouts import (
     Completion,
     Episode,
-    PromptBatch,
     PromptFeatures,
     Rollout,
     SamplingSettings,
@@ -68,7 +67,7 @@ class Admission(Protocol):
 
 
 class EpisodeStage(RolloutStage):
-    """A `RolloutStage` whose responses are episodes, but for the probes of the parity gate.
+    """A `RolloutStage` whose responses are episodes.
 
     host: runs the environments. renderer: makes tokens of observations. limits: of an episode. parse: the calls of
     tools in a response; None without tools.
@@ -87,23 +86,6 @@ class EpisodeStage(RolloutStage):
         super().__init__(engine, data_processor, run_seed)
         self.host, self.renderer, self.limits, self.parse = host, renderer, limits, parse
         self._begun = 0  # episodes so far, for the host's numbers
-
-    def generate(
-        self,
-        batch: PromptBatch,
-        settings: SamplingSettings,
-        policy_version: int = 0,
-        purpose: str = "rollout",
-        seed: int | None = None,
-    ) -> list[Rollout]:
-        """As in the base. The parity gate's probes are single responses.
-
-        Args:
-            batch, settings, policy_version, purpose, seed: as in the base.
-        """
-        requests = self.requests(batch, purpose, seed)
-        draw = super().draw if purpose == "parity" else self.draw
-        return draw(requests, settings, policy_version)
 
     def draw(
         self,

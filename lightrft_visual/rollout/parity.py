@@ -151,7 +151,8 @@ class ParityGate:
     def _probe(self, batch: PromptBatch, temperature: float) -> tuple[list[Rollout], SamplingSettings]:
         own = {"guidance_scale": self.sampling.guidance_scale, "guidance_log_probs": self.sampling.guidance_log_probs}
         settings = SamplingSettings(n=1, temperature=temperature, max_new_tokens=PROBE_TOKENS, **own)
-        return self.stage.generate(batch, settings, purpose="parity"), settings
+        requests = self.stage.requests(batch, "parity")
+        return RolloutStage.draw(self.stage, requests, settings), settings  # single responses, not a stage's episodes
 
     @torch.no_grad()
     def _scores(self, score: Score, rollouts: list[Rollout], settings: SamplingSettings) -> tuple[T, Experience]:

@@ -21,6 +21,7 @@ from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
 from ...rollout.engine import Finished
+from ...rollout.resident import ResidentEngine
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
 from . import weights
@@ -30,23 +31,17 @@ from .mapping import completion, request, within_context
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
 
 
-class SGLangEngine:
+class SGLangEngine(ResidentEngine):
     """Generation by `sglang.Engine`. One rank is one engine.
 
     tokenizer: decodes responses. Raises ConfigError without the package or for settings that it does not know,
     RolloutError when the engine cannot be built or answers something else than it was asked.
     """
 
-    shares_weights = False
-    file_names = True
-    streams = True
-
     def __init__(self, settings: SGLangSettings, tokenizer: Any):
         require_package()
         prepare_environment()
         self.settings, self.tokenizer = settings, tokenizer
-        self.asleep = self.lacks_weights = self.lacks_cache = False
-        self.failure: str | None = None
         self.engine = self._build()
 
     @classmethod
@@ -77,11 +72,7 @@ class SGLangEngine:
 
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
-        if self.failure is not None:
-            raise RolloutError(f"the engine failed before: {self.failure}")
-        if self.lacks_weights:
-            raise RolloutError("the engine slept without its weights: call update_weights before it generates")
-        self.wake()
+        self.make_ready()
         own = [within_context(prompt, settings, self.settings.context_length) for prompt in prompts]
         ids = self.settings.banned_ids, self.settings.eos_ids
         asked = [request(prompt, each, *ids) for prompt, each in zip(prompts, own)]
@@ -135,26 +126,13 @@ class SGLangEngine:
         if not answer.success:
             raise RolloutError(f"SGLang kept its caches, which hold what older weights computed: {answer.message}")
 
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Free accelerator memory until `wake`: the KV cache and, unless they are kept, the weights.
+    def _let_go(self, keep_weights: bool) -> None:
+        """Kept weights stay on the device."""
+        self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
 
-        Kept weights stay on the device. Others are gone: `wake` brings back their room alone until `update_weights` has
-        filled it, and then the KV cache.
-        """
-        if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
-            self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
-            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
-
-    def wake(self) -> None:
-        """Take back what sleeps: without weights their room alone, and after new ones the KV cache, emptied."""
-        if self.asleep:
-            get_accelerator().empty_cache()
-            self.engine.resume_memory_occupation(tags=[WEIGHTS] if self.lacks_weights else [CACHE])
-            self.asleep, self.lacks_cache = False, self.lacks_weights
-        elif self.lacks_cache and not self.lacks_weights:
-            get_accelerator().empty_cache()
-            self.engine.resume_memory_occupation(tags=[CACHE])
-            self.lacks_cache = False
+    def _take_back(self, what: str | None) -> None:
+        self.engine.resume_memory_occupation(tags=[what or CACHE])
+        if what == CACHE:
             self.reset_caches()
 
     def close(self) -> None:

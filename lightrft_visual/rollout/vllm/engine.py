@@ -21,13 +21,14 @@ from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
 from ..engine import Finished
+from ..resident import ResidentEngine
 from ..weight_sync import WeightPost
 from .arguments import VLLMSettings, checked, engine_arguments, prepare_environment
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
 
 
-class VLLMEngine:
+class VLLMEngine(ResidentEngine):
     """Generation by vLLM's `LLM` in this process.
 
     With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
@@ -37,17 +38,12 @@ class VLLMEngine:
     for.
     """
 
-    shares_weights = False
-    file_names = True
-    streams = True
     post: WeightPost | None = None  # of weights, to ranks that vLLM has started; one version stays on the host
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
         prepare_environment()
         self.settings = settings
-        self.asleep = self.lacks_weights = self.lacks_cache = False
-        self.failure: str | None = None
         self.llm = self._build()
         if settings.starts_ranks:
             self.post = WeightPost(turns=1)
@@ -117,16 +113,8 @@ class VLLMEngine:
         """Requests one after the other; None where ranks are one engine and must be given the same ones."""
         if self.in_step:
             return None
-        self._make_ready()
+        self.make_ready()
         return VLLMAdmission(self, settings)
-
-    def _make_ready(self) -> None:
-        if self.failure is not None:
-            # Requests of the failed call are still in vLLM's scheduler; it would turn in circles on them.
-            raise RolloutError(f"the engine failed before: {self.failure}")
-        if self.lacks_weights:
-            raise RolloutError("the engine slept without its weights: call update_weights before it generates")
-        self.wake()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -138,7 +126,7 @@ class VLLMEngine:
             raise RolloutError(f"vLLM failed while generating: {self.failure}") from error
 
     def _run(self, prompts: list[dict[str, Any]], params: list) -> list:
-        self._make_ready()
+        self.make_ready()
         with self.working():
             return self.llm.generate(prompts, params, use_tqdm=False)
 
@@ -239,27 +227,11 @@ class VLLMEngine:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Free weights and KV cache on the accelerator until `wake`; nothing to free on CPU.
+    def _let_go(self, keep_weights: bool) -> None:
+        self.llm.sleep(level=1 if keep_weights else 2)  # kept weights are copied to host memory and back
 
-        Kept weights are copied to host memory and back. Without them `wake` brings back their room alone until
-        `update_weights` has filled it; then it takes the KV cache back, which does not stand beside what the sync
-        gathers.
-        """
-        if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
-            self.llm.sleep(level=1 if keep_weights else 2)
-            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
-
-    def wake(self) -> None:
-        """Take back what sleeps: without weights their room alone, and after new ones the KV cache."""
-        if self.asleep:
-            get_accelerator().empty_cache()  # vLLM takes its memory beside PyTorch's, which keeps what it has freed
-            self.llm.wake_up(tags=["weights"] if self.lacks_weights else None)
-            self.asleep, self.lacks_cache = False, self.lacks_weights
-        elif self.lacks_cache and not self.lacks_weights:
-            get_accelerator().empty_cache()
-            self.llm.wake_up(tags=["kv_cache"])
-            self.lacks_cache = False
+    def _take_back(self, what: str | None) -> None:
+        self.llm.wake_up(tags=what and [what])
 
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last."""

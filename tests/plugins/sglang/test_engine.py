@@ -62,8 +62,8 @@ def fake(monkeypatch):
     with environment_restored():
         fake = Fake(stop)
         fake.install(monkeypatch)
-        for name in ("engine", "weights"):
-            found = import_module(f"lightrft_visual.plugins.sglang.{name}")
+        for name in ("plugins.sglang.engine", "plugins.sglang.weights", "rollout.resident"):
+            found = import_module(f"lightrft_visual.{name}")
             monkeypatch.setattr(found, "get_accelerator", lambda: Accelerator("cuda"))
         yield fake
         fake.loop.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.rollout.vllm import engine as engine_module
+from lightrft_visual.rollout import resident
 from lightrft_visual.rollout.vllm.arguments import VLLMSettings
 from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
@@ -51,9 +51,7 @@ def engine(monkeypatch):
     device = SimpleNamespace(
         device_name=lambda: "cuda", empty_cache=lambda: made.llm.emptied.append(len(made.llm.told))
     )
-    monkeypatch.setattr(engine_module, "get_accelerator", lambda: device)
-    made.asleep = made.lacks_weights = made.lacks_cache = False
-    made.failure = None
+    monkeypatch.setattr(resident, "get_accelerator", lambda: device)
     return made
 
 

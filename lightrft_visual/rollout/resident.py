@@ -1,0 +1,63 @@
+"""Engines with weights and a KV cache of their own on the trainer's device, which they give back while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from ..errors import RolloutError
+
+
+class ResidentEngine:
+    """How such an engine sleeps and wakes; a subclass says how memory is let go and taken back.
+
+    settings: with `enable_sleep`. failure: of an earlier call, whose requests may still be under way. file_names: it
+    takes weights by the names and in the parts of a checkpoint's files.
+    """
+
+    shares_weights = False
+    file_names = True
+    streams = True
+    settings: Any
+    asleep = lacks_weights = lacks_cache = False
+    failure: str | None = None
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free accelerator memory until `wake`: the KV cache and, unless they are kept, the weights. Nothing to free
+        on CPU.
+
+        Without weights `wake` brings back their room alone until `update_weights` has filled it; then it takes the KV
+        cache back, which does not stand beside what the sync gathers.
+        """
+        if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
+            self._let_go(keep_weights)
+            self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
+
+    def wake(self) -> None:
+        """Take back what sleeps: without weights their room alone, and after new ones the KV cache."""
+        later = self.lacks_cache and not self.lacks_weights
+        if not (self.asleep or later):
+            return
+        get_accelerator().empty_cache()  # engines take memory beside PyTorch's, which keeps what it has freed
+        if self.asleep:
+            self._take_back("weights" if self.lacks_weights else None)
+            self.asleep, self.lacks_cache = False, self.lacks_weights
+        else:
+            self._take_back("kv_cache")
+            self.lacks_cache = False
+
+    def _let_go(self, keep_weights: bool) -> None:
+        raise NotImplementedError
+
+    def _take_back(self, what: str | None) -> None:
+        """what: weights or kv_cache; None: all that was let go."""
+        raise NotImplementedError
+
+    def make_ready(self) -> None:
+        """Awake, for requests. Raises RolloutError for an engine that cannot be used."""
+        if self.failure is not None:
+            raise RolloutError(f"the engine failed before: {self.failure}")
+        if self.lacks_weights:
+            raise RolloutError("the engine slept without its weights: call update_weights before it generates")
+        self.wake()
