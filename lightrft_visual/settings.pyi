@@ -4,13 +4,13 @@ from typing import Any, TypedDict
 
 class VLSettings(TypedDict, total=False):
     pretrain: str
-    """model. Default: 'embedded'."""
+    """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
     critic_pretrain: str | None
     """default: the actor's checkpoint with a fresh value head."""
     teacher_pretrain: str | None
     """on-policy distillation: a model of the same tokens, often a larger one."""
     bf16: bool
-    """model. Default: False."""
+    """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
     compile: bool
@@ -23,53 +23,53 @@ class VLSettings(TypedDict, total=False):
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
-    """model. Default: 0."""
+    """0 trains all weights. Default: 0."""
     lora_alpha: int
-    """model. Default: 16."""
+    """adapters are scaled by lora_alpha / lora_rank. Default: 16."""
     lora_dropout: float
-    """model. Default: 0.0."""
+    """share of the adapters' inputs that training drops. Default: 0.0."""
     target_modules: str
     """or a comma-separated list of module names. Default: 'all-linear'."""
     target_parameters: str
     """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
-    """model. Default: False."""
+    """run Python files that come with the checkpoint. Default: False."""
     embedded_family: str
     """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
     by engine hf. Default: 'qwen2_5_vl'."""
     prompt_data: str
-    """data. Default: 'embedded'."""
+    """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
     prompt_data_probs: str | None
     """comma-separated mixing probabilities, one per data set."""
     prompt_mixing: str
     """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
     one data set in turns. Default: 'shuffled'."""
     prompt_split: str
-    """data. Default: 'train'."""
+    """split of a data set of the hub, or file of a folder. Default: 'train'."""
     eval_data: str | None
     """default: the embedded held-out split when prompt_data is embedded."""
     eval_split: str
-    """data. Default: 'test'."""
+    """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """data. Default: 100000000."""
+    """at most so many prompts are read. Default: 100000000."""
     max_eval_samples: int
-    """data. Default: 500."""
+    """at most so many are evaluated. Default: 500."""
     input_key: str
-    """data. Default: 'prompt'."""
+    """column of the prompt. Default: 'prompt'."""
     images_key: str
     """empty: no images are read. Default: 'images'."""
     videos_key: str
     """empty: no videos are read. Default: 'videos'."""
     reference_key: str
-    """data. Default: 'reference'."""
+    """column of the right answer, for rewards. Default: 'reference'."""
     label_key: str
-    """data. Default: 'label'."""
+    """column that names the recipe of a sample's rewards. Default: 'label'."""
     draw_key: str
     """a column that is true in rows to be answered by an image. Default: 'draw'."""
     apply_chat_template: bool
-    """data. Default: True."""
+    """prompts are messages of the model's chat template. Default: True."""
     system_prompt: str | None
-    """data."""
+    """put before each prompt that has none."""
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
@@ -88,13 +88,13 @@ class VLSettings(TypedDict, total=False):
     min_pixels: int | None
     """passed to the image processor: images are resized into [min, max] pixels."""
     max_pixels: int | None
-    """data."""
+    """larger images are made smaller; default: the processor's."""
     engine_type: str
     """vllm | hf | sglang. Default: 'vllm'."""
     engine_tp_size: int
-    """rollout. Default: 1."""
+    """devices that share one engine. Default: 1."""
     engine_mem_util: float
-    """rollout. Default: 0.5."""
+    """share of the device's memory that the engine may fill. Default: 0.5."""
     enable_engine_sleep: bool
     """free the engine's memory while training; CUDA only. Default: True."""
     engine_enforce_eager: bool
@@ -114,31 +114,31 @@ class VLSettings(TypedDict, total=False):
     offload_reference: bool
     """the reference model's weights are on the device for its forwards only. Default: False."""
     limit_mm_image_per_prompt: int
-    """rollout. Default: 10."""
+    """images that the engine takes in one prompt. Default: 10."""
     limit_mm_video_per_prompt: int
-    """rollout. Default: 1."""
+    """videos that the engine takes in one prompt. Default: 1."""
     rollout_batch_size: int
     """prompts a step, over all ranks. Default: 128."""
     micro_rollout_batch_size: int
     """samples a forward, per rank. Default: 8."""
     n_samples_per_prompt: int
-    """rollout. Default: 8."""
+    """responses of a prompt: the size of a group. Default: 8."""
     temperature: float
-    """rollout. Default: 1.0."""
+    """of sampling, and of the log-probs that are trained. Default: 1.0."""
     top_p: float
-    """rollout. Default: 1.0."""
+    """tokens are sampled among the likeliest of this probability. Default: 1.0."""
     top_k: int
-    """rollout. Default: -1."""
+    """tokens are sampled among so many likeliest. Default: -1."""
     prompt_max_len: int
-    """rollout. Default: 1024."""
+    """tokens of a prompt, image tokens included. Default: 1024."""
     generate_max_len: int
-    """rollout. Default: 1024."""
+    """tokens of a response. Default: 1024."""
     min_new_tokens: int
-    """rollout. Default: 1."""
+    """no response ends before. Default: 1."""
     use_fire: bool
     """first token at first_token_temperature (arXiv 2410.21236). Default: False."""
     first_token_temperature: float
-    """rollout. Default: 10.0."""
+    """of the first token, with diversify_first_token. Default: 10.0."""
     guidance_scale: float
     """classifier-free guidance of drawn images; 1 is none. Default: 1.0."""
     guidance_log_probs: str
@@ -153,7 +153,7 @@ class VLSettings(TypedDict, total=False):
     dynamic_sampling: bool
     """DAPO: resample until the batch holds only groups with different rewards. Default: False."""
     dynamic_sampling_max_tries: int
-    """rollout. Default: 4."""
+    """rollouts of a step at most. Default: 4."""
     parity_every: int
     """steps between the gate's probes; every rollout is compared anyway. 0: no gate. Default: 50."""
     image_dependence_every: int
@@ -230,19 +230,19 @@ class VLSettings(TypedDict, total=False):
     loss_agg_mode: str
     """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm. Default: 'token-mean'."""
     eps_clip: float
-    """algorithm. Default: 0.2."""
+    """ratios are clipped to 1 - eps_clip, 1 + eps_clip. Default: 0.2."""
     eps_clip_high: float | None
     """clip-higher (DAPO); default: eps_clip."""
     dual_clip: float | None
     """bounds the loss of negative advantages."""
     value_clip: float
-    """algorithm. Default: 0.2."""
+    """how far new values may go from old ones. Default: 0.2."""
     gamma: float
-    """algorithm. Default: 1.0."""
+    """discount a token. Default: 1.0."""
     lambd: float
-    """algorithm. Default: 0.95."""
+    """of GAE. Default: 0.95."""
     init_kl_coef: float
-    """algorithm. Default: 0.01."""
+    """weight of the divergence from the reference at the start; 0: no reference. Default: 0.01."""
     ref_update_steps: int
     """steps after which the reference is moved to the policy; 0: it never moves. Default: 0."""
     ref_update_mixup: float
@@ -250,13 +250,13 @@ class VLSettings(TypedDict, total=False):
     kl_target: float | None
     """mean KL per token; set: adaptive controller."""
     kl_horizon: int
-    """algorithm. Default: 10000."""
+    """steps in which an adaptive weight moves. Default: 10000."""
     kl_estimator: str
     """k1 | k2 | k3 | k3_unbiased. Default: 'k1'."""
     use_kl_loss: bool
     """KL as a loss term instead of in the reward. Default: False."""
     entropy_coef: float
-    """algorithm. Default: 0.0."""
+    """weight of an entropy bonus in the loss. Default: 0.0."""
     drawing_entropy_coef: float | None
     """of the tokens of images; default: entropy_coef."""
     entropy_target: float | None
@@ -272,17 +272,17 @@ class VLSettings(TypedDict, total=False):
     vespo_k_pos: float
     """vespo's weight W^k exp(lambda (1 - W)), for positive advantages. Default: 2.0."""
     vespo_lambda_pos: float
-    """algorithm. Default: 3.0."""
+    """decay of weights where advantages are positive. Default: 3.0."""
     vespo_k_neg: float
     """and for negative ones. Default: 3.0."""
     vespo_lambda_neg: float
-    """algorithm. Default: 2.0."""
+    """decay of weights where advantages are negative. Default: 2.0."""
     cov_share: float
     """of all tokens, that clip_cov and kl_cov choose. Default: 0.0002."""
     clip_cov_low: float
     """clip_cov chooses among tokens whose covariance lies between these. Default: 1.0."""
     clip_cov_high: float
-    """algorithm. Default: 5.0."""
+    """covariances above it are left alone. Default: 5.0."""
     kl_cov_coef: float
     """weight of |log ratio| at the tokens that kl_cov chooses. Default: 1.0."""
     off_policy_delta: float | None
@@ -295,7 +295,7 @@ class VLSettings(TypedDict, total=False):
     sapo_tau_neg: float
     """and for the others. Default: 1.05."""
     tis_cap: float
-    """algorithm. Default: 2.0."""
+    """largest weight of truncated importance sampling. Default: 2.0."""
     tis_mask: bool
     """drop tokens (sequences) above the cap instead of truncating their weight. Default: False."""
     tis_floor: float
@@ -321,19 +321,19 @@ class VLSettings(TypedDict, total=False):
     router_aux_loss_coef: float
     """weight of the loss that balances a mixture's experts. Default: 0.0."""
     overlong_buffer: bool
-    """algorithm. Default: False."""
+    """responses near generate_max_len are penalized (DAPO). Default: False."""
     overlong_buffer_len: int
-    """algorithm. Default: 1024."""
+    """tokens before the limit where the penalty begins. Default: 1024."""
     overlong_buffer_penalty_factor: float
-    """algorithm. Default: 1.0."""
+    """the penalty at the limit. Default: 1.0."""
     reward_running_norm: bool
-    """algorithm. Default: False."""
+    """rewards are divided by their running standard deviation. Default: False."""
     reward_running_norm_minus_mean: bool
-    """algorithm. Default: False."""
+    """and their running mean is taken off. Default: False."""
     reward_clip: float
     """0 turns it off; else rewards are clamped into [-reward_clip, reward_clip]. Default: 0.0."""
     advantages_norm: bool
-    """algorithm. Default: False."""
+    """advantages of a step get mean 0 and standard deviation 1. Default: False."""
     advantage_clip: float
     """0 turns it off. Default: 0.0."""
     train_batch_size: int
@@ -343,11 +343,11 @@ class VLSettings(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     """or: micro-batches of a rank that make an update (TRL)."""
     micro_train_batch_size: int
-    """train. Default: 8."""
+    """samples of one forward and backward on a rank. Default: 8."""
     max_tokens_per_batch: int
     """with packing: fill each micro-batch up to this many tokens instead of by count. Default: 0."""
     packing_samples: bool
-    """train. Default: False."""
+    """samples of a micro-batch lie in one sequence without padding. Default: False."""
     homogeneous_batches: bool
     """an optimizer step trains on answers alone or on drawings alone. Default: False."""
     share_prefix: bool | None
@@ -359,47 +359,47 @@ class VLSettings(TypedDict, total=False):
     max_steps: int
     """rollout steps; -1: as many as num_episodes gives. Default: -1."""
     actor_learning_rate: float
-    """train. Default: 1e-06."""
+    """of the policy. Default: 1e-06."""
     vision_learning_rate: float | None
     """of the vision tower; default: actor_learning_rate."""
     projector_learning_rate: float | None
     """of what joins tower and language model; default as above."""
     critic_learning_rate: float
-    """train. Default: 9e-06."""
+    """of the critic (PPO). Default: 9e-06."""
     lr_warmup_ratio: float
-    """train. Default: 0.03."""
+    """share of the steps in which the learning rate rises. Default: 0.03."""
     lr_scheduler: str
     """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
     adam_betas: list[float]
-    """train. Default: [0.9, 0.95]."""
+    """of AdamW. Default: [0.9, 0.95]."""
     l2: float
-    """train. Default: 0.0."""
+    """weight decay. Default: 0.0."""
     max_norm: float
-    """train. Default: 1.0."""
+    """gradients are clipped to this norm. Default: 1.0."""
     freezing_actor_steps: int
     """PPO: train the critic alone for this many steps first. Default: -1."""
     enable_ema: bool
-    """train. Default: False."""
+    """an average of the weights is kept, evaluated and saved. Default: False."""
     ema_beta: float
-    """train. Default: 0.992."""
+    """share of the average that each step keeps. Default: 0.992."""
     separate_old_log_probs: bool
     """a forward pass of their own even where the training forward gives them. Default: False."""
     seed: int
-    """train. Default: 42."""
+    """of data, sampling and new weights. Default: 42."""
     zero_stage: int
     """0 | 1 | 2 | 3. Default: 2."""
     adam_offload: bool
-    """distributed. Default: False."""
+    """optimizer states lie on the host. Default: False."""
     zpg: int
     """ZeRO++ hierarchical partition size. Default: 1."""
     overlap_comm: bool
-    """distributed. Default: False."""
+    """ZeRO reduces gradients while backward goes on. Default: False."""
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
-    """distributed. Default: -1."""
+    """set by the launcher. Default: -1."""
     collective_timeout: float
     """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
     placement: str | None
@@ -458,7 +458,7 @@ class VLSettings(TypedDict, total=False):
     keep_best: bool | None
     """keep a checkpoint of the best gold; default: with policy rollback."""
     output_dir: str
-    """output. Default: 'outputs/run'."""
+    """holds all that a run writes. Default: 'outputs/run'."""
     save_path: str | None
     """the final model; default: <output_dir>/checkpoint-final."""
     ckpt_path: str | None
@@ -468,9 +468,9 @@ class VLSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """output. Default: 1."""
+    """a line of metrics every so many steps. Default: 1."""
     max_ckpt_num: int
-    """output. Default: 3."""
+    """checkpoints that are kept. Default: 3."""
     async_save: bool
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
@@ -484,23 +484,23 @@ class VLSettings(TypedDict, total=False):
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     eval_samples_per_prompt: int
-    """output. Default: 4."""
+    """samples of each evaluated prompt. Default: 4."""
     eval_seed: int | None
     """of what the evaluation draws; default: seed."""
     eval_ema: bool | None
     """evaluate and export the EMA weights; default: with enable_ema."""
     use_wandb: bool
-    """output. Default: False."""
+    """metrics go to Weights & Biases too. Default: False."""
     use_tensorboard: bool
-    """output. Default: False."""
+    """metrics go to TensorBoard too. Default: False."""
     save_trajectories: bool
-    """output. Default: True."""
+    """rollouts are written to rollouts/. Default: True."""
     num_trajectories_to_save: int
-    """output. Default: 8."""
+    """rollouts of a step that are written. Default: 8."""
     report: bool
-    """output. Default: True."""
+    """report.html at the end. Default: True."""
     run_name: str | None
-    """output."""
+    """in logs and the report; default: the folder's."""
     plan_device: str | None
     """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
     plan_world_size: int | None
@@ -515,7 +515,7 @@ class VLSettings(TypedDict, total=False):
 
 class DiffusionSettings(TypedDict, total=False):
     pretrain: str
-    """model. Default: 'embedded'."""
+    """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
     teacher_pretrain: str | None
     """of diffusion_opd: a pipeline of the same family, or LoRA weights of this one."""
     tokenizer_path: str | None
@@ -525,11 +525,11 @@ class DiffusionSettings(TypedDict, total=False):
     z_image | qwen_image | qwen_image21 | qwen_image_edit | qwen_image_edit_plus | cosmos_predict2 | sd15;
     checked against the pipeline's class; auto takes what the pipeline is. Default: 'auto'."""
     bf16: bool
-    """model. Default: False."""
+    """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
     lora_rank: int
     """0 trains all weights. Default: 32."""
     lora_alpha: int
-    """model. Default: 64."""
+    """adapters are scaled by lora_alpha / lora_rank. Default: 64."""
     target_modules: str | None
     """comma-separated module suffixes; default: the attention projections."""
     trainable_models: str | None
@@ -548,7 +548,7 @@ class DiffusionSettings(TypedDict, total=False):
     num_steps: int | None
     """default: 10, reward_fl 8, ddpo and dpok 50."""
     eval_num_steps: int
-    """sampling. Default: 40."""
+    """denoising steps in evaluation. Default: 40."""
     scheduler: str
     """model_default | flow_match_euler | flow_match_euler_stock. Default: 'model_default'."""
     trajectory: str | None
@@ -576,17 +576,17 @@ class DiffusionSettings(TypedDict, total=False):
     same_latent: bool | None
     """all samples of a prompt start from the same noise; default: temp_flow_grpo only."""
     guidance_scale: float
-    """sampling. Default: 4.5."""
+    """of classifier-free guidance; 1: none. Default: 4.5."""
     guidance_scale_2: float | None
     """of Wan 2.2's low-noise expert; default: guidance_scale."""
     negative_prompt: str
-    """sampling. Default: ''."""
+    """for guidance. Default: ''."""
     height: int
-    """sampling. Default: 512."""
+    """pixels. Default: 512."""
     width: int
-    """sampling. Default: 512."""
+    """pixels. Default: 512."""
     num_frames: int
-    """sampling. Default: 1."""
+    """above 1: videos. Default: 1."""
     frame_rate: float | None
     """frames a second of LTX-2's videos, which move by it; default: 24."""
     source_pixels: int | None
@@ -598,33 +598,33 @@ class DiffusionSettings(TypedDict, total=False):
     micro_rollout_batch_size: int
     """samples a forward, per rank. Default: 8."""
     prompt_data: str
-    """data. Default: 'embedded'."""
+    """embedded, a file, a folder or a hub name. Default: 'embedded'."""
     prompt_split: str
-    """data. Default: 'train'."""
+    """split of a data set of the hub, or file of a folder. Default: 'train'."""
     pair_data: str | None
     """pairs of images for offline diffusion_dpo, in the place of prompts and rollouts."""
     chosen_key: str
     """columns of the pair's images; Pick-a-Pic's are known. Default: 'chosen'."""
     rejected_key: str
-    """data. Default: 'rejected'."""
+    """column of the image that was not preferred. Default: 'rejected'."""
     eval_data: str | None
     """default: the embedded held-out prompts when prompt_data is embedded."""
     eval_split: str
-    """data. Default: 'test'."""
+    """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """data. Default: 100000000."""
+    """at most so many prompts are read. Default: 100000000."""
     max_eval_samples: int
-    """data. Default: 96."""
+    """at most so many are evaluated. Default: 96."""
     input_key: str
-    """data. Default: 'prompt'."""
+    """column of the prompt. Default: 'prompt'."""
     image_key: str
     """first frame of image-to-video models, images to edit; else `images`, `image`. Default: 'input_image'."""
     label_key: str
-    """data. Default: 'label'."""
+    """column that names the recipe of a sample's rewards. Default: 'label'."""
     reference_key: str
-    """data. Default: 'reference'."""
+    """column of the right answer, for rewards. Default: 'reference'."""
     image_root: str | None
-    """data."""
+    """folder of images that data name by relative paths."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     max_bad_share: float
@@ -699,9 +699,9 @@ class DiffusionSettings(TypedDict, total=False):
     grpo_guard: bool
     """arXiv 2510.22319. Default: False."""
     nft_beta: float
-    """algorithm. Default: 1.0."""
+    """how far the implicit policies lie from the old one. Default: 1.0."""
     nft_kl_beta: float
-    """algorithm. Default: 0.0001."""
+    """weight of the divergence from the reference. Default: 0.0001."""
     decay_type: int | None
     """0 | 1 | 2 | 3; of the old policy; default: 1, awm 3."""
     decay_counts: str
@@ -735,11 +735,11 @@ class DiffusionSettings(TypedDict, total=False):
     max_timestep_boundary: float
     """expert that serves those in between is the one that trains. Default: 1.0."""
     reward_fl_weight: float
-    """algorithm. Default: 1.0."""
+    """of the reward in the loss. Default: 1.0."""
     score_mean: float
-    """algorithm. Default: 0.0."""
+    """taken off scores. Default: 0.0."""
     score_std: float
-    """algorithm. Default: 1.0."""
+    """scores are divided by it. Default: 1.0."""
     score_target: float | None
     """Reward FL: images that reach this score have no gradient, as in ReFL's hinge."""
     differentiable_reward: str | None
@@ -755,7 +755,7 @@ class DiffusionSettings(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     """or: micro-batches of a rank that make an update (ROLL)."""
     micro_train_batch_size: int
-    """train. Default: 8."""
+    """samples of one forward and backward on a rank. Default: 8."""
     steps_per_forward: int
     """denoising steps of a micro-batch in one forward; memory grows with it. Default: 1."""
     rollout_graph_gib: float
@@ -764,9 +764,9 @@ class DiffusionSettings(TypedDict, total=False):
     max_epochs: int
     """rounds of updates over the samples of a step. Default: 1."""
     num_episodes: int
-    """train. Default: 1."""
+    """passes over the prompts. Default: 1."""
     max_steps: int
-    """train. Default: -1."""
+    """-1: as many as num_episodes asks for. Default: -1."""
     learning_rate: float | None
     """default: 3e-4, reward_fl 2.5e-6."""
     warmup_steps: int | None
@@ -774,33 +774,33 @@ class DiffusionSettings(TypedDict, total=False):
     lr_scheduler_type: str
     """constant | cosine | linear. Default: 'constant'."""
     adam_betas: list[float]
-    """train. Default: [0.9, 0.999]."""
+    """of AdamW. Default: [0.9, 0.999]."""
     l2: float
-    """train. Default: 0.0001."""
+    """weight decay. Default: 0.0001."""
     max_norm: float
-    """train. Default: 1.0."""
+    """gradients are clipped to this norm. Default: 1.0."""
     enable_ema: bool
-    """train. Default: False."""
+    """an average of the weights is kept, evaluated and saved. Default: False."""
     ema_beta: float
-    """train. Default: 0.9."""
+    """share of the average that each step keeps. Default: 0.9."""
     ema_interval: int
     """optimizer steps between EMA updates. Default: 8."""
     seed: int
-    """train. Default: 42."""
+    """of data, sampling and new weights. Default: 42."""
     zero_stage: int
     """0 | 1 | 2 | 3. Default: 2."""
     adam_offload: bool
-    """distributed. Default: False."""
+    """optimizer states lie on the host. Default: False."""
     zpg: int
     """ZeRO++ hierarchical partition size. Default: 1."""
     overlap_comm: bool
-    """distributed. Default: False."""
+    """ZeRO reduces gradients while backward goes on. Default: False."""
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
     local_rank: int
-    """distributed. Default: -1."""
+    """set by the launcher. Default: -1."""
     collective_timeout: float
     """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
     placement: str | None
@@ -859,7 +859,7 @@ class DiffusionSettings(TypedDict, total=False):
     keep_best: bool | None
     """keep a checkpoint of the best gold; default: with policy rollback."""
     output_dir: str
-    """output. Default: 'outputs/run'."""
+    """holds all that a run writes. Default: 'outputs/run'."""
     save_path: str | None
     """the final model; default: <output_dir>/checkpoint-final."""
     ckpt_path: str | None
@@ -869,9 +869,9 @@ class DiffusionSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """output. Default: 1."""
+    """a line of metrics every so many steps. Default: 1."""
     max_ckpt_num: int
-    """output. Default: 3."""
+    """checkpoints that are kept. Default: 3."""
     async_save: bool
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
@@ -885,23 +885,23 @@ class DiffusionSettings(TypedDict, total=False):
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     eval_samples_per_prompt: int
-    """output. Default: 4."""
+    """samples of each evaluated prompt. Default: 4."""
     eval_seed: int | None
     """of what the evaluation draws; default: seed."""
     eval_ema: bool | None
     """evaluate and export the EMA weights; default: with enable_ema."""
     use_wandb: bool
-    """output. Default: False."""
+    """metrics go to Weights & Biases too. Default: False."""
     use_tensorboard: bool
-    """output. Default: False."""
+    """metrics go to TensorBoard too. Default: False."""
     save_trajectories: bool
-    """output. Default: True."""
+    """rollouts are written to rollouts/. Default: True."""
     num_trajectories_to_save: int
-    """output. Default: 8."""
+    """rollouts of a step that are written. Default: 8."""
     report: bool
-    """output. Default: True."""
+    """report.html at the end. Default: True."""
     run_name: str | None
-    """output."""
+    """in logs and the report; default: the folder's."""
     plan_device: str | None
     """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
     plan_world_size: int | None
@@ -916,9 +916,9 @@ class DiffusionSettings(TypedDict, total=False):
 
 class SFTSettings(TypedDict, total=False):
     pretrain: str
-    """model. Default: 'embedded'."""
+    """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
     bf16: bool
-    """model. Default: False."""
+    """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
     attn_implementation: str
     """auto | sdpa | eager | flash_attention_2. Default: 'auto'."""
     use_liger_kernel: bool
@@ -929,49 +929,49 @@ class SFTSettings(TypedDict, total=False):
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
-    """model. Default: 0."""
+    """0 trains all weights. Default: 0."""
     lora_alpha: int
-    """model. Default: 16."""
+    """adapters are scaled by lora_alpha / lora_rank. Default: 16."""
     lora_dropout: float
-    """model. Default: 0.0."""
+    """share of the adapters' inputs that training drops. Default: 0.0."""
     target_modules: str
     """or a comma-separated list of module names. Default: 'all-linear'."""
     target_parameters: str
     """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
-    """model. Default: False."""
+    """run Python files that come with the checkpoint. Default: False."""
     embedded_family: str
     """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
     by engine hf. Default: 'qwen2_5_vl'."""
     prompt_data: str
-    """data. Default: 'embedded'."""
+    """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
     prompt_data_probs: str | None
     """comma-separated mixing probabilities, one per data set."""
     prompt_mixing: str
     """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
     one data set in turns. Default: 'shuffled'."""
     prompt_split: str
-    """data. Default: 'train'."""
+    """split of a data set of the hub, or file of a folder. Default: 'train'."""
     eval_data: str | None
     """default: the embedded held-out split when prompt_data is embedded."""
     eval_split: str
-    """data. Default: 'test'."""
+    """the same for evaluation. Default: 'test'."""
     max_samples: int
-    """data. Default: 100000000."""
+    """at most so many prompts are read. Default: 100000000."""
     max_eval_samples: int
-    """data. Default: 500."""
+    """at most so many are evaluated. Default: 500."""
     input_key: str
-    """data. Default: 'prompt'."""
+    """column of the prompt. Default: 'prompt'."""
     images_key: str
     """empty: no images are read. Default: 'images'."""
     videos_key: str
     """empty: no videos are read. Default: 'videos'."""
     reference_key: str
-    """data. Default: 'reference'."""
+    """column of the right answer, for rewards. Default: 'reference'."""
     apply_chat_template: bool
-    """data. Default: True."""
+    """prompts are messages of the model's chat template. Default: True."""
     system_prompt: str | None
-    """data."""
+    """put before each prompt that has none."""
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
@@ -990,7 +990,7 @@ class SFTSettings(TypedDict, total=False):
     min_pixels: int | None
     """passed to the image processor: images are resized into [min, max] pixels."""
     max_pixels: int | None
-    """data."""
+    """larger images are made smaller; default: the processor's."""
     response_key: str
     """column of what is to be answered; rows without it: their reference. Default: 'response'."""
     prompt_max_len: int
@@ -1002,49 +1002,49 @@ class SFTSettings(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     """or: micro-batches of a rank that make an update (TRL)."""
     micro_train_batch_size: int
-    """train. Default: 8."""
+    """samples of one forward and backward on a rank. Default: 8."""
     max_tokens_per_batch: int
     """with packing: fill each micro-batch up to this many tokens instead of by count. Default: 0."""
     packing_samples: bool
-    """train. Default: False."""
+    """samples of a micro-batch lie in one sequence without padding. Default: False."""
     num_episodes: int
     """passes over the prompt data. Default: 1."""
     max_steps: int
     """optimizer steps; -1: as many as num_episodes gives. Default: -1."""
     actor_learning_rate: float
-    """train. Default: 1e-05."""
+    """of the policy. Default: 1e-05."""
     vision_learning_rate: float | None
     """of the vision tower; default: actor_learning_rate."""
     projector_learning_rate: float | None
     """of what joins tower and language model; default as above."""
     lr_warmup_ratio: float
-    """train. Default: 0.03."""
+    """share of the steps in which the learning rate rises. Default: 0.03."""
     lr_scheduler: str
     """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
     adam_betas: list[float]
-    """train. Default: [0.9, 0.95]."""
+    """of AdamW. Default: [0.9, 0.95]."""
     l2: float
-    """train. Default: 0.0."""
+    """weight decay. Default: 0.0."""
     max_norm: float
-    """train. Default: 1.0."""
+    """gradients are clipped to this norm. Default: 1.0."""
     seed: int
-    """train. Default: 42."""
+    """of data, sampling and new weights. Default: 42."""
     zero_stage: int
     """0 | 1 | 2 | 3. Default: 2."""
     adam_offload: bool
-    """distributed. Default: False."""
+    """optimizer states lie on the host. Default: False."""
     zpg: int
     """ZeRO++ hierarchical partition size. Default: 1."""
     overlap_comm: bool
-    """distributed. Default: False."""
+    """ZeRO reduces gradients while backward goes on. Default: False."""
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     local_rank: int
-    """distributed. Default: -1."""
+    """set by the launcher. Default: -1."""
     collective_timeout: float
     """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
     output_dir: str
-    """output. Default: 'outputs/run'."""
+    """holds all that a run writes. Default: 'outputs/run'."""
     save_path: str | None
     """the final model; default: <output_dir>/checkpoint-final."""
     ckpt_path: str | None
@@ -1054,9 +1054,9 @@ class SFTSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """output. Default: 1."""
+    """a line of metrics every so many steps. Default: 1."""
     max_ckpt_num: int
-    """output. Default: 3."""
+    """checkpoints that are kept. Default: 3."""
     async_save: bool
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
@@ -1070,12 +1070,12 @@ class SFTSettings(TypedDict, total=False):
     best_metric: str | None
     """column of eval_metrics.csv by which the best checkpoint is kept."""
     use_wandb: bool
-    """output. Default: False."""
+    """metrics go to Weights & Biases too. Default: False."""
     use_tensorboard: bool
-    """output. Default: False."""
+    """metrics go to TensorBoard too. Default: False."""
     report: bool
-    """output. Default: True."""
+    """report.html at the end. Default: True."""
     run_name: str | None
-    """output."""
+    """in logs and the report; default: the folder's."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""

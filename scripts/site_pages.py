@@ -69,7 +69,7 @@ def settings(root: Any) -> str:
     sections: dict[str, list[str]] = {}
     for leaf in names_of(root.schema).leaves.values():
         default = "" if leaf.default in (None, "", [], {}) else f"`{leaf.default}`"
-        cells = (f"`{leaf.name}`", f"`{leaf.type_name}`", default, leaf.help)
+        cells = (f"`{leaf.name}`", f"`{leaf.type_name.replace(' | ', ' or ')}`", default, leaf.help)
         line = " | ".join(cell.replace("|", "\\|") for cell in cells)
         sections.setdefault(leaf.section or "run", []).append(f"| {line} |")
     for section, rows in sections.items():

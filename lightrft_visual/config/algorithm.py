@@ -29,20 +29,20 @@ class AlgorithmConfig(Section):
     advantage_estimator: Annotated[str, registered(registry.advantage_estimators)] = "group_norm"
     policy_loss: Annotated[str, registered(registry.policy_losses)] = "ppo"
     loss_agg_mode: Annotated[str, registered(registry.aggregations)] = "token-mean"
-    eps_clip: PositiveFloat = 0.2
+    eps_clip: PositiveFloat = 0.2  # ratios are clipped to 1 - eps_clip, 1 + eps_clip
     eps_clip_high: PositiveFloat | None = None  # clip-higher (DAPO); default: eps_clip
     dual_clip: Annotated[float | None, DualClip] = None  # bounds the loss of negative advantages
-    value_clip: NonNegativeFloat = 0.2
-    gamma: Annotated[float, within("[0, 1]")] = 1.0
-    lambd: Annotated[float, within("[0, 1]")] = 0.95
-    init_kl_coef: NonNegativeFloat = 0.01
+    value_clip: NonNegativeFloat = 0.2  # how far new values may go from old ones
+    gamma: Annotated[float, within("[0, 1]")] = 1.0  # discount a token
+    lambd: Annotated[float, within("[0, 1]")] = 0.95  # of GAE
+    init_kl_coef: NonNegativeFloat = 0.01  # weight of the divergence from the reference at the start; 0: no reference
     ref_update_steps: NonNegativeInt = 0  # steps after which the reference is moved to the policy; 0: it never moves
     ref_update_mixup: Annotated[float, within("(0, 1]")] = 1.0  # share of the policy in the moved reference
     kl_target: PositiveFloat | None = None  # mean KL per token; set: adaptive controller
-    kl_horizon: PositiveInt = 10_000
+    kl_horizon: PositiveInt = 10_000  # steps in which an adaptive weight moves
     kl_estimator: Annotated[str, registered(registry.kl_estimators)] = "k1"
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
     drawing_entropy_coef: float | None = None  # of the tokens of images; default: entropy_coef
     entropy_target: PositiveFloat | None = None  # nats; set: entropy_coef moves so that the entropy stays above it
     entropy_coef_step: PositiveFloat = 1e-4  # by which it moves each step, for entropy_target
@@ -50,19 +50,19 @@ class AlgorithmConfig(Section):
     high_entropy_token_ratio: Annotated[float, within("(0, 1]")] = 1.0  # top share of tokens by entropy (2506.01939)
     cpgd_alpha: NonNegativeFloat = 0.0  # weight of the policy-drift term of the cpgd loss
     vespo_k_pos: PositiveFloat = 2.0  # vespo's weight W^k exp(lambda (1 - W)), for positive advantages
-    vespo_lambda_pos: PositiveFloat = 3.0
+    vespo_lambda_pos: PositiveFloat = 3.0  # decay of weights where advantages are positive
     vespo_k_neg: PositiveFloat = 3.0  # and for negative ones
-    vespo_lambda_neg: PositiveFloat = 2.0
+    vespo_lambda_neg: PositiveFloat = 2.0  # decay of weights where advantages are negative
     cov_share: Annotated[float, within("(0, 1]")] = 2e-4  # of all tokens, that clip_cov and kl_cov choose
     clip_cov_low: float = 1.0  # clip_cov chooses among tokens whose covariance lies between these
-    clip_cov_high: float = 5.0
+    clip_cov_high: float = 5.0  # covariances above it are left alone
     kl_cov_coef: NonNegativeFloat = 1.0  # weight of |log ratio| at the tokens that kl_cov chooses
     # mean log(old / policy) of a sequence from which on its tokens of negative advantage leave the loss; none: no mask
     off_policy_delta: NonNegativeFloat | None = None
     tis_mode: Annotated[str, registered(registry.tis_modes)] = "off"  # weights for rollout/trainer mismatch
     sapo_tau_pos: PositiveFloat = 1.0  # sharpness of the sapo loss's gate, for positive advantages
     sapo_tau_neg: PositiveFloat = 1.05  # and for the others
-    tis_cap: PositiveFloat = 2.0
+    tis_cap: PositiveFloat = 2.0  # largest weight of truncated importance sampling
     tis_mask: bool = False  # drop tokens (sequences) above the cap instead of truncating their weight
     tis_floor: NonNegativeFloat = 0.0  # tis_mask drops those below it too (IcePop); 0 for none
     answer_loss_weight: NonNegativeFloat = 1.0  # of a model that also draws: of the loss of answers in text
@@ -75,13 +75,13 @@ class AlgorithmConfig(Section):
     selective_replay: NonNegativeInt = 0  # samples of a kind kept to replace those without advantage; 0: off
     routing_replay: Annotated[str, one_of("off", "rollout", "old")] = "off"  # whose choice of experts is used again
     router_aux_loss_coef: NonNegativeFloat = 0.0  # weight of the loss that balances a mixture's experts
-    overlong_buffer: bool = False
-    overlong_buffer_len: PositiveInt = 1024
-    overlong_buffer_penalty_factor: NonNegativeFloat = 1.0
-    reward_running_norm: bool = False
-    reward_running_norm_minus_mean: bool = False
+    overlong_buffer: bool = False  # responses near generate_max_len are penalized (DAPO)
+    overlong_buffer_len: PositiveInt = 1024  # tokens before the limit where the penalty begins
+    overlong_buffer_penalty_factor: NonNegativeFloat = 1.0  # the penalty at the limit
+    reward_running_norm: bool = False  # rewards are divided by their running standard deviation
+    reward_running_norm_minus_mean: bool = False  # and their running mean is taken off
     reward_clip: NonNegativeFloat = 0.0  # 0 turns it off; else rewards are clamped into [-reward_clip, reward_clip]
-    advantages_norm: bool = False
+    advantages_norm: bool = False  # advantages of a step get mean 0 and standard deviation 1
     advantage_clip: NonNegativeFloat = 0.0  # 0 turns it off
 
     @property
@@ -184,8 +184,8 @@ class DiffusionAlgorithmConfig(Section):
     cfg_in_training: bool = True  # guide the training forward as the rollout was
     detach_guidance: bool = False  # no gradient through the unguided branch, as in Flow-GRPO's code
     grpo_guard: bool = False  # arXiv 2510.22319
-    nft_beta: PositiveFloat = 1.0
-    nft_kl_beta: NonNegativeFloat = 1e-4
+    nft_beta: PositiveFloat = 1.0  # how far the implicit policies lie from the old one
+    nft_kl_beta: NonNegativeFloat = 1e-4  # weight of the divergence from the reference
     decay_type: Annotated[int | None, one_of(0, 1, 2, 3)] = None  # of the old policy; default: 1, awm 3
     decay_counts: Annotated[str, one_of("updates", "rollouts")] = "updates"  # n of the decay: its code's, or steps
     adv_mode: Annotated[str, one_of("all", "positive_only", "negative_only", "one_only", "binary")] = "all"
@@ -202,9 +202,9 @@ class DiffusionAlgorithmConfig(Section):
     final_timestep: int = 7  # Reward FL: last step, from which the data is predicted
     min_timestep_boundary: float = 0.0  # Reward FL: shares of the schedule's 1,000 timesteps, from noise on; the
     max_timestep_boundary: float = 1.0  # expert that serves those in between is the one that trains
-    reward_fl_weight: float = 1.0
-    score_mean: float = 0.0
-    score_std: PositiveFloat = 1.0
+    reward_fl_weight: float = 1.0  # of the reward in the loss
+    score_mean: float = 0.0  # taken off scores
+    score_std: PositiveFloat = 1.0  # scores are divided by it
     score_target: float | None = None  # Reward FL: images that reach this score have no gradient, as in ReFL's hinge
     # Of Reward FL: shape_match (the default with the embedded prompts), face_similarity, or path.py:function.
     differentiable_reward: str | None = None

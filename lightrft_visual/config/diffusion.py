@@ -80,15 +80,15 @@ class DiffusionModelConfig(Section):
     """What is trained: a diffusers pipeline folder, a hub name, a .json file that names the parts of a model, or
     'embedded' for the built-in tiny SD3 or (family sd15) Stable Diffusion 1.5."""
 
-    pretrain: str = EMBEDDED
+    pretrain: str = EMBEDDED  # hub name, checkpoint folder, or embedded: the tiny model built here
     teacher_pretrain: str | None = None  # of diffusion_opd: a pipeline of the same family, or LoRA weights of this one
     tokenizer_path: str | None = None  # of the text encoder; only for a .json file of parts
     family: Annotated[str, registered(registry.diffusion_families, "auto")] = (
         "auto"  # checked against the pipeline's class; auto takes what the pipeline is
     )
-    bf16: bool = False
+    bf16: bool = False  # weights and forwards in bfloat16; optimizer states in float32
     lora_rank: NonNegativeInt = 32  # 0 trains all weights
-    lora_alpha: PositiveInt = 64
+    lora_alpha: PositiveInt = 64  # adapters are scaled by lora_alpha / lora_rank
     target_modules: str | None = None  # comma-separated module suffixes; default: the attention projections
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
@@ -123,7 +123,7 @@ class DiffusionSamplingConfig(Section):
     """How images and videos are drawn in rollouts and in evaluation (always an ODE there)."""
 
     num_steps: PositiveInt | None = None  # default: 10, reward_fl 8, ddpo and dpok 50
-    eval_num_steps: PositiveInt = 40
+    eval_num_steps: PositiveInt = 40  # denoising steps in evaluation
     scheduler: Annotated[str, one_of(*SCHEDULERS)] = "model_default"
     trajectory: Annotated[str | None, one_of(*TRAJECTORIES)] = None  # default: the algorithm's
     flow_shift: float | None = None  # of the scheduler's own schedule; timesteps and sigmas are taken as they are
@@ -139,12 +139,12 @@ class DiffusionSamplingConfig(Section):
     sde_window_range: list[int] | None = None  # first step and end of the steps it lies in; default: 0 and num_steps/2
     log_prob: Annotated[str, one_of(*REDUCTIONS)] = "mean"  # over latent dimensions
     same_latent: bool | None = None  # all samples of a prompt start from the same noise; default: temp_flow_grpo only
-    guidance_scale: NonNegativeFloat = 4.5
+    guidance_scale: NonNegativeFloat = 4.5  # of classifier-free guidance; 1: none
     guidance_scale_2: NonNegativeFloat | None = None  # of Wan 2.2's low-noise expert; default: guidance_scale
-    negative_prompt: str = ""
-    height: PositiveInt = 512
-    width: PositiveInt = 512
-    num_frames: PositiveInt = 1
+    negative_prompt: str = ""  # for guidance
+    height: PositiveInt = 512  # pixels
+    width: PositiveInt = 512  # pixels
+    num_frames: PositiveInt = 1  # above 1: videos
     frame_rate: PositiveFloat | None = None  # frames a second of LTX-2's videos, which move by it; default: 24
     source_pixels: PositiveInt | None = None  # area that images to edit are scaled to; default: the pipeline's 1024^2
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
@@ -172,20 +172,20 @@ class DiffusionSamplingConfig(Section):
 class DiffusionDataConfig(Section):
     """Where prompts come from: rows with a prompt and, for image-to-video and edits, images; several files by comma."""
 
-    prompt_data: str = EMBEDDED
-    prompt_split: str = "train"
+    prompt_data: str = EMBEDDED  # embedded, a file, a folder or a hub name
+    prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
     pair_data: str | None = None  # pairs of images for offline diffusion_dpo, in the place of prompts and rollouts
     chosen_key: str = "chosen"  # columns of the pair's images; Pick-a-Pic's are known
-    rejected_key: str = "rejected"
+    rejected_key: str = "rejected"  # column of the image that was not preferred
     eval_data: str | None = None  # default: the embedded held-out prompts when prompt_data is embedded
-    eval_split: str = "test"
-    max_samples: PositiveInt = 100_000_000
-    max_eval_samples: NonNegativeInt = 96
-    input_key: str = "prompt"
+    eval_split: str = "test"  # the same for evaluation
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
+    max_eval_samples: NonNegativeInt = 96  # at most so many are evaluated
+    input_key: str = "prompt"  # column of the prompt
     image_key: str = "input_image"  # first frame of image-to-video models, images to edit; else `images`, `image`
-    label_key: str = "label"
-    reference_key: str = "reference"
-    image_root: str | None = None
+    label_key: str = "label"  # column that names the recipe of a sample's rewards
+    reference_key: str = "reference"  # column of the right answer, for rewards
+    image_root: str | None = None  # folder of images that data name by relative paths
     on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
 
@@ -198,24 +198,24 @@ class DiffusionTrainConfig(Section):
     train_batch_size: NonNegativeInt | None = None
     groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (VRL)
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (ROLL)
-    micro_train_batch_size: PositiveInt = 8
+    micro_train_batch_size: PositiveInt = 8  # samples of one forward and backward on a rank
     steps_per_forward: PositiveInt = 1  # denoising steps of a micro-batch in one forward; memory grows with it
     # graphs of the rollout's forwards that are kept for its only update, per rank, in place of a replay; larger ones
     # are not kept, 0 keeps none
     rollout_graph_gib: NonNegativeFloat = 1.0
     max_epochs: PositiveInt = 1  # rounds of updates over the samples of a step
-    num_episodes: PositiveInt = 1
-    max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
+    num_episodes: PositiveInt = 1  # passes over the prompts
+    max_steps: Annotated[int, positive_or(-1, "no limit")] = -1  # -1: as many as num_episodes asks for
     learning_rate: NonNegativeFloat | None = None  # default: 3e-4, reward_fl 2.5e-6
     warmup_steps: NonNegativeInt | None = None  # default: 0, reward_fl 10
     lr_scheduler_type: Annotated[str, one_of(*SCHEDULES)] = "constant"
-    adam_betas: AdamBetas = field(default_factory=lambda: [0.9, 0.999])
-    l2: WeightDecay = 1e-4
-    max_norm: MaxNorm = 1.0
-    enable_ema: bool = False
-    ema_beta: Annotated[float, within("[0, 1)")] = 0.9
+    adam_betas: AdamBetas = field(default_factory=lambda: [0.9, 0.999])  # of AdamW
+    l2: WeightDecay = 1e-4  # weight decay
+    max_norm: MaxNorm = 1.0  # gradients are clipped to this norm
+    enable_ema: bool = False  # an average of the weights is kept, evaluated and saved
+    ema_beta: Annotated[float, within("[0, 1)")] = 0.9  # share of the average that each step keeps
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
-    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42
+    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42  # of data, sampling and new weights
 
     def schedule(self, updates: int) -> tuple[str, float]:
         """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""

@@ -47,7 +47,7 @@ class SFTTrainConfig(TrainConfig):
     train_batch_size: PositiveInt = 32  # samples of an update
     # optimizer steps; -1: as many as num_episodes gives
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
-    actor_learning_rate: NonNegativeFloat = 1e-5
+    actor_learning_rate: NonNegativeFloat = 1e-5  # of the policy
     groups_per_update: ClassVar[None] = None  # type: ignore[misc]
     homogeneous_batches: ClassVar[bool] = False  # type: ignore[misc]
     share_prefix: ClassVar[bool] = False  # type: ignore[misc]

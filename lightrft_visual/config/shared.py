@@ -82,13 +82,13 @@ class DistributedConfig(Section):
     """DeepSpeed ZeRO and process groups."""
 
     zero_stage: Annotated[int, one_of(0, 1, 2, 3)] = 2
-    adam_offload: bool = False
+    adam_offload: bool = False  # optimizer states lie on the host
     zpg: PositiveInt = 1  # ZeRO++ hierarchical partition size
-    overlap_comm: bool = False
+    overlap_comm: bool = False  # ZeRO reduces gradients while backward goes on
     # of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights
     grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
     sp_size: PositiveInt = 1  # ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses)
-    local_rank: int = -1
+    local_rank: int = -1  # set by the launcher
     collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
     # colocated: every rank generates and trains in turn; split: rollouts are made by workers on Ray, which is the
     # default where resources names devices of the rollouts
@@ -195,28 +195,28 @@ class GuardConfig(Section):
 class OutputConfig(Section):
     """What a run writes, how often, and where it resumes from. Steps are rollout steps."""
 
-    output_dir: str = "outputs/run"
+    output_dir: str = "outputs/run"  # holds all that a run writes
     save_path: str | None = None  # the final model; default: <output_dir>/checkpoint-final
     ckpt_path: str | None = None  # default: <output_dir>
     save_steps: int | None = None  # -1: none; default: ten times a run, and every 50 steps at least
     eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
-    logging_steps: PositiveInt = 1
-    max_ckpt_num: PositiveInt = 3
+    logging_steps: PositiveInt = 1  # a line of metrics every so many steps
+    max_ckpt_num: PositiveInt = 3  # checkpoints that are kept
     async_save: bool = False  # write checkpoints while the run goes on, from a copy in host memory
     load_checkpoint: bool = False  # same as resume_from=auto
     resume_from: str | None = None  # a checkpoint folder, or auto
     resume_other_model: bool = False  # resume although the checkpoint was trained from another model
     sigterm_exit_code: Annotated[int, within("[0, 255]")] = 0  # of a run that SIGTERM ended after a checkpoint
     best_metric: str | None = None  # column of eval_metrics.csv by which the best checkpoint is kept
-    eval_samples_per_prompt: PositiveInt = 4
+    eval_samples_per_prompt: PositiveInt = 4  # samples of each evaluated prompt
     eval_seed: int | None = None  # of what the evaluation draws; default: seed
     eval_ema: bool | None = None  # evaluate and export the EMA weights; default: with enable_ema
-    use_wandb: bool = False
-    use_tensorboard: bool = False
-    save_trajectories: bool = True
-    num_trajectories_to_save: NonNegativeInt = 8
-    report: bool = True
-    run_name: str | None = None
+    use_wandb: bool = False  # metrics go to Weights & Biases too
+    use_tensorboard: bool = False  # metrics go to TensorBoard too
+    save_trajectories: bool = True  # rollouts are written to rollouts/
+    num_trajectories_to_save: NonNegativeInt = 8  # rollouts of a step that are written
+    report: bool = True  # report.html at the end
+    run_name: str | None = None  # in logs and the report; default: the folder's
 
     def intervals(self, total_steps: int) -> tuple[int, int]:
         """(steps between checkpoints, steps between evaluations) of a run; 0 or less: none.

@@ -77,21 +77,21 @@ def mixing_shares(probabilities: Sequence[float]) -> list[float]:
 class ModelConfig(Section):
     """What is trained. ``pretrain`` is a hub name, a checkpoint folder, or 'embedded' for the built-in tiny model."""
 
-    pretrain: str = EMBEDDED
+    pretrain: str = EMBEDDED  # hub name, checkpoint folder, or embedded: the tiny model built here
     critic_pretrain: str | None = None  # default: the actor's checkpoint with a fresh value head
     teacher_pretrain: str | None = None  # on-policy distillation: a model of the same tokens, often a larger one
-    bf16: bool = False
+    bf16: bool = False  # weights and forwards in bfloat16; optimizer states in float32
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
     compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
     use_liger_kernel: bool = False  # Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step
     gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
     freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
-    lora_rank: NonNegativeInt = 0
-    lora_alpha: int = 16
-    lora_dropout: Annotated[float, within("[0, 1)")] = 0.0
+    lora_rank: NonNegativeInt = 0  # 0 trains all weights
+    lora_alpha: int = 16  # adapters are scaled by lora_alpha / lora_rank
+    lora_dropout: Annotated[float, within("[0, 1)")] = 0.0  # share of the adapters' inputs that training drops
     target_modules: str = "all-linear"  # or a comma-separated list of module names
     target_parameters: str = ""  # LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python files that come with the checkpoint
     # qwen2 reads text only; janus also draws, by engine hf
     embedded_family: Annotated[str, one_of("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2", "janus")] = (
         "qwen2_5_vl"
@@ -115,23 +115,23 @@ DATA_FORMATS = ("auto", "plain", *registry.row_forms.names())
 class DataConfig(Section):
     """Where prompts come from: jsonl, json, parquet, a Hugging Face data set folder; several, comma-separated."""
 
-    prompt_data: str = EMBEDDED
+    prompt_data: str = EMBEDDED  # embedded, a file, a folder or a hub name; several by commas
     prompt_data_probs: str | None = None  # comma-separated mixing probabilities, one per data set
     # each batch of rows in any order, with an even share of every data set, or of one data set in turns
     prompt_mixing: Annotated[str, one_of("shuffled", "even", "turns")] = "shuffled"
-    prompt_split: str = "train"
+    prompt_split: str = "train"  # split of a data set of the hub, or file of a folder
     eval_data: str | None = None  # default: the embedded held-out split when prompt_data is embedded
-    eval_split: str = "test"
-    max_samples: PositiveInt = 100_000_000
-    max_eval_samples: NonNegativeInt = 500
-    input_key: str = "prompt"
+    eval_split: str = "test"  # the same for evaluation
+    max_samples: PositiveInt = 100_000_000  # at most so many prompts are read
+    max_eval_samples: NonNegativeInt = 500  # at most so many are evaluated
+    input_key: str = "prompt"  # column of the prompt
     images_key: str = "images"  # empty: no images are read
     videos_key: str = "videos"  # empty: no videos are read
-    reference_key: str = "reference"
-    label_key: str = "label"
+    reference_key: str = "reference"  # column of the right answer, for rewards
+    label_key: str = "label"  # column that names the recipe of a sample's rewards
     draw_key: str = "draw"  # a column that is true in rows to be answered by an image
-    apply_chat_template: bool = True
-    system_prompt: str | None = None
+    apply_chat_template: bool = True  # prompts are messages of the model's chat template
+    system_prompt: str | None = None  # put before each prompt that has none
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
     data_format: Annotated[str, registered(registry.row_forms, "auto", "plain")] = (
         "auto"  # of the rows, see docs/coming_from.md
@@ -142,7 +142,7 @@ class DataConfig(Section):
     allow_remote_media: bool = False  # fetch http(s) images named in rows; private addresses stay refused
     max_image_pixels: PositiveInt = 50_000_000  # refused before decoding
     min_pixels: PositiveInt | None = None  # passed to the image processor: images are resized into [min, max] pixels
-    max_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None  # larger images are made smaller; default: the processor's
 
     @property
     def evaluated(self) -> bool:
@@ -162,8 +162,8 @@ class RolloutConfig(Section):
     """How responses are sampled, and how many."""
 
     engine_type: Annotated[str, registered(registry.engines)] = "vllm"
-    engine_tp_size: PositiveInt = 1
-    engine_mem_util: Annotated[float, within("(0, 1)")] = 0.5
+    engine_tp_size: PositiveInt = 1  # devices that share one engine
+    engine_mem_util: Annotated[float, within("(0, 1)")] = 0.5  # share of the device's memory that the engine may fill
     enable_engine_sleep: bool = True  # free the engine's memory while training; CUDA only
     engine_enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory; always so on CPU
     engine_max_num_seqs: PositiveInt | None = None  # sequences in flight; default: all samples of a step, at most 256
@@ -173,19 +173,19 @@ class RolloutConfig(Section):
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # other engine arguments by vLLM's names
     offload_trainer: bool = False  # optimizer states, gradients and weights wait on the host while they are not used
     offload_reference: bool = False  # the reference model's weights are on the device for its forwards only
-    limit_mm_image_per_prompt: PositiveInt = 10
-    limit_mm_video_per_prompt: NonNegativeInt = 1
+    limit_mm_image_per_prompt: PositiveInt = 10  # images that the engine takes in one prompt
+    limit_mm_video_per_prompt: NonNegativeInt = 1  # videos that the engine takes in one prompt
     rollout_batch_size: PositiveInt = 128  # prompts a step, over all ranks
     micro_rollout_batch_size: PositiveInt = 8  # samples a forward, per rank
-    n_samples_per_prompt: PositiveInt = 8
-    temperature: Annotated[float, SamplingTemperature] = 1.0
-    top_p: Annotated[float, within("(0, 1]")] = 1.0
-    top_k: Annotated[int, positive_or(-1, "all tokens")] = -1
-    prompt_max_len: PositiveInt = 1024
-    generate_max_len: PositiveInt = 1024
-    min_new_tokens: NonNegativeInt = 1
+    n_samples_per_prompt: PositiveInt = 8  # responses of a prompt: the size of a group
+    temperature: Annotated[float, SamplingTemperature] = 1.0  # of sampling, and of the log-probs that are trained
+    top_p: Annotated[float, within("(0, 1]")] = 1.0  # tokens are sampled among the likeliest of this probability
+    top_k: Annotated[int, positive_or(-1, "all tokens")] = -1  # tokens are sampled among so many likeliest
+    prompt_max_len: PositiveInt = 1024  # tokens of a prompt, image tokens included
+    generate_max_len: PositiveInt = 1024  # tokens of a response
+    min_new_tokens: NonNegativeInt = 1  # no response ends before
     use_fire: bool = False  # first token at first_token_temperature (arXiv 2410.21236)
-    first_token_temperature: PositiveFloat = 10.0
+    first_token_temperature: PositiveFloat = 10.0  # of the first token, with diversify_first_token
     guidance_scale: PositiveFloat = 1.0  # classifier-free guidance of drawn images; 1 is none
     # of drawn tokens: of what they are drawn from, or of the prompt alone (one forward pass less to train on)
     guidance_log_probs: Annotated[str, one_of("guided", "conditional")] = "guided"
@@ -193,7 +193,7 @@ class RolloutConfig(Section):
     noisy_rollout_strength: Annotated[int, within("[1, 999]")] = 500  # of the noise at first: a step of 1,000
     balance_rollouts: bool = False  # ranks generate for each other, by the length that responses are expected to have
     dynamic_sampling: bool = False  # DAPO: resample until the batch holds only groups with different rewards
-    dynamic_sampling_max_tries: PositiveInt = 4
+    dynamic_sampling_max_tries: PositiveInt = 4  # rollouts of a step at most
     parity_every: NonNegativeInt = 50  # steps between the gate's probes; every rollout is compared anyway. 0: no gate
     image_dependence_every: NonNegativeInt = 10  # steps between measurements of what depends on the image; 0: none
     parity_tolerance: NonNegativeFloat | None = None  # default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8
@@ -228,30 +228,30 @@ class TrainConfig(Section):
     train_batch_size: NonNegativeInt = 0  # samples of an update; 0: all of a rollout
     groups_per_update: PositiveInt | None = None  # or: prompts whose samples make an update (verl)
     gradient_accumulation_steps: PositiveInt | None = None  # or: micro-batches of a rank that make an update (TRL)
-    micro_train_batch_size: PositiveInt = 8
+    micro_train_batch_size: PositiveInt = 8  # samples of one forward and backward on a rank
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
-    packing_samples: bool = False
+    packing_samples: bool = False  # samples of a micro-batch lie in one sequence without padding
     homogeneous_batches: bool = False  # an optimizer step trains on answers alone or on drawings alone
     # compute a prompt once for its samples; default: where the model is shown to train equally
     share_prefix: bool | None = None
     num_episodes: PositiveInt = 1  # passes over the prompt data
     max_epochs: PositiveInt = 1  # passes over the replay buffer for each rollout
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1  # rollout steps; -1: as many as num_episodes gives
-    actor_learning_rate: NonNegativeFloat = 1e-6
+    actor_learning_rate: NonNegativeFloat = 1e-6  # of the policy
     vision_learning_rate: NonNegativeFloat | None = None  # of the vision tower; default: actor_learning_rate
     projector_learning_rate: NonNegativeFloat | None = None  # of what joins tower and language model; default as above
-    critic_learning_rate: NonNegativeFloat = 9e-6
-    lr_warmup_ratio: Annotated[float, within("[0, 1]")] = 0.03
+    critic_learning_rate: NonNegativeFloat = 9e-6  # of the critic (PPO)
+    lr_warmup_ratio: Annotated[float, within("[0, 1]")] = 0.03  # share of the steps in which the learning rate rises
     lr_scheduler: Annotated[str, one_of("cosine_with_min_lr", "constant_with_warmup", "linear")] = "cosine_with_min_lr"
-    adam_betas: AdamBetas = field(default_factory=lambda: [0.9, 0.95])
-    l2: WeightDecay = 0.0
-    max_norm: MaxNorm = 1.0
+    adam_betas: AdamBetas = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    l2: WeightDecay = 0.0  # weight decay
+    max_norm: MaxNorm = 1.0  # gradients are clipped to this norm
     freezing_actor_steps: int = -1  # PPO: train the critic alone for this many steps first
-    enable_ema: bool = False
-    ema_beta: Annotated[float, within("[0, 1)")] = 0.992
+    enable_ema: bool = False  # an average of the weights is kept, evaluated and saved
+    ema_beta: Annotated[float, within("[0, 1)")] = 0.992  # share of the average that each step keeps
     ema_interval: ClassVar[int] = 1
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
-    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42
+    seed: Annotated[int, within("[0, 9223372036854775807]")] = 42  # of data, sampling and new weights
 
     def schedule(self, updates: int) -> tuple[str, float]:
         """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""

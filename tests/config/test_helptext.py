@@ -22,7 +22,7 @@ def test_every_leaf_is_there_with_its_type_and_comment(monkeypatch, root, column
         assert (
             len(re.findall(rf"^  --{leaf.name} {re.escape(leaf.type_name.replace(' | None', ''))} \(", text, re.M)) == 1
         )
-        assert " ".join(leaf.help.split()) in flat
+        assert leaf.help and " ".join(leaf.help.split()) in flat, f"{leaf.path} has no comment"
     assert max(map(len, text.partition("Names of other systems")[0].splitlines())) <= 120
 
 
