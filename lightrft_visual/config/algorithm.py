@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from . import registry
+from . import kinds, registry
 from .constraints import (
     Constraint,
     NonNegativeFloat,
@@ -85,7 +85,7 @@ class AlgorithmConfig(Section):
     advantage_clip: NonNegativeFloat = 0.0  # 0 turns it off
 
     @property
-    def estimator(self) -> registry.AdvantageEstimator:
+    def estimator(self) -> kinds.AdvantageEstimator:
         """What the advantage estimator needs."""
         return registry.advantage_estimators[self.advantage_estimator]
 
@@ -211,7 +211,7 @@ class DiffusionAlgorithmConfig(Section):
     differentiable_kwargs: dict[str, Any] = field(default_factory=dict)  # settings of a named one, {setting: value}
 
     @property
-    def entry(self) -> registry.DiffusionAlgorithm:
+    def entry(self) -> kinds.DiffusionAlgorithm:
         """What the algorithm needs."""
         return registry.diffusion_algorithms[self.diffusion_algorithm]
 

@@ -106,6 +106,14 @@ class Registry(Generic[E]):
         self._entries[entry.name] = entry
         return entry
 
+    def below(self, package: str) -> Callable[..., Choice]:
+        """A function that adds an entry: (name, 'module:attribute' below the package or None, about, **facts)."""
+
+        def entry(name: str, code: str | None, about: str, **facts: Any) -> E:
+            return self.add(self.entry(name=name, target=code and f"{package}.{code}", about=about, **facts))
+
+        return entry
+
     def register(self, name: str, about: str = "", **facts: Any) -> Callable[[Any], Any]:
         """Decorator: make a function or class known under `name`.
 

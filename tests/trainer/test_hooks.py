@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft_visual.config import registry
+from lightrft_visual.config import kinds, registry
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
 from lightrft_visual.trainer.run_state import _hooks_of_version_2
 
@@ -48,7 +48,7 @@ def test_a_method_that_returns_nothing_is_refused_by_its_name(method):
 
 
 def test_those_of_the_configuration_come_in_the_registrys_order_and_a_users_own_last(monkeypatch):
-    kept = registry.Registry("hook", registry.Hook)
+    kept = registry.Registry("hook", kinds.Hook)
     monkeypatch.setattr(registry, "hooks", kept)
     kept.register("first", about="")(lambda parts: Adds(f"{parts.word} 1"))
     kept.register("unasked", about="")(lambda parts: None)

@@ -10,7 +10,7 @@ import torch
 
 from ...algorithms.diffusion import Loss
 from ...config.diffusion import DiffusionRunConfig
-from ...config.registry import DiffusionAlgorithm
+from ...config.kinds import DiffusionAlgorithm
 from ...data.drawing_prompts import DrawPrompts
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy

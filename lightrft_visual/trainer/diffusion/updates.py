@@ -25,7 +25,7 @@ from ...algorithms.diffusion.denoising_batch import (
 from ...algorithms.diffusion.preference import couplings
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...algorithms.loss_terms import LossOutputs
-from ...config.registry import DiffusionAlgorithm
+from ...config.kinds import DiffusionAlgorithm
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
