@@ -16,7 +16,7 @@ from ..runtime import collectives
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
-from .sources import RowSource, located
+from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
 USUAL_COLUMNS = ("images", "image")  # of images, where image_key names no other
@@ -48,12 +48,10 @@ class DrawPrompts(PromptDataset):
 
     def __getitem__(self, index: int) -> PromptRow:
         """The row with its images decoded."""
-        row = self.rows[index]
-        return self._decoded(row)
+        return self._decoded(self.rows[index])
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        root = located(self.config.image_root) if self.config.image_root else source.folder
-        parsed = _parse(source[row], source.name(row), root, self.config, self.most_images)
+        parsed = _parse(source[row], source.name(row), self._root(source), self.config, self.most_images)
         return replace(parsed, index=index)
 
     @property
@@ -65,15 +63,10 @@ class DrawPrompts(PromptDataset):
 
 
 def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_images: int) -> PromptRow:
-    if not isinstance(raw, Mapping):
-        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
-    check_values(raw)
+    _check_mapping(raw, name)
     _check_columns(raw, name, config)
     check_reference(raw.get(config.reference_key))
-    prompt = raw.get(config.input_key)
-    if not isinstance(prompt, str) or not prompt.strip():
-        columns = ", ".join(map(str, raw))
-        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+    prompt = _text(raw.get(config.input_key), raw, name, config)
     if len(prompt) > MAX_CAPTION:
         raise DataError(f"{name}: the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
     column = _image_column(raw, config)
@@ -94,6 +87,19 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
         metadata=metadata,
         source=name,
     )
+
+
+def _check_mapping(raw: Any, name: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
+    check_values(raw)
+
+
+def _text(prompt: Any, raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> str:
+    if not isinstance(prompt, str) or not prompt.strip():
+        columns = ", ".join(map(str, raw))
+        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+    return prompt
 
 
 def _image_column(raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
@@ -164,32 +170,16 @@ class EvaluationRows:
             return Fetched(indices, [False] * len(indices))
         wanted = sorted(self.remote & set(indices))
         with ThreadPoolExecutor(_THREADS) as pool:
-            loaded = dict(zip(wanted, pool.map(self._load, wanted)))
+            loaded = dict(zip(wanted, pool.map(self.dataset.load_or_bad, wanted)))
         rows = {index: row for index, row in loaded.items() if isinstance(row, PromptRow)}
         bad = {index: row for index, row in loaded.items() if isinstance(row, BadRow)}
-        lost = self._count(bad, step)
+        lost = len(self.dataset.count_bad(bad, f"evaluation at step {step}"))
         usable = [index for index in indices if index not in bad]
         usable += [index for index in range(len(self.dataset)) if index not in self.remote]
         if not all(collectives.all_gather_object(bool(usable))):
             raise DataError(f"an evaluation has no usable row: {self.dataset.bad.summary()}")
         kept = [index if index not in bad else usable[0] for index in indices]
         return Fetched(kept, [index in bad for index in indices], rows, lost)
-
-    def _load(self, index: int) -> PromptRow | BadRow:
-        try:
-            return self.dataset.load(index)
-        except DataError as error:
-            return BadRow.of(error, self.dataset.name(index))
-
-    def _count(self, mine: dict[int, BadRow], step: int) -> int:
-        """How many rows of all ranks are bad; every rank knows and counts them."""
-        bad = {index: row for part in collectives.all_gather_object(mine) for index, row in part.items()}
-        for row in bad.values():
-            if self.dataset.policy(row) == "error":
-                raise row.as_error()
-            self.dataset.bad.add(replace(row, found=f"evaluation at step {step}"))
-        self.dataset.bad.check()
-        return len(bad)
 
 
 PICK_A_PIC = ("jpg_0", "jpg_1")
@@ -210,19 +200,13 @@ class PreferencePairs(DrawPrompts):
         return self._decoded(self._parse(self._sources[source], row, index))
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        root = located(self.config.image_root) if self.config.image_root else source.folder
-        return replace(_pair(source[row], source.name(row), root, self.config), index=index)
+        return replace(_pair(source[row], source.name(row), self._root(source), self.config), index=index)
 
 
 def _pair(raw: Any, name: str, root: Any, config: DiffusionDataConfig) -> PromptRow:
-    if not isinstance(raw, Mapping):
-        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
-    check_values(raw)
+    _check_mapping(raw, name)
     keys = _image_columns(raw, name, config)
-    prompt = raw.get(config.input_key) or raw.get(CAPTION)
-    if not isinstance(prompt, str) or not prompt.strip():
-        columns = ", ".join(map(str, raw))
-        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+    prompt = _text(raw.get(config.input_key) or raw.get(CAPTION), raw, name, config)
     for key in keys:
         if raw.get(key) in (None, ""):
             columns = ", ".join(map(str, raw))

@@ -185,11 +185,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         raise DataError(
             f"image {name} holds floating-point pixels of unknown range; scale it to 8 bits", "image levels"
         )
-    if image.has_transparency_data:
-        upper = image.convert("RGBA")
-        white = Image.new("RGBA", upper.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, upper)
-    return image.convert("RGB")
+    return to_rgb(image)
 
 
 def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> bytes | Path:
@@ -346,9 +342,7 @@ def media_to_video_array(media: torch.Tensor) -> np.ndarray:
         raise ValueError(f"expected floating-point values in 0..1, got {media.dtype}")
     if not torch.isfinite(media).all():
         raise ValueError("media holds NaN or infinite values")
-    video = media.detach().float().cpu()
-    video = video.unsqueeze(1) if video.ndim == 3 else video
-    levels = (video.clamp(0, 1) * 255).round().to(torch.uint8)
+    levels = to_uint8(media.unsqueeze(1) if media.ndim == 3 else media)
     return levels.permute(1, 0, 2, 3).contiguous().numpy()
 
 

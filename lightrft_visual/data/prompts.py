@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jinja2.exceptions import TemplateError
@@ -108,14 +110,9 @@ class MediaConventions:
         """Keyword arguments with which a processor takes the media of its prompts; frames are already chosen."""
         arguments: dict[str, Any] = {"images": list(images)} if images else {}
         if videos:
-            given = [
-                {key: value for key, value in each.metadata.items() if key != "do_sample_frames"} for each in videos
-            ]
-            arguments |= {
-                "videos": [each.frames for each in videos],
-                "video_metadata": given,
-                "do_sample_frames": False,
-            }
+            told = [{key: each.metadata[key] for key in each.metadata.keys() - {"do_sample_frames"}} for each in videos]
+            frames = [each.frames for each in videos]
+            arguments |= {"videos": frames, "video_metadata": told, "do_sample_frames": False}
         return arguments
 
 
@@ -198,8 +195,7 @@ class PromptDataset:
         model_input = self.checks.model_input
         self._most = sys.maxsize  # characters of a prompt
         if model_input is not None and self.checks.prompt_max_len is not None:
-            tokenizer = _tokenizer_of(model_input)
-            self._most = most_characters(tokenizer, self.checks.prompt_max_len)
+            self._most = most_characters(_tokenizer_of(model_input), self.checks.prompt_max_len)
         self._reserved: tuple[str, ...] = self.checks.media.reserved(model_input) if model_input is not None else ()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
@@ -266,18 +262,37 @@ class PromptDataset:
         except DataError as error:
             raise DataError(f"{row.source}: {error}", error.cause) from error
 
-    def name(self, index: int) -> str:
-        """The row for messages: "file:row"."""
+    def load_or_bad(self, index: int) -> PromptRow | BadRow:
+        """The same, or why it cannot be used."""
         source, row = self._rows[index]
-        return self._sources[source].name(row)
+        try:
+            return self.load(index)
+        except DataError as error:
+            return BadRow.of(error, self._sources[source].name(row))
+
+    def count_bad(self, mine: Mapping[int, BadRow], found: str) -> dict[int, BadRow]:
+        """The bad rows that any rank met, by index, which every rank then counts. found: when. A collective.
+
+        Raises DataError for one that may not be skipped, and for a larger share of them than max_bad_share.
+        """
+        bad = {index: row for part in collectives.all_gather_object(mine) for index, row in part.items()}
+        for row in bad.values():
+            if self.policy(row) == "error":
+                raise row.as_error()
+            self.bad.add(replace(row, found=found))
+        self.bad.check()
+        return bad
 
     def policy(self, bad: BadRow) -> str:
         """What to do with a bad row: "error" or "skip"."""
         return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        root = located(self.config.image_root) if self.config.image_root else source.folder
-        return parse_row(source[row], self.config, source=source.name(row), root=root, index=index)
+        return parse_row(source[row], self.config, source=source.name(row), root=self._root(source), index=index)
+
+    def _root(self, source: RowSource) -> Path:
+        """Where relative media paths start."""
+        return located(self.config.image_root) if self.config.image_root else source.folder
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -317,11 +332,8 @@ class PromptDataset:
         if admitted == 0:
             told = f"{path}: no usable row among {len(source)}"
             raise TooManyBadRows(f"{told}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(told)
-        self._say_forms(path, forms - {None})
-
-    def _say_forms(self, path: str, forms: set[str]) -> None:
-        if forms and collectives.is_rank_0():
-            logger.info("%s: rows read as %s; --data_format plain turns this off", path, "; ".join(sorted(forms)))
+        if (said := forms - {None}) and collectives.is_rank_0():
+            logger.info("%s: rows read as %s; --data_format plain turns this off", path, "; ".join(sorted(said)))
 
     @staticmethod
     def _round_length(wanted: int) -> int:
@@ -335,11 +347,8 @@ class PromptDataset:
         mine = rows[collectives.rank() * share : (collectives.rank() + 1) * share]
         slices = [mine[start : start + _SLICE] for start in range(0, len(mine), _SLICE)]
         with ThreadPoolExecutor(_THREADS) as pool:
-            parts = pool.map(lambda rows: [self._inspect(source, row) for row in rows], slices)
-            found = [each for part in parts for each in part]
-        return [
-            each for part in collectives.all_gather_object(self._within_length(source, mine, found)) for each in part
-        ]
+            found = list(chain(*pool.map(lambda rows: [self._inspect(source, row) for row in rows], slices)))
+        return list(chain(*collectives.all_gather_object(self._within_length(source, mine, found))))
 
     def _inspect(self, source: RowSource, row: int) -> _Found | BadRow:
         name = source.name(row)
@@ -378,9 +387,8 @@ class PromptDataset:
         text = response_of(row, key)
         typed = next((token for token in self._reserved if token in text), None)
         if typed is not None:
-            raise DataError(
-                f"the response holds {typed}, which stands for an image or video", "vision token in the text"
-            )
+            told = f"the response holds {typed}, which stands for an image or video"
+            raise DataError(told, "vision token in the text")
         if model_input is None or most is None:
             return
         count = len(_tokenizer_of(model_input).encode(text, add_special_tokens=False)) + 1

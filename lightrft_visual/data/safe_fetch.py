@@ -34,7 +34,9 @@ def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float)
         raise DataError(f"{shown_url(url)} is remote, and fetching is off: set allow_remote_media to allow it")
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
-        parts = _checked_parts(url)
+        parts = web_address(url)
+        if parts is None:
+            raise DataError(f"{shown_url(url)} is refused: only http and https URLs are fetched")
         try:
             status, location, body = _get(parts, max_bytes, deadline)
             target = url if location is None else urljoin(url, location)
@@ -50,13 +52,6 @@ def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float)
     raise DataError(f"{shown_url(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
 
 
-def _checked_parts(url: str) -> SplitResult:
-    parts = web_address(url)
-    if parts is None:
-        raise DataError(f"{shown_url(url)} is refused: only http and https URLs are fetched")
-    return parts
-
-
 def resolve_public(host: str, port: int) -> str:
     """The address to connect to. Raises DataError unless every address of the host is public."""
     try:
@@ -64,9 +59,8 @@ def resolve_public(host: str, port: int) -> str:
     except (OSError, UnicodeError):
         raise DataError(f"host {host[:80]} cannot be resolved") from None
     addresses = [str(entry[4][0]) for entry in found]
-    for address in addresses:
-        if not is_public(address):
-            raise DataError(f"host {host[:80]} is refused: it has an address that is not public")
+    if not all(map(is_public, addresses)):
+        raise DataError(f"host {host[:80]} is refused: it has an address that is not public")
     return addresses[0]
 
 
@@ -98,9 +92,8 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str 
         connection.request("GET", target, headers={"User-Agent": "lightrft-visual", "Accept": "*/*"})
         response = connection.getresponse()
         encoding = response.getheader("Content-Encoding") or "identity"
-        if (
-            response.status == 200 and encoding.strip().lower() != "identity"
-        ):  # nothing is unpacked: a few bytes may stand for gigabytes
+        # Nothing is unpacked: a few bytes may stand for gigabytes.
+        if response.status == 200 and encoding.strip().lower() != "identity":
             raise DataError(f"the reply is encoded ({encoding[:40]!r}), which was not asked for and is not unpacked")
         location = response.getheader("Location") if response.status in (301, 302, 303, 307, 308) else None
         body = b"" if location or response.status != 200 else _read(response, max_bytes)

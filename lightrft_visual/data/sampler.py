@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,10 +90,6 @@ class PromptSampler:
         self._orders = {number: order for number, order in self._orders.items() if number >= begun}
         return batch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield self.next_batch()
-
     @staticmethod
     def shard(batch: Sequence[int], rank: int, world_size: int) -> list[int]:
         """Rank's rows of a global batch. Raises ConfigError if the ranks would get different numbers."""
@@ -144,26 +139,20 @@ class PromptSampler:
         return cycles * self.pattern.count(part) + self.pattern[:rest].count(part)
 
     def _rows(self, part: int, begin: int, count: int) -> list[int]:
-        """Indices of `count` rows of one data set from place `begin` of its own stream on."""
-        start = sum(self.sizes[:part])
-        return [start + row for row in self._take(part, self.sizes[part], begin, count)]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        rows: list[int] = []
-        for part, quota in enumerate(self.quotas):
-            rows += self._rows(part, epoch * quota, quota)
-        places = self._permutation(len(rows), "mix", epoch)
-        return [rows[place] for place in places]
-
-    def _take(self, part: int, size: int, begin: int, count: int) -> list[int]:
-        """`count` rows of one data set from its own endless stream of permutations, from place `begin` on."""
-        rows: list[int] = []
+        """Indices of `count` rows of one data set, from place `begin` of its own endless stream of permutations on."""
+        start, size, rows = sum(self.sizes[:part]), self.sizes[part], []
         while len(rows) < count:
             cycle, offset = divmod(begin + len(rows), size)
             if self._cycles.get(part, (None,))[0] != cycle:
                 self._cycles[part] = cycle, self._permutation(size, f"part {part}", cycle)
             rows += self._cycles[part][1][offset : offset + count - len(rows)]
-        return rows
+        return [start + row for row in rows]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        rows: list[int] = []
+        for part, quota in enumerate(self.quotas):
+            rows += self._rows(part, epoch * quota, quota)
+        return [rows[place] for place in self._permutation(len(rows), "mix", epoch)]
 
     def _permutation(self, size: int, purpose: str, number: int) -> list[int]:
         if not self.shuffle:
@@ -230,7 +219,7 @@ class PromptSupply:
         order = list(itertools.islice(upcoming, self.sampler.batch_size))
         self._replace_known(order, upcoming)
         mine = order[collectives.rank() :: collectives.world_size()]
-        self._ahead = {index: self._ahead.get(index) or self._pool.submit(self._load, index) for index in mine}
+        self._ahead = {index: self._ahead.get(index) or self._begun(index) for index in mine}
         return [self._ahead[index] for index in mine]
 
     def next_rows(self, step: int) -> list[PromptRow]:
@@ -248,7 +237,7 @@ class PromptSupply:
                 self._replace_known(order, self.sampler.rows())
             missing = [place for place in mine if not isinstance(loaded.get(place), PromptRow)]
             wanted = {order[place] for place in missing}
-            rows = {index: self._ahead.pop(index, None) or self._pool.submit(self._load, index) for index in wanted}
+            rows = {index: self._ahead.pop(index, None) or self._begun(index) for index in wanted}
             loaded |= {place: rows[order[place]].result() for place in missing}
             if not self._bad_anywhere([(order[place], loaded[place]) for place in missing], step):
                 return [loaded[place] for place in mine]
@@ -262,32 +251,22 @@ class PromptSupply:
         for index in range(len(self.dataset)):
             if len(rows) == count:
                 break
-            row = self._load(index)
+            row = self.dataset.load_or_bad(index)
             if not self._bad_anywhere([(index, row)], step):
                 rows.append(row)
         return rows
 
-    def _load(self, index: int) -> PromptRow | BadRow:
-        try:
-            return self.dataset.load(index)
-        except DataError as error:
-            return BadRow.of(error, self.dataset.name(index))
+    def _begun(self, index: int) -> Future[PromptRow | BadRow]:
+        return self._pool.submit(self.dataset.load_or_bad, index)
 
     def _bad_anywhere(self, results: list[tuple[int, PromptRow | BadRow]], step: int) -> bool:
         """Whether any rank met a bad row, which every rank then knows and counts. Raises DataError by the policy."""
-        mine = [(index, row) for index, row in results if isinstance(row, BadRow)]
-        bad = dict(pair for pairs in collectives.all_gather_object(mine) for pair in pairs)
-        if not bad:
-            return False
-        for row in bad.values():
-            if self.dataset.policy(row) == "error":
-                raise row.as_error()
-            self.dataset.bad.add(replace(row, found=f"step {step}"))
+        mine = {index: row for index, row in results if isinstance(row, BadRow)}
+        bad = self.dataset.count_bad(mine, f"step {step}")
         self._known |= bad
-        self.dataset.bad.check()
         if len(self._known) == len(self.dataset):
             raise DataError(f"no usable row is left: {self.dataset.bad.summary()}")
-        return True
+        return bool(bad)
 
     def _replace_known(self, order: list[int], following: Iterator[int]) -> None:
         """Put the indices that follow in the place of bad rows."""

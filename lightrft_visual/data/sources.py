@@ -6,19 +6,27 @@ import csv
 import io
 import json
 import os
+import threading
 from array import array
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
+
+import pyarrow
+import pyarrow.parquet
 
 from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
 from ..given import GivenRows, given, is_given, source_of
 from ..runtime.hub import is_hub_name, load_data_set
-from .arrow import FolderSource, ParquetSource
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
+
+CACHE_BYTES = 2**30  # decoded row groups that a process keeps of one Parquet file
+# What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
+_ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError)
 
 
 class RowSource(Protocol):
@@ -84,11 +92,22 @@ def parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
         raise DataError(f"{name}: not valid JSON: {error}{advice}", "not JSON") from None
 
 
-class JsonSource:
+class NumberedRows:
+    """A file or folder whose rows are counted from 0."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder = path, folder
+
+    def name(self, row: int) -> str:
+        """ "file:row n"."""
+        return f"{self.path}:row {row}"
+
+
+class JsonSource(NumberedRows):
     """A JSON file that holds a list of rows."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
+        super().__init__(path, path.parent)
         check_whole_file(path, "write it as .jsonl, one object a line, which is read row by row")
         rows = parse_json(path.read_bytes(), str(path), " (one object a line is .jsonl)")
         if not isinstance(rows, list):
@@ -98,10 +117,6 @@ class JsonSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def name(self, row: int) -> str:
-        """ "file:row n", rows counted from 0."""
-        return f"{self.path}:row {row}"
-
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         return self._rows[row]
 
@@ -110,7 +125,7 @@ class CsvSource(JsonSource):
     """A CSV file with a header, such as a metadata.csv; all values are text, an empty cell is None."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
+        NumberedRows.__init__(self, path, path.parent)
         limit = csv.field_size_limit(MAX_ROW_BYTES)  # a cell may hold an image as base64
         try:
             self._header, self._rows = _read_csv(_read_text(path))
@@ -164,9 +179,95 @@ class TextSource(JsonSource):
     """A text file with one prompt a line; blank lines skip. Other signs that can end a line are part of the prompt."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
+        NumberedRows.__init__(self, path, path.parent)
         lines = _read_text(path).split("\n")
         self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
+
+
+class ParquetSource(NumberedRows):
+    """A Parquet file, of which a row group is decoded when one of its rows is read, and kept while there is room.
+
+    Images stay in their stored form, {"bytes", "path"}. A damaged page makes the rows of its group bad, not the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path.parent)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+            metadata = self._file.metadata
+            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        except _ARROW_ERRORS as error:
+            raise DataError(f"{path}: not a parquet file: {error}") from None
+        if any(count < 0 for count in counts):
+            raise DataError(f"{path}: not a parquet file: its footer is damaged")
+        self._starts = [0, *accumulate(counts)]
+        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        group = bisect_right(self._starts, row) - 1
+        try:
+            return _row_of(self._group(group), row - self._starts[group])
+        except _ARROW_ERRORS as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
+
+    def _group(self, number: int) -> pyarrow.Table:
+        with self._lock:
+            if number not in self._groups:
+                table = self._file.read_row_group(number, use_threads=False)
+                wanted = self._starts[number + 1] - self._starts[number]
+                if len(table) != wanted:
+                    raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
+                self._groups[number] = table
+                self._forget()
+            self._groups.move_to_end(number)
+            return self._groups[number]
+
+    def _forget(self) -> None:
+        """Drop the groups that were not used for longest, but for the newest, until the others fit."""
+        while len(self._groups) > 1 and sum(table.nbytes for table in self._groups.values()) > CACHE_BYTES:
+            self._groups.popitem(last=False)
+
+
+class FolderSource(NumberedRows):
+    """One split of a Hugging Face data set folder, read from disk as rows are asked for."""
+
+    def __init__(self, path: Path, split: str) -> None:
+        super().__init__(path, path)
+        self._table = _load_folder(path, split).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        try:
+            return _row_of(self._table[row : row + 1], 0)
+        except _ARROW_ERRORS as error:
+            raise DataError(f"{self.name(row)}: cannot be read: {error}", "damaged page") from None
+
+
+def _row_of(table: pyarrow.Table, row: int) -> Mapping[str, Any]:
+    return table.slice(row, 1).to_pylist()[0]
+
+
+def _load_folder(path: Path, split: str) -> Any:
+    """A folder of save_to_disk, or one of data files that `datasets` understands."""
+    import datasets  # slow to import, and needed for folders alone
+
+    saved = any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+    except (datasets.exceptions.DatasetsError, *_ARROW_ERRORS) as error:
+        raise DataError(f"{path}: not a data set folder: {error}") from error
+    if isinstance(found, datasets.Dataset):
+        return found
+    if split not in found:
+        raise DataError(f"{path}: no split {split!r}; it has: {', '.join(found)}")
+    return found[split]
 
 
 READERS: dict[str, Callable[[Path], RowSource]] = {

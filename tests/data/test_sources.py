@@ -8,7 +8,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import lightrft_visual.data.arrow as arrow
 import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
 from lightrft_visual.data.sources import open_source
@@ -110,7 +109,7 @@ def parquet(folder, count=60, group=10):
 
 
 def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow, "CACHE_BYTES", 120_000)  # two groups of six
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups of six
     source, decoded = open_source(parquet(tmp_path), "train"), []
     read = source._file.read_row_group
 

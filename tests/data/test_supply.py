@@ -113,7 +113,7 @@ def test_two_ranks_take_turns_in_the_batch_that_one_rank_gets(path, monkeypatch)
             def gather(mine, rank=rank, heard=heard):
                 turn = len(heard)
                 heard.append(mine)
-                other = reports[1 - rank][turn] if turn < len(reports[1 - rank]) else []
+                other = reports[1 - rank][turn] if turn < len(reports[1 - rank]) else {}
                 return [mine, other] if rank == 0 else [other, mine]
 
             monkeypatch.setattr(supply_module.collectives, "rank", lambda rank=rank: rank)
