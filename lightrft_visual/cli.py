@@ -98,9 +98,9 @@ def train_command(name: str, arguments: Sequence[str] | None = None) -> None:
         _help(root, words)
         return
     config = config_or_exit(root.schema, words, preset=root.preset, defaults=defaults)
-    from .launch import run_diffusion, run_vl
+    from .launch import run_script
 
-    (run_diffusion if root.kind == "diffusion" else run_vl)(config)
+    run_script(config)
 
 
 def _help(root: Root, words: Sequence[str]) -> None:

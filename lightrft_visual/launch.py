@@ -1,5 +1,5 @@
-"""From a configuration to a finished run: `run` raises, for programs; `run_vl` and `run_diffusion` are for scripts, and
-say errors in a few lines and end the process."""
+"""From a configuration to a finished run: `run` raises, for programs; `run_script` is for scripts, and says errors in
+a few lines and ends the process."""
 
 from __future__ import annotations
 
@@ -61,14 +61,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def run_vl(config: RunConfig | SFTRunConfig) -> None:
-    """Run a vision-language or supervised trainer in a script; an error ends the process with a few lines and a code
-    other than 0."""
-    _run(config, partial(built, config))
-
-
-def run_diffusion(config: DiffusionRunConfig) -> None:
-    """The same for a diffusion trainer."""
+def run_script(config: AnyConfig) -> None:
+    """Train in a script; an error ends the process with a few lines and a code other than 0."""
     _run(config, partial(built, config))
 
 
@@ -91,7 +85,9 @@ def built(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 
             build = build_diffusion_trainer
             diffusers_logging.disable_progress_bar()
-    _check_fits(config)
+    plan = registry.service("memory_plan") if config.plan is not None else None
+    if plan is not None:
+        plan.check_fits(config)
     return build(config, callbacks)
 
 
@@ -147,13 +143,6 @@ def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
 def _close(trainer: PolicyTrainer) -> None:
     trainer.close()
     trainer.recorder.close()
-
-
-def _check_fits(config: AnyConfig) -> None:
-    """Raise ConfigError where the plan says that the run cannot fit; nothing without the plug-in."""
-    plan = registry.service("memory_plan") if config.plan is not None else None
-    if plan is not None:
-        plan.check_fits(config)
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:

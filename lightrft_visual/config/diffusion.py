@@ -60,6 +60,12 @@ from .shared import (
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 ROLL_DENOISERS = {"dit": "transformer", "dit2": "transformer_2"}
 PARTS = ".json"  # how `pretrain` ends where it names the parts of a model
+# Settings by section whose default is the algorithm's.
+USUAL = {
+    "sampling": ("num_steps", "sde_window_size", "sde_window_move", "same_latent", "n_samples_per_prompt"),
+    "algorithm": ("timestep_choice", "clip_range", "decay_type", "dpo_beta", "min_sigma"),
+    "train": ("learning_rate", "warmup_steps"),
+}
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
 
 
@@ -244,7 +250,6 @@ class DiffusionRunConfig(Section):
         self._take_pairs()
         self._fill_in_defaults()
         idle.check_diffusion(self.algorithm)
-        self._check_groups()
         self._check_coupled()
         self._check_trajectory()
         self._check_family()
@@ -352,19 +357,13 @@ class DiffusionRunConfig(Section):
     def _fill_in_defaults(self) -> None:
         """What neither a recipe nor a flag has set, as the algorithm's own papers and systems have it."""
         usual, sampling, train = self.algorithm.entry, self.sampling, self.train
-        sampling.num_steps = usual.num_steps if sampling.num_steps is None else sampling.num_steps
-        train.learning_rate = usual.learning_rate if train.learning_rate is None else train.learning_rate
-        train.warmup_steps = usual.warmup_steps if train.warmup_steps is None else train.warmup_steps
-        for name in ("sde_window_size", "sde_window_move", "same_latent"):
-            if getattr(sampling, name) is None:
-                setattr(sampling, name, getattr(usual, name))
-        for name in ("timestep_choice", "clip_range", "decay_type", "dpo_beta", "min_sigma"):
-            if getattr(self.algorithm, name) is None:
-                setattr(self.algorithm, name, getattr(usual, name))
-        if sampling.n_samples_per_prompt is None:
-            sampling.n_samples_per_prompt = usual.n_samples_per_prompt
         if sampling.noise_level is None:
             sampling.noise_level = 1.0 if self.trajectory == "sde_reflow" else usual.noise_level
+        for section, names in USUAL.items():
+            own = getattr(self, section)
+            for name in names:
+                if getattr(own, name) is None:
+                    setattr(own, name, getattr(usual, name))
         if train.groups_per_update is not None:
             groups, prompts = train.groups_per_update, sampling.rollout_batch_size
             require(
@@ -380,22 +379,18 @@ class DiffusionRunConfig(Section):
         total = sampling.rollout_batch_size * sampling.n_samples_per_prompt
         settle_update(train, total, told, usual.train_batch_size)
 
-    def _check_groups(self) -> None:
-        sampling, name = self.sampling, self.algorithm.diffusion_algorithm
-        require(
-            not self.algorithm.entry.grouped or sampling.n_samples_per_prompt > 1,
-            f"{name} compares samples of one prompt: n_samples_per_prompt must be at least 2",
-        )
-
     def _check_coupled(self) -> None:
         """Samples that are compared in one term belong to one update, and are compared on finished samples."""
         together, algorithm, n = self.coupled_samples, self.algorithm, self.sampling.n_samples_per_prompt
-        size = self.train.train_batch_size
+        size, name = self.train.train_batch_size, algorithm.diffusion_algorithm
+        require(
+            not algorithm.entry.grouped or n > 1,
+            f"{name} compares samples of one prompt: n_samples_per_prompt must be at least 2",
+        )
         require(
             size % together == 0,
-            f"{algorithm.diffusion_algorithm} compares {together} samples in one update: train_batch_size "
-            f"{size} must be a multiple of it, such as "
-            f"{nearest(size, divisors(self.sampling.rollout_batch_size * n, together))}",
+            f"{name} compares {together} samples in one update: train_batch_size {size} must be a multiple of it, such "
+            f"as {nearest(size, divisors(self.sampling.rollout_batch_size * n, together))}",
         )
         if algorithm.entry.coupled != "pairs":
             return

@@ -37,47 +37,36 @@ class Translation:
     about: str
 
 
-def _model_name(name: Any) -> dict[str, Any]:
-    if name == "wan2_2":
-        return {"family": "wan_i2v"}
-    raise ConfigError(f"model_name is {name!r}; of ROLL's models there is wan2_2. A path or hub name is --pretrain")
+def by_word(known: Mapping[str, Mapping[str, Any]], refused: str) -> Callable[[Any], dict[str, Any]]:
+    """A `read` of a Translation for settings that take a few words. refused: what is said of others, {0!r} in it."""
 
+    def read(value: Any) -> dict[str, Any]:
+        if (word := str(value)) in known or (word := word.lower()) in known:
+            return dict(known[word])
+        raise ConfigError(refused.format(value))
 
-def _extra_inputs(names: Any) -> dict[str, Any]:
-    if names == "input_image":
-        return {"image_key": names}
-    raise ConfigError(f"extra_inputs is {names!r}; of ROLL's inputs there is input_image, the first frame")
+    return read
 
 
 def _reward_model_path(folder: Any) -> dict[str, Any]:
-    return {
-        "differentiable_reward": "face_similarity",
-        "differentiable_kwargs.embedder": os.path.expanduser(str(folder)),
-    }
+    folder = os.path.expanduser(str(folder))
+    return {"differentiable_reward": "face_similarity", "differentiable_kwargs.embedder": folder}
 
 
-def _origin_paths(found: Any) -> dict[str, Any]:
-    if found in (None, "", "null", "None"):
-        return {}
-    raise ConfigError(
-        "model_id_with_origin_paths names files of a hub, which are not fetched: name local ones by --model_paths"
-    )
-
-
-def _eval_enable(on: Any) -> dict[str, Any]:
-    known = {"true": {}, "false": {"max_eval_samples": 0}}
-    if str(on).lower() in known:
-        return known[str(on).lower()]
-    raise ConfigError(f"eval.enable is {on!r}; it is true or false")
-
-
-def _precision(word: Any) -> dict[str, Any]:
-    known = {"bf16": True, "fp32": False}
-    if word in known:
-        return {"bf16": known[word]}
-    raise ConfigError(f"precision is {word!r}; there are bf16 and fp32")
-
-
+_model_name = by_word(
+    {"wan2_2": {"family": "wan_i2v"}},
+    "model_name is {0!r}; of ROLL's models there is wan2_2. A path or hub name is --pretrain",
+)
+_extra_inputs = by_word(
+    {"input_image": {"image_key": "input_image"}},
+    "extra_inputs is {0!r}; of ROLL's inputs there is input_image, the first frame",
+)
+_origin_paths = by_word(
+    dict.fromkeys(("", "none", "null"), {}),
+    "model_id_with_origin_paths names files of a hub, which are not fetched: name local ones by --model_paths",
+)
+_eval_enable = by_word({"true": {}, "false": {"max_eval_samples": 0}}, "eval.enable is {0!r}; it is true or false")
+_precision = by_word({"bf16": {"bf16": True}, "fp32": {"bf16": False}}, "precision is {0!r}; there are bf16 and fp32")
 TRANSLATIONS: dict[str, dict[str, Translation]] = {
     "DiffusionRunConfig": {
         "model_name": Translation("family", _model_name, "wan2_2 is --family wan_i2v (ROLL)"),
@@ -261,6 +250,12 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "async.partial_tokens": "partial_tokens",
 }
 
+FASTVIDEO_SAMPLING = ("num_steps", "scheduler", "trajectory", "flow_shift", "timesteps", "sigmas")
+FASTVIDEO_METHOD = (
+    "timestep_fraction", "decay_type", "adv_mode", "adv_clip_max", "num_video_per_prompt", "num_inner_epochs",
+    "kl_beta", "max_grad_norm",
+)  # fmt: skip
+
 # The same for one schema only, by its class: the systems that a kind of run comes from mean something else by the name.
 ALIASES_OF: dict[str, dict[str, str]] = {
     "DiffusionRunConfig": {
@@ -270,23 +265,8 @@ ALIASES_OF: dict[str, dict[str, str]] = {
         "num_video_per_prompt": "n_samples_per_prompt",  # FastVideo
         "num_inner_epochs": "max_epochs",  # FastVideo and Flow-GRPO
         "kl_beta": "nft_kl_beta",
-        **{
-            f"method.sampling.{name}": name
-            for name in ("num_steps", "scheduler", "trajectory", "flow_shift", "timesteps", "sigmas")
-        },
-        **{
-            f"method.{name}": name
-            for name in (
-                "timestep_fraction",
-                "decay_type",
-                "adv_mode",
-                "adv_clip_max",
-                "num_video_per_prompt",
-                "num_inner_epochs",
-                "kl_beta",
-                "max_grad_norm",
-            )
-        },
+        **{f"method.sampling.{name}": name for name in FASTVIDEO_SAMPLING},
+        **{f"method.{name}": name for name in FASTVIDEO_METHOD},
         "method.beta": "nft_beta",
         "method.ema.enabled": "enable_ema",
         "method.ema.decay": "ema_beta",
@@ -303,11 +283,8 @@ ALIASES_OF: dict[str, dict[str, str]] = {
 # Settings that say the same thing in several ways: the one that is written last counts, the others are unset.
 ONE_OF_THESE = (("train.train_batch_size", "train.groups_per_update", "train.gradient_accumulation_steps"),)
 
-# Words for "unset" besides null, by setting.
-UNSET_WORDS: dict[str, tuple[str, ...]] = {
-    "flow_shift": ("inherit",),
-    "reward_pretrain": ("{}",),
-}  # FastVideo, LightRFT
+# Words for "unset" besides null, by setting: of FastVideo and LightRFT.
+UNSET_WORDS: dict[str, tuple[str, ...]] = {"flow_shift": ("inherit",), "reward_pretrain": ("{}",)}
 
 # Settings that may stand alone on the command line without being a bool, and the value they then take.
 BARE_VALUES: dict[str, str] = {"freeze_prefix": "true", "gradient_checkpointing": FULL}

@@ -33,12 +33,6 @@ def written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.plugin("compat")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_accepted(command: str) -> None:
-    assert parse_run(argv=shlex.split(command)).sources
-
-
-@pytest.mark.plugin("compat")
 def test_the_spellings_are_equal() -> None:
     first, *rest = [parse_run(argv=shlex.split(command)).config for command in COMMANDS[:7]]
     assert first.rollout.n_samples_per_prompt == 16 and all(config == first for config in rest)

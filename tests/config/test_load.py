@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,11 +46,8 @@ def texts(leaf: Leaf) -> st.SearchStrategy[str]:
         "list": st.lists(items, min_size=1, max_size=3).map(lambda items: ",".join(map(repr, items))),
         "number": st.integers(-(10**9), 10**9).map(str),
     }
-    values = (
-        kinds[leaf.kind] | numbers.map(repr)
-        if "float" in leaf.type_name and leaf.kind == "number"
-        else kinds[leaf.kind]
-    )
+    values = kinds[leaf.kind]
+    values = values | numbers.map(repr) if "float" in leaf.type_name and leaf.kind == "number" else values
     return values | st.just("null") if leaf.optional else values
 
 
@@ -115,9 +110,8 @@ def test_values_take_the_type_of_their_field() -> None:
     assert config.model.bf16 is True
     assert config.model.freeze_prefix == "true"
     assert config.distributed.local_rank == 0
-    assert (
-        plain("adam_betas=[0.5, 0.6]").train.adam_betas == plain("--adam-betas=0.5,0.6").train.adam_betas == [0.5, 0.6]
-    )
+    for betas in ("adam_betas=[0.5, 0.6]", "--adam-betas=0.5,0.6"):
+        assert plain(betas).train.adam_betas == [0.5, 0.6]
     assert plain("--kl_target", "0.1", "--kl_target", "None").algorithm.kl_target is None
     assert plain("--freeze_prefix", "visual,model.embed").model.freeze_prefix == "visual,model.embed"
     assert plain("--system_prompt", "a = b").data.system_prompt == "a = b"
@@ -338,14 +332,14 @@ def test_dry_run_prints_the_resolved_config_and_stops(capsys: pytest.CaptureFixt
         load_config(RunConfig, ["--dry_run", "--seed", "7"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == resolved_yaml(load_config(RunConfig, ["--seed", "7"]))
-    assert parse_run(RunConfig, ["--dry-run"]).dry_run and not parse_run(RunConfig, ["dry_run=false"]).dry_run
 
 
 @pytest.mark.parametrize(
     ("argv", "dry"),
     [
-        (["--dry_run"], True),
         (["--dry_run", "true"], True),
+        (["--dry-run"], True),
+        (["dry_run=false"], False),
         (["--dry_run", "false"], False),
         (["--dry-run", "0", "--seed", "7"], False),
         (["--dry_run", "seed=7"], True),
@@ -356,31 +350,16 @@ def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
     assert parse_run(RunConfig, argv).dry_run == dry
 
 
-@pytest.mark.parametrize("argv", [["--dry_run"], ["--help"], ["--sede", "1"]])
-def test_only_the_first_rank_prints(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize(("argv", "code"), [(["--dry_run"], 0), (["--help"], 0), (["--sede", "1"], 2)])
+def test_only_the_first_rank_prints(argv: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     printed = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stop:
             config_or_exit(RunConfig, argv)
+        assert stop.value.code == code
         printed.append(bool("".join(capsys.readouterr())))
     assert printed == [True, False]
-
-
-def test_a_script_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        config_or_exit(RunConfig, ["--sed", "7"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: unknown setting 'sed'")
-
-
-def test_nothing_heavy_is_imported() -> None:
-    code = (
-        "import sys; from lightrft_visual.config.load import load_config; load_config(argv=[])\n"
-        "print(sorted({'torch', 'vllm', 'transformers', 'deepspeed', 'numpy', 'PIL'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", REMOVED)
@@ -452,14 +431,8 @@ class OtherConfig:
 def test_mappings_take_keys_of_their_own(tmp_path: Any) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("reward:\n  components: {ocr: 1, clip: 2}\n  kwargs: {ocr: {lang: en, min-size: 3}}\n")
-    argv = [
-        "--config",
-        str(recipe),
-        "--reward.components.ocr",
-        "0.5",
-        "components.hps-v2=2",
-        "reward.kwargs.ocr.gpu=true",
-    ]
+    argv = ["--config", str(recipe), "--reward.components.ocr", "0.5", "components.hps-v2=2"]
+    argv += ["reward.kwargs.ocr.gpu=true"]
     reward = parse_run(OtherConfig, argv, preset=None).config.reward
     assert reward.components == {"ocr": 0.5, "clip": 2.0, "hps-v2": 2.0}
     assert reward.kwargs == {"ocr": {"lang": "en", "min-size": 3, "gpu": True}}

@@ -59,9 +59,13 @@ def foreign_groups(installed: Path) -> set[str]:
     return set(points.sections()) - {"console_scripts"}
 
 
-def test_it_holds_every_recipe_and_layer(unpacked: Path) -> None:
-    shipped, source = unpacked / "lightrft_visual" / "configs", ROOT / "examples" / "configs"
-    names = {file.relative_to(source) for file in source.rglob("*.yaml")}
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [("examples/configs", "*.yaml"), ("examples/datasets", "*"), ("lightrft_visual/observe/report/templates", "*")],
+)
+def test_it_holds_recipes_prompt_sets_and_templates(unpacked: Path, source: str, kind: str) -> None:
+    shipped = unpacked / "lightrft_visual" / source.removeprefix("examples/").removeprefix("lightrft_visual/")
+    names = {file.relative_to(ROOT / source) for file in (ROOT / source).rglob(kind) if file.is_file()}
     assert names and {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()} == names
     assert {path.name for path in unpacked.iterdir() if path.suffix != ".dist-info"} == {"lightrft_visual"}
 
@@ -73,19 +77,6 @@ def test_a_wheel_is_loaded_by_no_other_package(unpacked: Path) -> None:
 def test_an_editable_installation_is_loaded_by_no_other_package(sources: Path, tmp_path: Path) -> None:
     installed = build("build_editable", sources, tmp_path)
     assert not foreign_groups(installed) and not list(installed.glob("*launchers*"))
-
-
-def test_it_holds_the_small_prompt_sets(unpacked: Path) -> None:
-    source = ROOT / "examples" / "datasets"
-    names = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
-    shipped = unpacked / "lightrft_visual" / "datasets"
-    assert names and {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()} == names
-
-
-def test_it_holds_the_templates_of_the_report(unpacked: Path) -> None:
-    folder = Path("lightrft_visual") / "observe" / "report" / "templates"
-    names = sorted(file.name for file in (ROOT / folder).iterdir())
-    assert "page.html.j2" in names and sorted(file.name for file in (unpacked / folder).iterdir()) == names
 
 
 def test_recipes_are_found_where_they_are_installed(unpacked: Path) -> None:

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 
 import pytest
-from PIL import Image
+import row_files
+from row_files import parts, roles
 
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
-from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, DataError
 
-
-@pytest.fixture
-def png(tmp_path):
-    buffer = io.BytesIO()
-    Image.new("RGB", (30, 20), "red").save(buffer, "PNG")
-    (tmp_path / "a.png").write_bytes(buffer.getvalue())
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def read(tmp_path, png):
-    """Rows written to a file, and read back."""
-
-    def reader(name, rows, **settings):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
-        return [dataset.load(index) for index in range(len(dataset))]
-
-    return reader
-
-
-def parts(row):
-    """The last message as text, with a mark for each image."""
-    return "".join(part.get("text", f"[{part['type']}]") for part in row.prompt[-1]["content"])
-
-
-def roles(row):
-    return [message["role"] for message in row.prompt]
+png, read = row_files.png, row_files.read
 
 
 def test_openai_messages(read, png):

@@ -54,11 +54,8 @@ def test_videos():
 def test_a_few_of_many_are_evenly_spaced():
     assert evenly_spaced(range(10), 4) == [0, 3, 6, 9] and evenly_spaced(range(3), 9) == [0, 1, 2]
     assert evenly_spaced(range(5), 1) == [0]
-    assert [frame.getpixel((0, 0))[0] for frame in video_frames(torch.arange(5).byte().view(5, 1, 1, 1), 3)] == [
-        0,
-        2,
-        4,
-    ]
+    frames = video_frames(torch.arange(5).byte().view(5, 1, 1, 1), 3)
+    assert [frame.getpixel((0, 0))[0] for frame in frames] == [0, 2, 4]
 
 
 def test_bytes_have_a_storage_of_their_own():

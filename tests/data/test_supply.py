@@ -58,11 +58,8 @@ def test_bad_rows_are_counted_once_with_the_step_that_met_them(path):
     for step in range(1, 9):
         assert len(rows.next_rows(step)) == 4
     bad = rows.dataset.bad
-    assert bad.causes == {"image damaged": 3} and {row.found for row in bad.rows.values()} <= {
-        "step 1",
-        "step 2",
-        "step 3",
-    }
+    assert bad.causes == {"image damaged": 3}
+    assert {row.found for row in bad.rows.values()} <= {"step 1", "step 2", "step 3"}
     assert all(f"rows.jsonl:{index + 1}: image " in bad.rows[f"{path}:{index + 1}"].message for index in BAD)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.launch import run_diffusion, run_vl
+from lightrft_visual.launch import run_script
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,6 @@ def main(
     config = config_or_exit(DiffusionRunConfig, preset=None) if draws else config_or_exit(RunConfig)
     if place is not None:
         kill_at(place, number)
-    (run_diffusion if draws else run_vl)(config)
+    run_script(config)
     sys.stdout.flush()
     os._exit(0)

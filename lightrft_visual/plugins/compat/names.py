@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...config.spellings import Spoken, Translation
+from ...config.spellings import Spoken, Translation, by_word
 from ...errors import ConfigError
 
 ALIASES: dict[str, str | tuple[str, ...]] = {
@@ -355,12 +355,7 @@ def _frozen_tower(frozen: Any) -> dict[str, Any]:
 
 
 def _one_of(name: str, known: dict[str, dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    def read(value: Any) -> dict[str, Any]:
-        if value not in known:
-            raise ConfigError(f"{name} is {value!r}; of the values there, here are {', '.join(known)}")
-        return known[value]
-
-    return read
+    return by_word(known, f"{name} is {{0!r}}; of the values there, here are {', '.join(known)}")
 
 
 def _so_anyway(like: str, values: str, about: str, instead: str = "") -> Translation:
