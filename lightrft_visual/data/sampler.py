@@ -140,7 +140,8 @@ class PromptSampler:
 
     def _rows(self, part: int, begin: int, count: int) -> list[int]:
         """Indices of `count` rows of one data set, from place `begin` of its own endless stream of permutations on."""
-        start, size, rows = sum(self.sizes[:part]), self.sizes[part], []
+        start, size = sum(self.sizes[:part]), self.sizes[part]
+        rows: list[int] = []
         while len(rows) < count:
             cycle, offset = divmod(begin + len(rows), size)
             if self._cycles.get(part, (None,))[0] != cycle:
