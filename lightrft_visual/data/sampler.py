@@ -107,10 +107,11 @@ class PromptSampler:
         """Continue where `state` stopped; where rows are shuffled the batch size may differ. Raises DataError if the
         order would not match."""
         own = self.state_dict()
-        for name in sorted({*own, *state} - {"consumed"}):
+        for name in sorted({*own, *state} - {"consumed"}, reverse=True):  # sizes before quotas, which follow from them
             if state.get(name) != own.get(name):
-                told = f"{name} was {state.get(name)}, now it is {own.get(name)}"
-                raise DataError(f"cannot resume the prompt order: {told}")
+                told = f"{name} was {state.get(name)}, now it is {own.get(name)}".replace("sizes", "rows of the data")
+                way = "resume with that, or start a new run from the exported model (--pretrain)"
+                raise DataError(f"cannot resume the prompt order: {told}; {way}")
         self.consumed = state["consumed"]
         self._orders = {}
 

@@ -227,13 +227,14 @@ class TrainEngine:
         """Weights, optimizer and schedule of this rank; every rank calls it. saved_ranks: how many saved them; None
         where they were as many as now.
 
-        Learning rate, betas and weight decay stay those of this run's settings: DeepSpeed would put the saved ones in
-        their place, and a rate that was changed for the resumed run would be ignored.
+        Settings of the optimizer stay those of this run: DeepSpeed would put the saved ones in their place, without
+        those that the Adam of `adam_offload` alone has, and a changed learning rate would be ignored.
         """
         self._reload()
         scheduler = self.engine.lr_scheduler
         rates = list(scheduler.base_lrs)
-        set_here = [{name: group[name] for name in ("betas", "weight_decay")} for group in self._optimizer_groups()]
+        kept = ("params", "lr", "initial_lr")
+        set_here = [{k: v for k, v in group.items() if k not in kept} for group in self._optimizer_groups()]
         if self.zero_stage == 0 or saved_ranks in (None, collectives.world_size()):
             loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
             if loaded is None:

@@ -17,11 +17,8 @@ from lightrft_visual.runtime.train_engine import TrainEngine
 
 def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[list[float], list[bool]]:
     """(weights after three steps, whether states were on the host when they had to be)."""
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
-    module[0].weight.requires_grad_(False)
-    engine = strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9))
-    inputs, seen = torch.randn(6, 4), []
+    engine, inputs = made(strategy)
+    seen = []
     for step in range(3):
         if offload:
             rest(engine)
@@ -39,11 +36,22 @@ def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[li
         seen.append(not engine._states.away and bytes_held(engine) > 0)
         assert engine.step().applied
     rest(engine) if offload else None
+    return resumed(engine, inputs, folder), seen
+
+
+def made(strategy: DeepspeedStrategy) -> tuple[TrainEngine, torch.Tensor]:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
+    module[0].weight.requires_grad_(False)
+    return strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), torch.randn(6, 4)
+
+
+def resumed(engine: TrainEngine, inputs: torch.Tensor, folder: str) -> list[float]:
     engine.load(folder, "middle")
     engine.accumulate(engine(inputs).square().sum(), last=True)
     engine.step()
     with engine.gathered(list(engine.module.parameters())):
-        return [p.double().sum().item() for p in engine.module.parameters()], seen
+        return [p.double().sum().item() for p in engine.module.parameters()]
 
 
 def rest(engine: TrainEngine) -> None:
@@ -65,7 +73,9 @@ def main(out: str) -> None:
             strategy.setup_distributed()
         plain, _ = trained(strategy, False, f"{out}/plain{stage}")
         moved, seen = trained(strategy, True, f"{out}/moved{stage}")
-        results[stage] = {"plain": plain, "moved": moved, "seen": all(seen)}
+        on_host = DeepspeedStrategy(DistributedConfig(zero_stage=stage, adam_offload=True))
+        there = resumed(*made(on_host), f"{out}/plain{stage}")  # a checkpoint of Adam on the device
+        results[stage] = {"plain": plain, "moved": moved, "seen": all(seen), "adam_offload": there}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 
 

@@ -132,3 +132,4 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
         assert results.keys() == {"1", "2", "3"}
         for stage, result in results.items():
             assert result["seen"] and result["moved"] == result["plain"], stage
+            assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage

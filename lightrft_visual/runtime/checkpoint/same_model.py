@@ -14,6 +14,7 @@ from .manifest import read_manifest
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 READ = ("config.json", "model_index.json", "scheduler_config.json")  # files that say what a model is
 SAMPLED = 1 << 16  # bytes of a weight file's beginning and end: other weights differ there too
+FORM = ("zero_stage", "bf16")  # what decides the form of DeepSpeed's files
 
 
 def fingerprint(pretrain: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,30 +49,28 @@ def digest(folder: Path) -> str:
 def check_model(folder: Path | None, here: Mapping[str, Any], other_allowed: bool) -> None:
     """Raise CheckpointError when the checkpoint is of another model than `here`, this run's fingerprint. A collective.
 
-    Nothing is compared without a folder, with `other_allowed`, and with a checkpoint that does not know its model.
+    With `other_allowed` only the form of the optimizer counts. A checkpoint may not know its model.
     """
-    if folder is None or other_allowed:
-        return
-    on_rank_0("resuming", lambda: _check(folder, here))
+    if folder is not None:
+        on_rank_0("resuming", lambda: _check(folder, here, other_allowed))
 
 
-def _check(folder: Path, here: Mapping[str, Any]) -> None:
-    saved = read_manifest(folder)["model"]
-    if saved is None:
-        return
+def _check(folder: Path, here: Mapping[str, Any], other_allowed: bool) -> None:
+    saved = read_manifest(folder)["model"] or {}
     names = [name for name in saved if name in here and differs(name, saved, here)]
     told = ", ".join(f"{name} {saved[name]!r} ({here[name]!r} here)" for name in names)
-    if told:
-        raise CheckpointError(
-            f"{folder} was trained with {told}: resume with that, or, to put its weights into this run's model all the "
-            "same, add --resume_other_model true"
-        )
+    way = "to put its weights into this run's model all the same, add --resume_other_model true"
+    if other_allowed or any(name in FORM for name in names):
+        names = [name for name in names if name in FORM]
+        way = "to train its exported model anew, name that by --pretrain: its optimizer cannot be read otherwise"
+    if names:
+        raise CheckpointError(f"{folder} was trained with {told}: resume with that, or, {way}")
 
 
 def differs(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether the two disagree. The same files under another name are the same model; names count where the files of
     one are not known. `content` speaks through `pretrain`, which people know."""
-    if name == "content":
+    if name == "content" or (name == "zero_stage" and {saved[name], here[name]} == {1, 2}):
         return False
     if name == "pretrain" and saved["content"] and here["content"]:
         return saved["content"] != here["content"]

@@ -245,7 +245,7 @@ def model_of(named: str, config: RunConfig | SFTRunConfig, checkpoint: Checkpoin
         "target_modules": model.target_modules if model.lora_rank else None,
         "freeze_prefix": model.freeze_prefix,
         "critic": critic,
-    }
+    } | {"zero_stage": config.distributed.zero_stage, "bf16": model.bf16}
     return fingerprint(named, None if named in registry.checkpoint_resolvers else checkpoint.path, settings)
 
 

@@ -96,3 +96,12 @@ def test_a_run_resumes_with_the_model_that_it_was_trained_from(tmp_path):
         with pytest.raises(CheckpointError, match=told):
             check_model(path, here, False)
         check_model(path, here, True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("zero_stage", 0), ("bf16", True)])
+def test_what_decides_the_form_of_the_optimizer_is_that_of_the_checkpoint(tmp_path, name, value):
+    path = saved(tmp_path, model=HERE | {"zero_stage": 2, "bf16": False})
+    check_model(path, HERE | {"zero_stage": 1, "bf16": False}, False)  # these two have one form
+    for other_allowed in (False, True):
+        with pytest.raises(CheckpointError, match=rf"trained with {name} .*\({value} here\).*--pretrain"):
+            check_model(path, HERE | {"zero_stage": 2, "bf16": False, name: value}, other_allowed)
