@@ -110,7 +110,7 @@ class PromptSampler:
         for name in sorted({*own, *state} - {"consumed"}, reverse=True):  # sizes before quotas, which follow from them
             if state.get(name) != own.get(name):
                 told = f"{name} was {state.get(name)}, now it is {own.get(name)}".replace("sizes", "rows of the data")
-                raise DataError(f"cannot resume the prompt order: {told}; a new run takes the exported model by --pretrain")
+                raise DataError(f"cannot resume the prompt order: {told}; a new run takes the exported one: --pretrain")
         self.consumed = state["consumed"]
         self._orders = {}
 
