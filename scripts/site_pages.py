@@ -78,12 +78,19 @@ def settings(root: Any) -> str:
 
 
 def api() -> str:
-    """The public names, by their docstrings."""
-    lines = ["# Python API", "", "What `from lightrft_visual import …` has. [Python](../python.md) is the guide.", ""]
+    """The public names, by their docstrings; what all trainers take and do comes first."""
     from lightrft_visual import _EXPORTS
 
-    for name in sorted(public, key=lambda name: (not name.endswith("Trainer"), name)):
-        module = _EXPORTS.get(name, "api")
-        options = "" if module == "api" else "\n    options:\n      members: false"
-        lines += [f"::: lightrft_visual.{module}.{name}{options}", ""]
+    def shown(name: str, **options: str) -> list[str]:
+        return [f"::: lightrft_visual.{name}", "    options:", *(f"      {k}: {v}" for k, v in options.items()), ""]
+
+    lines = ["# Python API", "", "What `from lightrft_visual import …` has. [Python](../python.md) is the guide.", ""]
+    lines += ["## Every trainer", ""]
+    own = {"show_root_heading": "false", "show_root_toc_entry": "false", "merge_init_into_class": "true"}
+    lines += shown("api._Trainer", show_bases="false", members="[fit, evaluate, save, close]", **own)
+    for title, trainers in (("Trainers", True), ("What else is public", False)):
+        lines += [f"## {title}", ""]
+        for name in sorted(name for name in public if name.endswith("Trainer") == trainers):
+            members = "true" if "api" == _EXPORTS.get(name, "api") and not trainers else "false"
+            lines += shown(f"{_EXPORTS.get(name, 'api')}.{name}", show_bases="false", members=members)
     return "\n".join(lines)
