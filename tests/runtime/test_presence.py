@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from forked import ranks_environment, run_script, server
 from waiting import polls
-
-from lightrft_visual.runtime.presence import POLL, Presence
 
 SCRIPT = Path(__file__).with_name("presence_ranks.py")
 LIMIT = 60.0  # seconds in which the other ranks must have ended
@@ -109,40 +106,3 @@ def test_a_rank_that_leaves_in_order_ends_no_other(start, first):
     tasks[first] = ("leaves", "1")
     for code, told in map(ends, start(*tasks)):
         assert code == 0 and "error: rank" not in told, told
-
-
-class SlowToSay(Presence):
-    """Its process stands still for a while before each word to the others."""
-
-    def send(self, message: bytes) -> None:
-        time.sleep(5 * POLL)
-        super().send(message)
-
-
-class Found(dict):
-    """What the ranks need of a store."""
-
-    set = dict.__setitem__
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self[key].encode()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_leaves_is_not_gone_however_slowly_it_says_so(first):
-    told, store = [], Found()
-    ranks = [SlowToSay(rank, 2, lambda other, why: told.append((other, why))) for rank in range(2)]
-    threads = [threading.Thread(target=rank.run, args=(store, "key", "127.0.0.1"), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    assert all(rank.complete.wait(LIMIT) for rank in ranks)
-    ranks[first].leave()
-    for thread in (threads[first], *([threads[1]] if first == 0 else [])):  # rank 0 stays for others
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    ranks[1 - first].leave()
-    threads[1 - first].join(LIMIT)
-    assert not threads[1 - first].is_alive() and told == []
