@@ -1,6 +1,4 @@
-"""Started by the deepspeed launcher: several diffusion runs one after the other in one process.
-
-    deepspeed tests/distributed/run_drawing.py plan.json
+"""Run by each rank: diffusion runs one after the other in one process: run_drawing.py plan.json
 
 plan.json: as in run_many.py. Every run leaves facts_rank<r>.json: what its rank's samples were worth, how much of the
 optimizer state it holds, and what a swap of weights does under this run's ZeRO stage.
@@ -8,29 +6,18 @@ optimizer state it holds, and what a swap of weights does under this run's ZeRO 
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import sys
-import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
-from copies import begin_as_copy
+from run_many import as_program, each_run, trainer_of
 
 
-def run(entry: dict) -> None:
-    from lightrft_visual.config.diffusion import DiffusionRunConfig
-    from lightrft_visual.config.load import load_config
+def fit(entry: dict) -> None:
     from lightrft_visual.runtime import collectives
-    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
-    folder = Path(entry["folder"])
-    if collectives.is_rank_0():
-        begin_as_copy(entry)
-    collectives.barrier()
-    argv = [*entry["argv"], "--output_dir", str(folder)]
-    trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
+    trainer = trainer_of(entry)
     advantages: dict[int, list[float]] = {}
     append = trainer.buffer.append
 
@@ -47,7 +34,7 @@ def run(entry: dict) -> None:
     if trainer.config.model.bf16:
         facts["fp32"] = frozen_in_fp32(trainer)
     trainer.close()
-    (folder / f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
+    Path(entry["folder"], f"facts_rank{collectives.rank()}.json").write_text(json.dumps(facts))
 
 
 def optimizer_elements(trainer) -> int:
@@ -125,23 +112,5 @@ def swaps(trainer) -> dict[str, dict[str, float | bool]]:
     return found
 
 
-def main(plan: Path) -> None:
-    from lightrft_visual.launch import quiet_libraries
-
-    quiet_libraries()
-    for entry in json.loads(plan.read_text()):
-        print(f"run {Path(entry['folder']).name}: {' '.join(entry['argv'])}", flush=True)
-        run(entry)
-        gc.collect()
-
-
 if __name__ == "__main__":
-    try:
-        main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank"))))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    from lightrft_visual.runtime import watchdog
-
-    watchdog.stop()  # else the others would take this rank for one that died
-    os._exit(0)
+    as_program(partial(each_run, run=fit))

@@ -114,7 +114,7 @@ def launched(ranks: int, given: list[str], folder: Path, cache: Path) -> Path:
             )
             for word in words
         ]
-        runs[name] = [*copies, *given, *(word for word in own if word not in copies)]
+        runs[name] = [*copies, "diffusion", *given, *(word for word in own if word not in copies)]
     return run_plan(runs, folder, cache, ranks, driver=DRIVER)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from plans import given
 from small_pipeline import given_flags
-from whole_runs import ROOT, rollouts, rows, run_plan
+from whole_runs import rollouts, rows, run_plan
 
-DRIVER = ROOT / "tests" / "distributed" / "run_both.py"
 DRAWS = (
     "--height 32 --width 32 --num_steps 3 --guidance_scale 2 --max_sequence_length 5 --rollout_batch_size 2 "
     "--n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 --micro_train_batch_size 2 "
@@ -31,9 +30,9 @@ NAMES = ("loss", "grad_norm", "reward_mean", "reward_std", "learning_rate")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root) -> Path:
     own = tmp_path_factory.mktemp("other_ranks")
-    pipeline = [word.replace("--pretrain", "--pipeline") for word in given_flags(own)]
+    pipeline = given_flags(own)
     runs = {name: given(f"{flags} --rollout_batch_size 8") for name, flags in SEES.items()}
-    runs |= {name: [*DRAWS.split(), *flags.split(), *pipeline] for name, flags in DRAWN.items()}
+    runs |= {name: ["diffusion", *DRAWS.split(), *flags.split(), *pipeline] for name, flags in DRAWN.items()}
     last = ""
     for ranks, steps in ((1, 1), (2, 2), (1, 3)):
         plan = {}
@@ -44,7 +43,7 @@ def folder(tmp_path_factory, cache_root) -> Path:
             plan[f"{name}_{steps}"] = [*until, *(["--resume"] if last else [])]
             if steps == 3:
                 plan[f"{name}_whole"] = until
-        run_plan(plan, own, cache_root, ranks, driver=DRIVER)
+        run_plan(plan, own, cache_root, ranks)
         last = f"_{steps}"
     return own
 

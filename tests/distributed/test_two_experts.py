@@ -35,7 +35,7 @@ def given(tmp_path_factory) -> list[str]:
     tiny_families.wan_two_experts().save_pretrained(folder / "pipeline")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a red circle", "a blue cross")))
-    return [*BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", str(prompts)]
+    return ["diffusion", *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", str(prompts)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import psutil
-from copies import planned_copy
 from forked import run_on_ranks
 from waiting import output_of
 
@@ -125,7 +124,7 @@ def run_plan(
         {
             "argv": [word for word in argv if not word.startswith("copy:")],
             "folder": str(folder / name),
-            **planned_copy(folder, argv[0] if argv[0].startswith("copy:") else None),
+            **planned_copy(folder, argv[0]),
         }
         for name, argv in runs.items()
     ]
@@ -137,6 +136,13 @@ def run_plan(
     else:
         run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
     return folder
+
+
+def planned_copy(folder: Path, word: str) -> dict[str, str | int | None]:
+    """What a plan says of a run's first word; with a step, the copy has no checkpoint behind it."""
+    kind, _, other = word.partition(":")
+    name, _, step = other.partition("@")
+    return {"copy_of": str(folder / name) if kind == "copy" else None, "step": int(step) if step else None}
 
 
 def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
-import traceback
 from pathlib import Path
+
+from run_many import as_program
 
 BAD_STEPS = (1, 3, 4, 5)  # one alone, then three in a row
 
@@ -59,22 +58,13 @@ def run(stage: int, folder: Path, flags: list[str]) -> None:
     (folder / f"{stage}_rank{collectives.rank()}.json").write_text(json.dumps(result))
 
 
-def main() -> None:
+def main(folder: str, *flags: str) -> None:
     from lightrft_visual.launch import quiet_libraries
 
-    folder, *flags = sys.argv[1:]
     quiet_libraries()
     for stage in (0, 1, 2, 3):
-        run(stage, Path(folder), flags)
+        run(stage, Path(folder), list(flags))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    from lightrft_visual.runtime import watchdog
-
-    watchdog.stop()  # else the others would take this rank for one that died
-    os._exit(0)
+    as_program(main)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from simulated.accelerator import BACKEND, install
 
+from lightrft_visual.runtime import collectives
+
 
 def main(rank: int, store: str) -> None:
     install()
@@ -50,6 +52,14 @@ def main(rank: int, store: str) -> None:
         assert "device type cpu" in str(error)
     else:
         raise AssertionError("a host tensor was taken")
+    # Ours take host tensors as well.
+    assert collectives.all_reduce_sum(torch.tensor([1.0, rank])).tolist() == [2, 1]
+    assert collectives.all_reduce_max(torch.tensor([1.0, rank])).tolist() == [1, 1]
+    assert collectives.all_gather_numbers(torch.tensor([1.0, rank])).tolist() == [[1, 0], [1, 1]]
+    assert collectives.all_reduce_sum(mine).device == mine.device
+    received = collectives.exchange_objects([torch.tensor([rank, other]) for other in range(2)])
+    assert received[1 - rank].tolist() == [1 - rank, rank]
+    collectives.barrier()
     print("OK", flush=True)
     dist.destroy_process_group()
 

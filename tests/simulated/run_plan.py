@@ -8,29 +8,11 @@ fails ends the launch, with its traceback.
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import sys
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-
-def trainer_of(argv: list[str], folder: str):
-    from lightrft_visual.config.load import load_config
-
-    if argv[0] == "diffusion":
-        from lightrft_visual.config.diffusion import DiffusionRunConfig
-        from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-
-        config = load_config(DiffusionRunConfig, [*argv[1:], "--output_dir", folder], preset=None)
-        return build_diffusion_trainer(config)
-    from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.trainer.vl.trainer import build_trainer
-
-    return build_trainer(load_config(RunConfig, [*argv, "--output_dir", folder]))
+from distributed import run_many
 
 
 def read_every_loss() -> None:
@@ -61,36 +43,19 @@ def fit(trainer, folder: Path) -> None:
     counter.write(folder / f"waits_{collectives.rank()}.json")
 
 
+def run(entry: dict) -> None:
+    trainer = run_many.trainer_of(entry)
+    fit(trainer, Path(entry["folder"]))
+    trainer.close()
+
+
 def main(device: str, plan: str) -> None:
     if device == "sim":
         from simulated.accelerator import install
 
         install()
-    from distributed.copies import begin_as_copy
-
-    from lightrft_visual.launch import quiet_libraries
-    from lightrft_visual.runtime import collectives
-
-    quiet_libraries()
-    for entry in json.loads(Path(plan).read_text()):
-        print(f"run {Path(entry['folder']).name}: {' '.join(entry['argv'])}", flush=True)
-        if collectives.is_rank_0():
-            begin_as_copy(entry)
-        collectives.barrier()
-        trainer = trainer_of(entry["argv"], entry["folder"])
-        fit(trainer, Path(entry["folder"]))
-        trainer.close()
-        del trainer
-        gc.collect()
+    run_many.each_run(plan, run)
 
 
 if __name__ == "__main__":
-    try:
-        main(*(word for word in sys.argv[1:] if not word.startswith("--local_rank")))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    from lightrft_visual.runtime import watchdog
-
-    watchdog.stop()  # else the others would take this rank for one that died
-    os._exit(0)
+    run_many.as_program(main)

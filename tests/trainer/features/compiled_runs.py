@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from functools import partial
-from pathlib import Path
 
 import run_many
 
@@ -14,9 +10,4 @@ from lightrft_visual.trainer.features import compiled_blocks
 
 if __name__ == "__main__":
     compiled_blocks.compile_blocks = partial(compiled_blocks.compile_blocks, backend="aot_eager")
-    try:
-        run_many.main(Path(sys.argv[1]))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    run_many.as_program(run_many.main)

@@ -26,7 +26,7 @@ NAMES = ("loss", "reward_mean", "reward_std", "ratio_mean", "kl", "clip_frac", "
 def runs(tmp_path_factory, cache_root) -> tuple[Path, Path]:
     """On one rank, and on four of which each two share forwards."""
     given = tmp_path_factory.mktemp("given")
-    flags = [*BASE.split(), *given_flags(given)]
+    flags = ["diffusion", *BASE.split(), *given_flags(given)]
     build_pipeline(TinyDiffusionSettings(layers=1, heads=4)).save_pretrained(given / "pipeline")
     one, four = ({"run": [*flags, *own.split()]} for own in ("", SHARED))
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("four")
