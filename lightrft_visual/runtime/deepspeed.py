@@ -200,7 +200,8 @@ class DeepspeedStrategy:
         def scheduler(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             if self.config.zero_stage == 0:
                 made.state.clear()  # in bf16 DeepSpeed has stepped on gradients of zero, which Adam would count
-            return self._scheduler(made, settings)
+            warmup = math.ceil(settings.total_steps * settings.warmup_ratio)
+            return rate_schedule(settings.scheduler, made, warmup, max(1, settings.total_steps))
 
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -244,10 +245,6 @@ class DeepspeedStrategy:
         if self.config.adam_offload:
             return _cpu_adam(parameters, arguments)
         return torch.optim.AdamW(parameters, fused=has_fused_adamw(self.device.type), **arguments)
-
-    def _scheduler(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings):
-        warmup = math.ceil(settings.total_steps * settings.warmup_ratio)
-        return rate_schedule(settings.scheduler, optimizer, warmup, max(1, settings.total_steps))
 
     def _train_config(self, settings: OptimizerSettings) -> dict[str, Any]:
         c = self.config

@@ -14,11 +14,11 @@ import hashlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import deepspeed
 import torch
@@ -49,8 +49,13 @@ def building() -> Iterator[Path]:
     """Inside, this process alone builds in this environment's folder, where no lock of a dead process is left."""
     folder = own_folder()
     folder.mkdir(parents=True, exist_ok=True)
+    told = "waiting for another process of this environment, which builds in %s"
+    waiting = threading.Timer(PATIENCE, logger.warning, (told, folder))
+    waiting.daemon = True
     with open(folder / ".building", "w") as file:
-        _lock(file, folder)
+        waiting.start()
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, or the process ends
+        waiting.cancel()
         remove_stale_locks(folder)
         yield folder
 
@@ -68,47 +73,29 @@ def environment_name() -> str:
     return f"py{sys.version_info.major}{sys.version_info.minor}_torch{torch.__version__}_{where}"
 
 
-def _lock(file: IO[str], folder: Path) -> None:
-    """Until the file is closed, or the process ends."""
-    told_at = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > told_at:
-                logger.warning("waiting for another process of this environment, which builds in %s", folder)
-                told_at = float("inf")
-            time.sleep(0.05)
-
-
 def remove_stale_locks(folder: Path) -> None:
     """Remove lock files of torch's builder that no process has open."""
     for lock in folder.glob("*/lock"):
-        if owner(lock) is None:
+        if not is_held(lock):
             logger.warning("removing %s: the process that built there is gone", lock)
             lock.unlink(missing_ok=True)
 
 
-def owner(lock: str | Path) -> str | None:
-    """Who holds the lock file open, for a message; None for a file that nobody of this host has open.
-
-    A lock of another user, or a young one where the run has ranks on other hosts, counts as owned.
-    """
+def is_held(lock: Path) -> bool:
+    """Whether a process of this host has the lock file open; it counts as held where it is another user's, or young
+    and the run has ranks on other hosts."""
     try:
         wanted = os.stat(lock)
     except FileNotFoundError:
-        return None
+        return False
     if wanted.st_uid != os.getuid():
-        return f"a process of user {wanted.st_uid}"
+        return True
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             held = os.stat(descriptor)
         except OSError:  # closed since, or another user's
             continue
-        if (held.st_dev, held.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return f"process {descriptor.parts[2]}"
+        if os.path.samestat(held, wanted):
+            return True
     ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if ranks > here and time.time() - wanted.st_mtime < OTHER_HOSTS:
-        return "a process of another host"
-    return None
+    return ranks > here and time.time() - wanted.st_mtime < OTHER_HOSTS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -63,11 +62,6 @@ class FP32Kept:
                 "precision for all that it trains; the optimizer has them in fp32. --zero_stage 2, --lora_rank and a "
                 "run without --bf16 leave them as they are",
                 len(cast),
-                _shown(cast),
+                ", ".join(cast[:3]) + (", ..." if len(cast) > 3 else ""),
                 str(dtype).removeprefix("torch."),
             )
-
-
-def _shown(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

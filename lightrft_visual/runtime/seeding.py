@@ -47,7 +47,6 @@ def share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
 
 
 def rate_schedule(name: str, optimizer: Optimizer, warmup: int, total: int) -> LambdaLR:
-    """The schedule that sets the optimizer's learning rates. Raises ValueError for a name that is not known here."""
-    if name not in ("constant_with_warmup", "linear", "cosine", "cosine_with_min_lr"):
-        raise ValueError(f"no schedule {name!r}")
+    """The schedule that sets the optimizer's learning rates; name: constant_with_warmup, linear, cosine or
+    cosine_with_min_lr."""
     return LambdaLR(optimizer, partial(share_of_rate, name=name, warmup=warmup, total=total))

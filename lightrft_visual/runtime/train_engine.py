@@ -141,7 +141,8 @@ class TrainEngine:
 
     def _plain_step(self, rate: float) -> StepResult:
         """ZeRO-0 has no check of its own: the norm of the reduced gradients decides, before the optimizer sees them."""
-        gradients = [p.grad for p in self._stage_0_parameters() if p.grad is not None]
+        trained = (p for p in self.engine.module.parameters() if p.requires_grad)
+        gradients = [p.grad for p in trained if p.grad is not None]
         norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm() if gradients else 0.0
         poisoned, norm = self._read_with_bad(norm)
         if poisoned or not math.isfinite(norm):
@@ -150,9 +151,6 @@ class TrainEngine:
             return StepResult(False, math.inf, rate)
         self.engine.step()
         return StepResult(True, norm, rate)
-
-    def _stage_0_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def offload(self) -> None:
         """Move optimizer states, fp32 weights and gradient buffers to the host until training needs them; ZeRO 1 to 3.

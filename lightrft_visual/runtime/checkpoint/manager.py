@@ -68,15 +68,6 @@ class Saved:
         return told if self.paused == self.seconds else f"{told}, for which the run waited {self.paused:.1f} s"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A complete checkpoint on disk."""
-
-    path: Path
-    step: int
-    metrics: dict[str, float]
-
-
 def together(stage: str, action: Callable[[], R]) -> R:
     """Run `action` on this rank and fail on all ranks alike when it failed on any (a collective).
 
@@ -231,10 +222,6 @@ class CheckpointManager:
             return path
         return None
 
-    def has_checkpoints(self) -> bool:
-        """Whether `root` holds checkpoint folders, in whatever state."""
-        return bool(self._present())
-
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
 
@@ -266,14 +253,13 @@ class CheckpointManager:
         for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
             logger.warning("removing %s, left by a save that was cut off", leftover)
             shutil.rmtree(leftover)
-        complete = self._complete()
-        if complete:
-            self._check_space(complete[0].path)
+        for content in [*self._complete().values()][:1]:
+            self._check_space(content)
         staging.mkdir()
 
-    def _check_space(self, last: Path) -> None:
+    def _check_space(self, last: Mapping[str, Any]) -> None:
         """Refuse before writing when the disk cannot hold a checkpoint like the last one."""
-        needed = sum(entry["size"] for entry in read_manifest(last)["files"].values())
+        needed = sum(entry["size"] for entry in last["files"].values())
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise CheckpointError(
@@ -363,9 +349,10 @@ class CheckpointManager:
                 found.append((path, readable_manifest(path)))
         return sorted(found, key=lambda item: item[1]["sequence"] if item[1] else -1, reverse=True)
 
-    def _complete(self) -> list[Found]:
-        """Numbered checkpoints whose files are there with the right sizes, newest first; hashes are not read."""
-        found = []
+    def _complete(self) -> dict[Path, dict[str, Any]]:
+        """Numbered checkpoints whose files are there with the right sizes, newest first, with their manifests; hashes
+        are not read."""
+        found = {}
         for path, content in self._present():
             if content is None or not NUMBERED.match(path.name):
                 continue
@@ -374,37 +361,36 @@ class CheckpointManager:
             except CheckpointError as error:
                 logger.warning("%s is left alone: %s", path.name, error)
                 continue
-            found.append(Found(path, content["step"], content["metrics"]))
+            found[path] = content
         return found
 
-    def _best(self, complete: list[Found]) -> Found | None:
+    def _best(self, complete: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
+        """The best one, where one has a metric to choose by."""
         for metric, mode in self.keep_best:
-            scored = [found for found in complete if metric in found.metrics]
             sign = 1 if mode == "max" else -1
+            scored = {
+                path: (sign * content["metrics"][metric], content["step"])
+                for path, content in complete.items()
+                if metric in content["metrics"]
+            }
             if scored:
-                return max(scored, key=lambda found: (sign * found.metrics[metric], found.step))
-        return None
+                return [max(scored, key=scored.__getitem__)]
+        return []
 
     def _rotate(self) -> None:
         complete = self._complete()
-        best = self._best(complete)
-        kept = {found.path for found in (complete[:1] + ([best] if best else []))}
-        for found in complete:
-            if len(kept) < self.max_num:
-                kept.add(found.path)
-        for found in complete:
-            if found.path not in kept:
-                remove_checkpoint(found.path)
+        kept = {*[*complete][:1], *self._best(complete)}
+        for path in complete:
+            if path not in kept and len(kept) < self.max_num:
+                kept.add(path)
+            elif path not in kept:
+                remove_checkpoint(path)
 
 
-def verify(path: str | Path, hashes: bool = True) -> dict[str, Any]:
-    """The manifest of a complete checkpoint. CheckpointError names the file that is missing or damaged.
-
-    Without `hashes` only presence and sizes are compared, which is quick for large checkpoints.
-    """
-    path = Path(path)
-    content = read_manifest(path)
-    check_files(path, content, hashes)
+def verify(path: str | Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint. CheckpointError names the file that is missing or damaged."""
+    content = read_manifest(Path(path))
+    check_files(Path(path), content, hashes=True)
     return content
 
 
@@ -428,7 +414,7 @@ def resolve_here(resume_from: str, root: Path) -> Path:
         raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
     folder = root if resume_from == "auto" else _of_this_step(Path(resume_from))
     manager = CheckpointManager(folder)
-    if resume_from != "auto" and not manager.has_checkpoints():
+    if resume_from != "auto" and not manager._present():  # no folder of checkpoints in any state
         if not verify(folder)["resumable"]:
             raise CheckpointError(f"{folder} holds an exported model, not the state of a run to resume")
         return folder
