@@ -1,48 +1,52 @@
-"""The plan of a run against what it takes, on the CPU: the largest resident memory of each phase of a real run.
+"""The plan of a run against what it takes: memory and seconds of each phase.
 
-    python scripts/bench/plan_vs_measured.py [--shapes tiny_vlm vlm_100m vlm_110m sd3_90m] [--limit 0.15]
+    OMP_NUM_THREADS=1 python scripts/bench/plan_vs_measured.py [--shapes tiny_vlm vlm_100m ...] [--limit 0.15]
+    python scripts/bench/plan_vs_measured.py --card
 
-Every shape runs in a process of its own: libraries are imported and the resident memory is noted (the baseline, which
-the plan calls 'Python and its libraries'); then two steps are trained, and the process's resident memory is read every
-ten milliseconds with the phase that it is in. glibc is told to give freed memory back, as it would else keep some for
-later. Exits with 1 where a shape's largest phase is off by more than the limit.
+On this host every shape runs in a process of its own: libraries are imported and the resident memory is noted (the
+baseline, which the plan calls 'Python and its libraries'); then four steps are trained, and the process's resident
+memory is read every ten milliseconds with the phase that it is in. glibc is told to give freed memory back, as it would
+else keep some for later. Seconds are of the processor, which other programs on the machine disturb less, the first step
+left out. Exit code 1 where a shape's largest phase is off by more than the limit.
+
+--card: the H100's rows (docs/benchmarks.md) are written down here with the settings and the lengths of their runs;
+nothing is run for them, and their models are configurations without weights. A factor is planned by measured. Phases
+marked 'calibrates' gave a number of plugins/memory_plan/times.py; the others check it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
 MIB = 2**20
+LEAST = 0.02  # seconds of a phase, below which it is not compared
 PHASES = {
-    "load": "load",
-    "generate": "generate",
-    "reward": "score",
-    "forward": "score",
-    "train": "train",
-    "sync": "sync",
-}
-VL = "--max_eval_samples 0 --parity_every 0 --max_steps 2 --no_report --no_save_trajectories".split()
-SHAPES = ("tiny_vlm", "vlm_100m", "vlm_110m", "sd3_90m")
+    "load": "load", "generate": "generate", "reward": "score", "forward": "score", "train": "train", "sync": "sync",
+}  # fmt: skip
+SHORT = "--report false --save_trajectories false --max_eval_samples 0 --max_steps 4 --save_steps -1".split()
 
 
-def vision_language(folder: Path, hidden: int, layers: int, rows: tuple[int, int, int]) -> list[str]:
-    """Settings of a run of a VLM with random weights; rows: prompts, samples of each, tokens of a response."""
-    sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
+def vision_language(folder: Path, hidden: int, layers: int, prompts: int, samples: int, tokens: int) -> list[str]:
+    """Settings of a run of a VLM with random weights; tokens: of a response."""
     from shapes import TEXTS, questions
     from transformers import AutoProcessor
 
     from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
-    prompts, samples, tokens = rows
     model = build_tiny_checkpoint(folder / "model", "qwen2_5_vl", texts=TEXTS, hidden=hidden, layers=layers)
     data = questions(folder / "data", 2 * prompts, 112)
     message = [
@@ -50,13 +54,13 @@ def vision_language(folder: Path, hidden: int, layers: int, rows: tuple[int, int
     ]
     processor = AutoProcessor.from_pretrained(model)
     length = len(processor.tokenizer(processor.apply_chat_template(message, add_generation_prompt=True))["input_ids"])
-    batch = f"--train_batch_size {prompts * samples} --rollout_batch_size {prompts} --n_samples_per_prompt {samples}"
-    return [
-        *["--pretrain", str(model), "--prompt_data", str(data), *VL],
-        *["--prompt_max_len", str(length + 15), "--generate_max_len", str(tokens), "--min_new_tokens", str(tokens)],
-        *["--max_pixels", str(112 * 112), "--limit_mm_image_per_prompt", "1", *batch.split()],
-        *f"--micro_train_batch_size {prompts * samples} --micro_rollout_batch_size {prompts * samples}".split(),
-    ]
+    batch = prompts * samples
+    return (
+        f"--pretrain {model} --prompt_data {data} --prompt_max_len {length + 15} --generate_max_len {tokens} "
+        f"--min_new_tokens {tokens} --max_pixels {112 * 112} --limit_mm_image_per_prompt 1 --init_kl_coef 0.01 "
+        f"--train_batch_size {batch} --rollout_batch_size {prompts} --n_samples_per_prompt {samples} "
+        f"--micro_train_batch_size {batch} --micro_rollout_batch_size {batch} --parity_every 0"
+    ).split()
 
 
 def drawing(folder: Path) -> list[str]:
@@ -69,23 +73,31 @@ def drawing(folder: Path) -> list[str]:
     save_text_length(model, TEXT_LENGTH)
     (folder / "prompts.jsonl").write_text('{"prompt": "a red circle"}\n' * 8)
     return [
-        *["--pretrain", str(model), "--prompt_data", f"{folder}/prompts.jsonl", "--lora_rank", "0"],
-        *["--reward_recipe", '{"*": [["rule", "shape_match", 1.0]]}', "--max_steps", "2"],
-        *["--no_report", "--no_save_trajectories"],
+        *f"--pretrain {model} --prompt_data {folder}/prompts.jsonl --lora_rank 0 --reward_recipe".split(),
+        '{"*": [["rule", "shape_match", 1.0]]}',
         *"--height 32 --width 32 --num_steps 3 --rollout_batch_size 2 --n_samples_per_prompt 4".split(),
         *"--train_batch_size 8 --micro_train_batch_size 8 --micro_rollout_batch_size 8 --beta 0.01".split(),
     ]
 
 
-def settings_of(shape: str, folder: Path) -> list[str]:
-    """The settings of a shape's run; its model and data are made in the folder."""
-    if shape == "tiny_vlm":
-        return [*vision_language(folder, 128, 2, (8, 8, 16)), "--init_kl_coef", "0.01"]
-    if shape == "vlm_100m":
-        return [*vision_language(folder, 1024, 10, (2, 4, 24)), "--engine_type", "hf", "--init_kl_coef", "0.01"]
-    if shape == "vlm_110m":  # longer answers of more samples: activations count for more
-        return [*vision_language(folder, 1024, 12, (4, 4, 64)), "--engine_type", "hf", "--init_kl_coef", "0.01"]
-    return drawing(folder)
+HF = ["--engine_type", "hf"]
+EMBEDDED = (
+    "--rollout_batch_size 8 --n_samples_per_prompt 8 --micro_rollout_batch_size 64 --generate_max_len 32 "
+    "--min_new_tokens 32 --train_batch_size 64 --micro_train_batch_size 64"
+).split()
+EMBEDDED_DRAWING = (
+    "--diffusion_algorithm flow_grpo --rollout_batch_size 8 --n_samples_per_prompt 8 --num_steps 10 "
+    "--train_batch_size 64"
+).split()
+SHAPES = {
+    "tiny_vlm": lambda folder: vision_language(folder, 128, 2, 8, 8, 16),  # by vLLM
+    "vlm_100m": lambda folder: vision_language(folder, 1024, 10, 2, 4, 24) + HF,
+    "vlm_110m": lambda folder: vision_language(folder, 1024, 12, 4, 4, 64) + HF,  # activations count for more
+    "sd3_90m": drawing,
+    "embedded_vlm": lambda folder: EMBEDDED + HF,
+    "embedded_sd3": lambda folder: EMBEDDED_DRAWING,
+}
+CALIBRATE = ("embedded_vlm", "vlm_100m")
 
 
 class Sampler(threading.Thread):
@@ -110,53 +122,80 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def child(shape: str, folder: Path) -> dict:
-    """One run: its plan, and the largest resident memory of each phase."""
+def prepared(shape: str, folder: Path) -> tuple[Any, Any]:
+    """(configuration, what builds its trainer) of a shape, with the libraries that it needs imported."""
     from lightrft_visual.launch import quiet_libraries
 
     quiet_libraries()
-    arguments = [*settings_of(shape, folder), "--output_dir", str(folder / "run")]
+    words = [*SHAPES[shape](folder), *SHORT, "--output_dir", str(folder / "run")]
     import deepspeed  # noqa: F401
     import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
 
     from lightrft_visual.config.diffusion import DiffusionRunConfig
     from lightrft_visual.config.load import load_config
+    from lightrft_visual.config.spellings import DIFFUSION_PRESET
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.plugins.memory_plan.check import plan_of
-    from lightrft_visual.plugins.memory_plan.process import cpu
-    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+    from lightrft_visual.trainer.diffusion import build as drawing
+    from lightrft_visual.trainer.vl import build as seeing
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
-    config = load_config(DiffusionRunConfig if shape.startswith("sd3") else RunConfig, arguments)
+    for module in (drawing, seeing):
+        module.PhaseTimer = partial(module.PhaseTimer, clock=time.process_time)
+    if "sd3" in shape:
+        preset = DIFFUSION_PRESET if shape.startswith("embedded") else None
+        return load_config(DiffusionRunConfig, words, preset=preset), drawing.build_diffusion_trainer
     if shape == "tiny_vlm":
         from lightrft_visual.rollout.vllm.arguments import prepare_environment
 
         prepare_environment()
         import vllm.model_executor.models.qwen2_5_vl  # noqa: F401
+    return load_config(RunConfig, words), build_trainer
+
+
+def seconds_of(steps: list[dict[str, str]]) -> dict[str, float]:
+    """Medians by the plan's phases."""
+    found: dict[str, float] = {}
+    for phase, planned_as in PHASES.items():
+        seconds = statistics.median(float(step.get(f"time_{phase}") or 0) for step in steps)
+        found[planned_as] = found.get(planned_as, 0.0) + seconds
+    return {phase: seconds for phase, seconds in found.items() if seconds >= LEAST}
+
+
+def child(shape: str, folder: Path) -> dict[str, Any]:
+    """One run: its plan, the largest resident memory and the seconds of each phase."""
+    from lightrft_visual.plugins.memory_plan.check import plan_of
+    from lightrft_visual.plugins.memory_plan.process import cpu
+
+    config, build = prepared(shape, folder)
     plan = plan_of(config, cpu(1), 1, 1)
     baseline, sampler = resident(), Sampler()
     sampler.start()
-    trainer = (build_diffusion_trainer if shape.startswith("sd3") else build_trainer)(config)
+    trainer = build(config)
     sampler.phase = lambda: trainer.timer.current
     trainer.fit()
     sampler.going = False
     program = next(item.bytes for item in plan.phases[0].items if item.name == "Python and its libraries")
-    planned = {phase.name: plan.needed(phase)[0][1] - program for phase in plan.phases}
-    table = (folder / "run" / "metrics.csv").read_text().splitlines()
-    steps = [dict(zip(table[0].split(","), row.split(","))) for row in table[1:]]
+    with open(folder / "run" / "metrics.csv", newline="", encoding="utf-8") as file:
+        steps = list(csv.DictReader(file))
     if any(float(step["skipped_steps"]) for step in steps):
         raise SystemExit("an optimizer step was skipped: the optimizer's memory would not be measured")
+    if "sd3" not in shape:  # seconds of prompts as long as they were, where the settings allow more
+        samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+        tokens = statistics.median(float(step["tokens"]) for step in steps[1:]) / samples
+        config.rollout.prompt_max_len = round(tokens - config.rollout.generate_max_len)
     return {
         "baseline": baseline,
         "program": program,
-        "planned": planned,
+        "planned": {phase.name: plan.needed(phase)[0][1] - program for phase in plan.phases},
         "measured": sampler.peaks,
+        "seconds": seconds_of(steps[1:]),
+        "planned_seconds": {phase.name: phase.seconds for phase in plan_of(config, cpu(1), 1, 1).phases},
         "text": plan.text(),
     }
 
 
 def compare(shape: str, found: dict, limit: float) -> bool:
-    """Print a shape's table; whether its largest phase is within the limit."""
+    """Print a shape's memory; whether its largest phase is within the limit."""
     baseline, program = found["baseline"], found["program"]
     print(f"\n{shape}: baseline {baseline / MIB:.0f} MiB (the plan takes {program / MIB:.0f})")
     print(f"{'phase':>10} {'planned':>9} {'measured':>9} {'ratio':>6}   without baseline")
@@ -172,29 +211,128 @@ def compare(shape: str, found: dict, limit: float) -> bool:
     return abs(off) <= limit
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, choices=SHAPES)
-    parser.add_argument("--limit", type=float, default=0.15)
-    parser.add_argument("--show", action="store_true", help="print the plans too")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        shape, folder = arguments.child
-        Path(folder, "found.json").write_text(json.dumps(child(shape, Path(folder))))
-        os._exit(0)  # the engine's threads would wait
-    fine = True
+def print_seconds(name: str, measured: dict[str, float], planned: dict[str, float], notes: dict[str, str]) -> None:
+    for phase, seconds in measured.items():
+        factor = planned[phase] / seconds
+        print(f"| {name} | {phase} | {seconds:.3g} | {planned[phase]:.3g} | {factor:.2f} | {notes.get(phase, '')} |")
+
+
+def on_this_host(shapes: list[str], limit: float, show: bool) -> bool:
+    fine, found = True, {}
     keep = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-    for shape in arguments.shapes:
+    for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--child", shape, folder]
             subprocess.run(command, env=os.environ | keep, check=True, stdout=subprocess.DEVNULL)
-            found = json.loads(Path(folder, "found.json").read_text())
-        fine = compare(shape, found, arguments.limit) and fine
-        if arguments.show:
-            print(found["text"])
-    print(f"\nwithin {arguments.limit:.0%}: {fine}")
-    return 0 if fine else 1
+            found[shape] = json.loads(Path(folder, "found.json").read_text())
+        fine = compare(shape, found[shape], limit) and fine
+        if show:
+            print(found[shape]["text"])
+    print(f"\nwithin {limit:.0%}: {fine}\n\n{TITLES}")
+    for shape, each in found.items():
+        notes = dict.fromkeys(each["seconds"], "calibrates") if shape in CALIBRATE else {}
+        print_seconds(shape, each["seconds"], each["planned_seconds"], notes)
+    return fine
+
+
+TITLES = "| run | phase | measured s | planned s | factor | |\n|---|---|---|---|---|---|"
+PROMPT = 282  # tokens: 256 of the image of 448 x 448, and the question
+VL = (
+    f"--n_samples_per_prompt 8 --rollout_batch_size 16 --train_batch_size 128 --generate_max_len 256 --prompt_max_len "
+    f"{PROMPT} --limit_mm_image_per_prompt 1 --gradient_checkpointing true --bf16 true --lora_rank 32 "
+    "--engine_mem_util 0.25 --engine_enforce_eager true --engine_type vllm"
+)
+COMMON = "--guidance_scale 1 --lora_rank 32 --max_sequence_length 5 --bf16 true --gradient_checkpointing true"
+DRAWN = (
+    f"{COMMON} --n_samples_per_prompt 4 --height 512 --width 512 --num_steps 10 --rollout_batch_size 4 "
+    "--train_batch_size 16 --micro_train_batch_size 4 --micro_rollout_batch_size 8"
+)
+FILM = (
+    f"{COMMON} --n_samples_per_prompt 1 --height 256 --width 448 --num_frames 17 --num_steps 8 --mid_timestep 6 "
+    "--final_timestep 7 --rollout_batch_size 2 --micro_rollout_batch_size 1 --train_batch_size 2 "
+    "--micro_train_batch_size 1 --diffusion_algorithm reward_fl"
+)
+
+
+class CardRun(NamedTuple):
+    """Seconds by phase; those of `calibrates` gave a number. said: what else ran, or how the code differed."""
+
+    name: str
+    model: str
+    settings: str
+    measured: dict[str, float]
+    calibrates: tuple[str, ...] = ()
+    said: str = ""
+
+
+# The first rows' code started more operations than today's (docs/benchmarks.md as of the visit): 18,450 and 42,510
+# views a padded micro-batch, today 16,030 and 35,930.
+ON_THE_CARD = (
+    CardRun("GRPO 3B, padded, micro-batches of 4", "vl",
+            f"{VL} --micro_train_batch_size 4 --micro_rollout_batch_size 8 --share_prefix false",
+            {"generate": 10.8, "score": 6.1, "train": 50.0}, ("generate", "train"), "1.17 times as many operations"),
+    CardRun("GRPO 3B, prompts once, micro-batches of 32", "vl",
+            f"{VL} --micro_train_batch_size 32 --micro_rollout_batch_size 32",
+            {"generate": 13.6, "score": 7.8, "train": 15.7, "sync": 0.8}, ("sync",),
+            "its first step; two runs beside it; attention once a sample"),
+    CardRun("Flow-GRPO SD3.5 medium", "sd3", DRAWN, {"generate": 3.6, "train": 17.2}, (), "one run beside it"),
+    CardRun("the same, 1 step a forward", "sd3", DRAWN, {"train": 20.6}, (), "two runs beside it"),
+    CardRun("the same, 5 steps a forward", "sd3", f"{DRAWN} --steps_per_forward 5", {"train": 6.9}, ("train",),
+            "two runs beside it"),
+    CardRun("Reward FL Wan 1.3B", "wan", FILM, {"train": 4.5}),
+)  # fmt: skip
+
+
+def shaped(kind: str, folder: Path) -> Path:
+    """A folder with the configurations of a model of the GPU kit, without weights."""
+    import shapes
+
+    from lightrft_visual.models.tiny.vlm import build_tokenizer
+
+    model = folder / kind
+    if kind == "vl":
+        shapes.qwen_3b(build_tokenizer(shapes.TEXTS)).save_pretrained(model)
+        return model
+    with shapes.without_weights():
+        return (shapes.stable_diffusion_3 if kind == "sd3" else shapes.wan)(model, "real")
+
+
+def on_the_card() -> None:
+    from lightrft_visual.config.diffusion import DiffusionRunConfig
+    from lightrft_visual.config.load import parse_run
+    from lightrft_visual.config.vl import RunConfig
+    from lightrft_visual.plugins.memory_plan.check import named_device, plan_of
+
+    print(TITLES)
+    with tempfile.TemporaryDirectory() as folder:
+        models = {kind: shaped(kind, Path(folder)) for kind in ("vl", "sd3", "wan")}
+        for run in ON_THE_CARD:
+            words = f"--pretrain {models[run.model]} {run.settings} --plan_device h100-80gb --plan_world_size 1".split()
+            config = parse_run(RunConfig if run.model == "vl" else DiffusionRunConfig, words).config
+            planned = {phase.name: phase.seconds for phase in plan_of(config, *named_device(config.plan)).phases}
+            notes = {
+                phase: "; ".join(["calibrates"] * (phase in run.calibrates) + [run.said] * bool(run.said))
+                for phase in run.measured
+            }
+            print_seconds(run.name, run.measured, planned, notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--limit", type=float, default=0.15)
+    parser.add_argument("--show", action="store_true", help="print the plans too")
+    parser.add_argument("--card", action="store_true")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        shape, folder = asked.child
+        Path(folder, "found.json").write_text(json.dumps(child(shape, Path(folder))))
+        os._exit(0)  # the engine's threads would wait
+    if asked.card:
+        on_the_card()
+        return 0
+    return int(not on_this_host(asked.shapes, asked.limit, asked.show))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Seconds of a whole training step, by phase: 8 prompts x 8 completions x 32 tokens, one 56x56 image a prompt.
+"""Seconds of a whole training step of the embedded models, by phase.
 
-    OMP_NUM_THREADS=2 python scripts/bench/step_time.py [--steps 30] [--profile FILE] [flag of the examples ...]
+    OMP_NUM_THREADS=2 python scripts/bench/step_time.py vl|drawing [--steps N] [--cpu] [--profile FILE] [--json FILE]
+        [flag of the examples ...]
 
-Medians over the steps after a warm-up of three, on the embedded model and its data. Responses have 32 tokens exactly:
-no end token is drawn before. Unknown arguments go to the run, such as --packing_samples true.
+vl: GRPO of 8 prompts x 8 completions x 32 tokens exactly, one 56x56 image a prompt; 30 steps after a warm-up of 3.
+drawing: Flow-GRPO of 8 prompts x 8 images x 10 denoising steps; 3 steps after a warm-up of 1. Prints medians and the
+slowest: seconds of the wall, or with --cpu of the processor, which other programs on the machine disturb less. --json:
+the medians, and seconds (both kinds), reward and loss of every step, warm-up included. Unknown arguments go to the run:
+`--packing_samples true`, or `--pretrain ... --height 512 --width 512` for a model of your own.
 """
 
 from __future__ import annotations
@@ -16,67 +20,102 @@ import os
 import statistics
 import sys
 import tempfile
+import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-WARM_UP = 3
-PHASES = ("generate", "reward", "forward", "train", "sync")
-FLAGS = (
-    "--rollout_batch_size 8 --n_samples_per_prompt 8 --micro_rollout_batch_size 64 --generate_max_len 32 "
-    "--min_new_tokens 32 --train_batch_size 64 --micro_train_batch_size 64 --max_eval_samples 0 --report false "
+COMMON = (
+    "--rollout_batch_size 8 --n_samples_per_prompt 8 --train_batch_size 64 --max_eval_samples 0 --report false "
     "--save_trajectories false --logging_steps 1000000"
 ).split()
+FLAGS = {
+    "vl": "--micro_rollout_batch_size 64 --generate_max_len 32 --min_new_tokens 32 --micro_train_batch_size 64".split(),
+    "drawing": "--diffusion_algorithm flow_grpo --num_steps 10".split(),
+}
+STEPS, WARM_UP = {"vl": 30, "drawing": 3}, {"vl": 3, "drawing": 1}
 
 
-def medians(path: Path) -> dict[str, float]:
-    """{phase, "other" or "step": median seconds}"""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))[WARM_UP:]
-    steps = [{name: float(row.get(f"time_{name}") or 0) for name in ("step", *PHASES)} for row in rows]
-    for each in steps:
-        each["other"] = each["step"] - sum(each[name] for name in PHASES)
-    return {name: statistics.median(each[name] for each in steps) for name in steps[0]}
-
-
-def show(figures: dict[str, float]) -> None:
-    print("| phase | median s |\n|---|---|")
-    for name in (*PHASES, "other"):
-        print(f"| {name} | {figures[name]:.3f} |")
-    print(f"| **step** | **{figures['step']:.3f}** |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--profile", type=Path, help="write cProfile's figures of the loop to this file")
-    parser.add_argument("--json", type=Path, help="write the medians to this file")
-    arguments, rest = parser.parse_known_args()
-
-    from lightrft_visual.config.load import load_config
+def trainer_of(kind: str, flags: list[str], cpu: bool) -> Any:
+    from lightrft_visual.config.diffusion import DiffusionRunConfig
+    from lightrft_visual.config.load import config_or_exit
+    from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
     from lightrft_visual.config.vl import RunConfig
     from lightrft_visual.launch import quiet_libraries
     from lightrft_visual.runtime.host_memory import bound_spinning
 
     quiet_libraries()
     bound_spinning()
+    from lightrft_visual.trainer.diffusion import build as drawing
+    from lightrft_visual.trainer.vl import build as seeing
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
+    if cpu:
+        for module in (drawing, seeing):
+            module.PhaseTimer = partial(module.PhaseTimer, clock=time.process_time)
+    if kind == "vl":
+        return build_trainer(config_or_exit(RunConfig, flags, preset=VL_PRESET))
+    return drawing.build_diffusion_trainer(config_or_exit(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET))
+
+
+def watched(trainer: Any) -> list[tuple[float, float]]:
+    """Wall and processor time at the start of every step; filled by the run."""
+    clocks, step = [], trainer.train_step
+
+    def timed() -> Any:
+        clocks.append((time.perf_counter(), time.process_time()))
+        return step()
+
+    trainer.train_step = timed
+    return clocks
+
+
+def phases(rows: list[dict[str, str]]) -> dict[str, list[float]]:
+    """{phase, "other" or "step": seconds in each step}, phases without any left out."""
+    names = [name.removeprefix("time_") for name in rows[0] if name.startswith("time_")]
+    found = {name: [float(row[f"time_{name}"] or 0) for row in rows] for name in names}
+    whole = found.pop("step")
+    found = {name: values for name, values in found.items() if max(values) > 0}
+    return found | {"other": [step - sum(parts) for step, *parts in zip(whole, *found.values())], "step": whole}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=FLAGS)
+    parser.add_argument("--steps", type=int, help="after the warm-up")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--profile", type=Path, help="write cProfile's numbers of the loop to this file")
+    parser.add_argument("--json", type=Path)
+    asked, flags = parser.parse_known_args()
+    warm_up = WARM_UP[asked.kind]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*FLAGS, "--max_steps", str(arguments.steps + WARM_UP), "--output_dir", folder, *rest]
-        trainer = build_trainer(load_config(RunConfig, flags))
-        profiler = cProfile.Profile()
-        profiler.enable() if arguments.profile else None
+        steps = ["--max_steps", str((asked.steps or STEPS[asked.kind]) + warm_up)]
+        trainer = trainer_of(
+            asked.kind, [*COMMON, *FLAGS[asked.kind], *steps, "--output_dir", folder, *flags], asked.cpu
+        )
+        clocks, profiler = watched(trainer), cProfile.Profile()
+        profiler.enable() if asked.profile else None
         trainer.fit()
-        if arguments.profile:
+        clocks.append((time.perf_counter(), time.process_time()))
+        if asked.profile:
             profiler.disable()
-            profiler.dump_stats(arguments.profile)
+            profiler.dump_stats(asked.profile)
         trainer.close()
-        figures = medians(Path(folder) / "metrics.csv")
-        show(figures)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(figures))
+        with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    seconds = phases(rows[warm_up:])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print("| phase | median s | slowest s |\n|---|---|---|")
+    for name, values in seconds.items():
+        print(f"| {name} | {medians[name]:.3f} | {max(values):.3f} |")
+    if asked.json:
+        spent = [{"wall": b[0] - a[0], "cpu": b[1] - a[1]} for a, b in pairwise(clocks)]
+        values = [{"reward": float(row["reward_mean"]), "loss": float(row["loss"])} for row in rows]
+        asked.json.write_text(json.dumps({"medians": medians, "steps": [a | b for a, b in zip(spent, values)]}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Environments of learning_turns.sh, by path."""
+"""Environments of learning.py, by path."""
 
 from lightrft_visual.plugins.embedded.zoom import EmbeddedZoomOfAnother, EmbeddedZoomOfNothing
 

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 SPEC = importlib.util.spec_from_file_location(
-    "host_memory", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "host_memory.py"
+    "bench_memory", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "memory.py"
 )
 host_memory = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(host_memory)

@@ -2,7 +2,7 @@
 
 A small operation takes an accelerator less time than its start takes the host, so each kind of time may be the longer.
 The numbers here are of the H100 of docs/benchmarks.md, section "One H100", whose host had slow cores; what is a card's
-own is in `config/placement.py`. `scripts/bench/plan_times.py` holds the results against measured times.
+own is in `config/placement.py`. `scripts/bench/plan_vs_measured.py` holds the results against measured times.
 """
 
 from __future__ import annotations

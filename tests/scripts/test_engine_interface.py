@@ -7,13 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import vllm_interface  # noqa: E402
+from engine_interface import USED, Used, missing, vllm_table  # noqa: E402
 
 
 def test_the_installed_version_has_all(capsys):
-    assert vllm_interface.main([]) == 0
+    assert vllm_table([]) == 0
     table = capsys.readouterr().out
-    assert "lacks" not in table and len(table.splitlines()) == 2 + len(vllm_interface.USED)
+    assert "lacks" not in table and len(table.splitlines()) == 2 + len(USED)
 
 
 def test_what_a_version_lacks_is_named(tmp_path):
@@ -25,7 +25,7 @@ def test_what_a_version_lacks_is_named(tmp_path):
         "from vllm.entrypoints.base import Offline\n\nclass LLM(Offline):\n    def __init__(self, model): ...\n"
         "    def sleep(self, level=1): ...\n"
     )
-    used = vllm_interface.Used("entrypoints/llm.py", "LLM", ("generate", "model", "sleep", "wake_up"))
-    assert vllm_interface.missing(root, used) == ["wake_up"]
-    assert vllm_interface.missing(root, vllm_interface.Used("entrypoints/llm.py", "LLM.sleep", ("level",))) == []
-    assert vllm_interface.missing(root, vllm_interface.Used("sampling_params.py", "X", ())) == ["sampling_params.py"]
+    used = Used("entrypoints/llm.py", "LLM", ("generate", "model", "sleep", "wake_up"))
+    assert missing(root, used) == ["wake_up"]
+    assert missing(root, Used("entrypoints/llm.py", "LLM.sleep", ("level",))) == []
+    assert missing(root, Used("sampling_params.py", "X", ())) == ["sampling_params.py"]

@@ -1,10 +1,14 @@
-"""The loop that Flow-GRPO's authors publish, for `against_flow_grpo.sh`: seconds, losses and rewards of its iterations.
+"""A Flow-GRPO iteration beside the loop that its authors publish: the same embedded SD3, prompts, reward, in turn.
 
-    python scripts/bench/flow_grpo_loop.py PIPELINE PROMPTS --iterations 13 --out FILE [--prompts 8 --images 8 …]
+    python scripts/bench/against_flow_grpo.py [--learn] [--rounds 3] [--iterations N] [--ours FLAGS] [--batch 64]
 
-This is not their code, but a plain loop written after it (github.com/yifan123/flow_grpo, scripts/train_sd3.py at commit
-ac4c86e, MIT): their script asks for a CUDA machine, wandb, old versions of diffusers and transformers, and settings of
-a 768-pixel model. Like theirs it
+Prints a markdown table: seconds, of the processor beside those of the wall, as a machine may do other work (10
+iterations after a warm-up of 3); with --learn the mean reward against the number of samples, each round with another
+seed, of 90 iterations. OMP_NUM_THREADS: of both sides, default 2.
+
+The other side is not their code, but a plain loop written after it (github.com/yifan123/flow_grpo,
+scripts/train_sd3.py at commit ac4c86e, MIT): their script asks for a CUDA machine, wandb, old versions of diffusers and
+transformers, and settings of a 768-pixel model. Like theirs it
 
 1. encodes the prompt of every sample anew in each batch;
 2. samples with diffusers' transformer under peft's LoRA (rank 32, alpha 64, gaussian), one step at a time by the SDE of
@@ -23,17 +27,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
 import torch
 from diffusers import StableDiffusion3Pipeline
+from learning import deviation
 from peft import LoraConfig, get_peft_model
 from torchvision.transforms.functional import to_pil_image
 
+from lightrft_visual.plugins.embedded.captions import embedded_prompts
+from lightrft_visual.plugins.embedded.resolve import embedded_folder
 from lightrft_visual.plugins.embedded.scorers.shape_match import ShapeMatch
+from lightrft_visual.runtime.files import cache_root
 
 T = torch.Tensor
 TARGETS = [
@@ -41,6 +56,7 @@ TARGETS = [
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 ]  # fmt: skip
 CLIP_RANGE, ADVANTAGE_LIMIT, NOISE_LEVEL, FRACTION = 1e-4, 5.0, 0.7, 0.99
+WARM_UP = 3  # iterations
 
 
 @dataclass
@@ -62,7 +78,8 @@ class Loop:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.pipeline = StableDiffusion3Pipeline.from_pretrained(options.pipeline)
+        model, prompts = embedded_folder(), embedded_prompts(cache_root())[0]
+        self.pipeline = StableDiffusion3Pipeline.from_pretrained(model)
         self.pipeline.set_progress_bar_config(disable=True)
         for part in self.pipeline.components.values():
             if isinstance(part, torch.nn.Module):
@@ -73,9 +90,9 @@ class Loop:
         self.weights = [weight for weight in self.transformer.parameters() if weight.requires_grad]
         self.average = [weight.detach().clone() for weight in self.weights]
         self.optimizer = torch.optim.AdamW(self.weights, lr=options.rate, weight_decay=0.0)
-        lines = Path(options.prompts_file).read_text(encoding="utf-8").splitlines()
+        lines = Path(prompts).read_text(encoding="utf-8").splitlines()
         self.texts = [json.loads(line)["prompt"] for line in lines]
-        self.settings = json.loads(Path(options.pipeline, "lightrft_visual.json").read_text())
+        self.settings = json.loads(Path(model, "lightrft_visual.json").read_text())
         self.reward, self.threads, self.updates = ShapeMatch(), ThreadPoolExecutor(8), 0
 
     def encode(self, texts: list[str]) -> tuple[T, T]:
@@ -192,19 +209,72 @@ class Loop:
         return spent | {"reward": float(rewards.mean()), "loss": loss}
 
 
+def learning_table(sides: list[list[list[dict[str, float]]]], samples: int, window: int = 10) -> None:
+    """samples: of an iteration; window: iterations of a line."""
+    print("| samples | reward, ours | reward, the published loop |\n|---|---|---|")
+    length = len(sides[0][0])
+    for start in range(0, length, window):
+        cells = [
+            deviation([statistics.mean(each["reward"] for each in run[start : start + window]) for run in side])
+            for side in sides
+        ]
+        print(f"| {start * samples} to {min(start + window, length) * samples} | {' | '.join(cells)} |")
+
+
+def seconds_table(sides: list[list[list[dict[str, float]]]]) -> None:
+    print("| an iteration | ours | the published loop | ratio |\n|---|---|---|---|")
+    for name, said in (("wall", "seconds of the wall"), ("cpu", "seconds of the processor")):
+        a, b = (statistics.median(each[name] for run in side for each in run[WARM_UP:]) for side in sides)
+        print(f"| {said} | {a:.3f} | {b:.3f} | {a / b:.2f} |")
+    for name in ("reward", "loss"):
+        print(f"| {name}, first iteration | {' | '.join(f'{side[0][0][name]:.4g}' for side in sides)} | |")
+
+
+def ours(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Each iteration of a run of step_time.py."""
+    images = options.prompts * options.images
+    command = (
+        f"{Path(__file__).with_name('step_time.py')} drawing --steps {options.iterations - 1} --json {options.out} "
+        f"--rollout_batch_size {options.prompts} --n_samples_per_prompt {options.images} --train_batch_size {images} "
+        f"--num_steps {options.steps} --seed {options.seed} --scheduler model_default --enable_ema true {options.ours}"
+    )
+    subprocess.run([sys.executable, *command.split()], check=True, stdout=sys.stderr)
+    return json.loads(options.out.read_text())["steps"]
+
+
+def theirs(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Each iteration of the loop, in a process of its own."""
+    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--loop", str(options.seed), str(options.out)], check=True)
+    return json.loads(options.out.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pipeline")
-    parser.add_argument("prompts_file")
-    numbers = {"prompts": 8, "images": 8, "steps": 10, "iterations": 13, "batch": 64, "size": 32, "seed": 42}
+    numbers = {"prompts": 8, "images": 8, "steps": 10, "batch": 64, "size": 32, "rounds": 3}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--iterations", type=int)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--ours", default="", help="further flags of our side, such as '--steps_per_forward 1'")
+    parser.add_argument("--loop", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    loop = Loop(options)
-    rows = [loop.iteration(number) for number in range(options.iterations)]
-    Path(options.out).write_text(json.dumps(rows))
+    options.iterations = options.iterations or 90 if options.learn else (options.iterations or 10) + WARM_UP
+    if options.loop:
+        options.seed, out = int(options.loop[0]), Path(options.loop[1])
+        loop = Loop(options)
+        out.write_text(json.dumps([loop.iteration(number) for number in range(options.iterations)]))
+        return
+    sides = [[], []]
+    with tempfile.TemporaryDirectory() as work:
+        for number in range(options.rounds):
+            options.out, options.seed = Path(work, "iterations.json"), 42 + number * options.learn
+            for side, run in zip(sides, (ours, theirs)):
+                side.append(run(options))
+    if options.learn:
+        learning_table(sides, options.prompts * options.images)
+    else:
+        seconds_table(sides)
 
 
 if __name__ == "__main__":

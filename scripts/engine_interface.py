@@ -1,16 +1,19 @@
-#!/usr/bin/env python
-"""What this package uses of vLLM, looked up in installed or unpacked versions: one markdown table.
+"""What this package uses of vLLM and SGLang, looked up in their source.
 
-    python scripts/vllm_interface.py                       the installed version
-    python scripts/vllm_interface.py FOLDER FOLDER ...     wheels unpacked into folders
+    python scripts/engine_interface.py vllm                       the installed version: one markdown table
+    python scripts/engine_interface.py vllm FOLDER FOLDER ...     wheels unpacked into folders
+    python scripts/engine_interface.py sglang FOLDER > tests/plugins/sglang/interface.json
 
-Source files are read and parsed; nothing of vLLM is imported, so a wheel for CUDA can be looked at on a CPU:
-`pip download --no-deps vllm==0.26.0` and unzip. Exit code 1 when something is missing.
+Source files are read and parsed; nothing of an engine is imported, so a wheel for CUDA can be looked at on a CPU:
+`pip download --no-deps vllm==0.26.0` and unzip. vllm: exit code 1 when something is missing. sglang: signatures as
+JSON, against which the tests call the adapter; a parameter reads `name`, `name=` where it has a default, and follows
+`*` where it is given by name alone.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -135,7 +138,7 @@ def version(root: Path) -> str:
     return found[0].removesuffix(".dist-info") if found else str(root)
 
 
-def main(folders: list[str]) -> int:
+def vllm_table(folders: list[str]) -> int:
     """Print the table; 1 when a version lacks what is not optional."""
     installed = find_spec("vllm")
     roots = [Path(folder) / "vllm" for folder in folders] or [Path(installed.submodule_search_locations[0])]
@@ -149,5 +152,75 @@ def main(folders: list[str]) -> int:
     return int(failed)
 
 
+SGLANG = {
+    "srt/entrypoints/engine.py": (
+        "Engine.__init__", "Engine.async_generate", "Engine.begin_weight_update", "Engine.update_weights_from_tensor",
+        "Engine.end_weight_update", "Engine.flush_cache", "Engine.release_memory_occupation",
+        "Engine.resume_memory_occupation", "Engine.shutdown",
+    ),
+    "srt/utils/common.py": ("MultiprocessingSerializer.serialize",),
+    "srt/utils/patch_torch.py": ("monkey_patch_torch_reductions",),
+    "srt/weight_sync/tensor_bucket.py": (
+        "FlattenedTensorBucket.__init__", "FlattenedTensorBucket.get_flattened_tensor",
+        "FlattenedTensorBucket.get_metadata",
+    ),
+}  # fmt: skip
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Of a function, without `self`."""
+    asked = function.args
+    positional = [*asked.posonlyargs, *asked.args]
+    bare = len(positional) - len(asked.defaults)
+    found = [each.arg + ("=" if index >= bare else "") for index, each in enumerate(positional)]
+    if asked.kwonlyargs:
+        found.append("*")
+        found += [each.arg + ("" if value is None else "=") for each, value in zip(asked.kwonlyargs, asked.kw_defaults)]
+    if asked.kwarg is not None:
+        found.append(f"**{asked.kwarg.arg}")
+    return [each for each in found if each != "self"]
+
+
+def function_of(root: Path, file: str, name: str) -> ast.FunctionDef:
+    """A function of a file, or `Class.method`."""
+    nodes = tree(root / file).body
+    for part in name.split("."):
+        found = definition(nodes, part)
+        if found is None:
+            raise SystemExit(f"{file} has no {name}")
+        nodes = found.body
+    return found
+
+
+def server_arguments(root: Path) -> list[str]:
+    """Names of ServerArgs' fields, all of which are given by name here."""
+    file, name = "srt/arg_groups/field_order.py", "POSITIONAL_FIELD_ORDER"  # of which ServerArgs is put together
+    for node in tree(root / file).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name) and target.id == name:
+            return [f"{each}=" for each in ast.literal_eval(node.value)]
+    raise SystemExit(f"{file} has no {name}")
+
+
+def sampling_parameters(root: Path) -> list[str]:
+    """Names of SamplingParams' fields."""
+    fields = definition(tree(root / "srt/sampling/sampling_params.py").body, "SamplingParams").body
+    return ["*", *(f"{node.target.id}=" for node in fields if isinstance(node, ast.AnnAssign))]
+
+
+def interface(root: Path) -> dict[str, list[str]]:
+    """{name: its parameters}."""
+    found = {name: parameters(function_of(root, file, name)) for file, names in SGLANG.items() for name in names}
+    return found | {"ServerArgs": server_arguments(root), "SamplingParams": sampling_parameters(root)}
+
+
+def sglang_signatures(folder: str) -> None:
+    """Print the JSON of the wheel in this folder."""
+    version = next(Path(folder).glob("sglang-*.dist-info")).name.removesuffix(".dist-info").removeprefix("sglang-")
+    found = {name: " ".join(names) for name, names in interface(Path(folder) / "sglang").items()}
+    print(json.dumps({"version": version} | found, indent=1))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    engine, *given = sys.argv[1:]
+    sys.exit(vllm_table(given) if engine == "vllm" else sglang_signatures(*given))
