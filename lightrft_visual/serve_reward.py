@@ -11,13 +11,13 @@ It prints `serving on http://HOST:PORT/reward`; give that address to a run as --
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
+from .config.recipes import yaml_value
 from .errors import ConfigError
 from .rewards.local.callables import CallableSource
 from .rewards.registry import build_scorer
@@ -62,19 +62,10 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise ConfigError(f"{pair!r}: {parent} has a value already")
         try:
-            inner[key] = yaml.safe_load(value)
+            inner[key] = yaml_value(value)
         except yaml.YAMLError:
             raise ConfigError(f"{pair!r} is not YAML") from None
     return settings
-
-
-def parse_weights(pairs: Sequence[str]) -> dict[str, Any]:
-    """{name: weight} of ["name=weight"]. What is no number stays as it is; the recipe refuses it by name."""
-    weights = parse_settings(pairs)
-    for name, weight in weights.items():
-        with contextlib.suppress(ValueError):
-            weights[name] = float(weight) if isinstance(weight, str) else weight  # YAML reads 1e-3 as text
-    return weights
 
 
 def build(arguments: argparse.Namespace) -> Any:
@@ -86,7 +77,7 @@ def build(arguments: argparse.Namespace) -> Any:
         function = load_reward_fn(arguments.reward_fn)
         return CallableSource(function, form=arguments.reward_form, device=arguments.device)
     if arguments.components:
-        return build_scorer("multi", {"components": parse_weights(arguments.components), "kwargs": settings})
+        return build_scorer("multi", {"components": parse_settings(arguments.components), "kwargs": settings})
     return build_scorer(arguments.scorer, settings)
 
 

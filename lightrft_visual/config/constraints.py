@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from types import UnionType
@@ -241,6 +241,12 @@ def said(section: Any, name: str, usual: Any = None) -> str:
     """A setting with its value, and that nobody chose it where it is at its default, or at `usual`."""
     value, default = getattr(section, name), next(item.default for item in fields(section) if item.name == name)
     return f"{name} {value}" + (" (the default)" if value in (default, usual) else "")
+
+
+def not_usual(section: Any, names: Iterable[str] | None = None) -> list[str]:
+    """The settings of a section, of `names` where those are given, that are not at their defaults."""
+    usual = {item.name: item.default for item in fields(section) if item.default_factory is MISSING}
+    return [name for name in (usual if names is None else names) if getattr(section, name) != usual[name]]
 
 
 def nearest(value: int, allowed: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from ..given import PREFIX
 from . import registry
-from .constraints import PositiveFloat, PositiveInt, Section, one_of, require, within
+from .constraints import PositiveFloat, PositiveInt, Section, not_usual, one_of, require, within
 
 
 @dataclass
@@ -61,5 +61,5 @@ class EpisodeConfig(Section):
         """Settings of episodes without any."""
         if self.environment is not None and ":" not in self.environment:
             registry.environments[self.environment]  # raises ConfigError with the nearest name
-        others = [name for name, value in vars(self).items() if value != getattr(EpisodeConfig, name)]
+        others = not_usual(self)
         require(self.used or not others, f"{', '.join(others)}: of episodes; name an --environment or --tools")

@@ -6,11 +6,11 @@ Sections by themselves take them: code that tries many losses may give all of th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
+from ..errors import ConfigError
 from . import registry
-from .constraints import require
+from .constraints import not_usual
 
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
@@ -23,10 +23,8 @@ def refuse_idle(section: Any, names: Iterable[str], owner: str, read: bool) -> N
 
     owner: what would read them, in words.
     """
-    usual = {item.name: item.default for item in fields(section)}
-    for name in () if read else names:
-        value = getattr(section, name)
-        require(value == usual[name], f"{name} belongs to {owner}; here {value} would do nothing: leave it out")
+    for name in () if read else not_usual(section, names):
+        raise ConfigError(f"{name} belongs to {owner}; here {getattr(section, name)} would do nothing: leave it out")
 
 
 def check_run(algorithm: Any, rollout: Any) -> None:

@@ -59,11 +59,6 @@ class PolicyMask(Choice):
 
 
 @dataclass(frozen=True)
-class Aggregation(Choice):
-    """target: a function of (values (B, A), mask (B, A), LossDenominators) to a scalar share."""
-
-
-@dataclass(frozen=True)
 class KLEstimator(Choice):
     """target: a function of (log_probs, ref_log_probs) to the estimate at each token.
 
@@ -238,39 +233,3 @@ class RowForm(Choice):
     asked of rows that have a prompt column too."""
 
     with_prompt: bool = False
-
-
-@dataclass(frozen=True)
-class RewardForm(Choice):
-    """target: a `rewards.local.callables.Form`."""
-
-
-@dataclass(frozen=True)
-class Service(Choice):
-    """What a plug-in is asked for, by the core or by another plug-in. target: a module with the functions that callers
-    name."""
-
-
-@dataclass(frozen=True)
-class RolloutMetric(Choice):
-    """A mean over the samples or tokens of a vision-language step's rollouts; its name is the column in metrics.csv.
-
-    target: a function of an Experience to values (B) or (B, A), or to (values, mask) where only some count, or to None
-    where this run has no such number. Those of the package are in trainer/vl/updates.py.
-    """
-
-
-@dataclass(frozen=True)
-class DifferentiableReward(Choice):
-    """target: a function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`."""
-
-
-@dataclass(frozen=True)
-class EnvironmentChoice(Choice):
-    """target: a class of `rollout.environments.Environment`, or a function that makes one. `tools` takes the functions
-    of `--tools` as an argument of this name."""
-
-
-@dataclass(frozen=True)
-class Scorer(Choice):
-    """target: a class, which is built with the recipe's settings, or a function; see docs/rewards.md."""

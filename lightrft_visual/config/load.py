@@ -28,7 +28,7 @@ from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .given_files import missing_files
 from .leaves import KEYWORD, Leaf, Names, Setting, names_of
-from .recipes import LayerReader, load_plugins, plugins_in
+from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
 from .shared import EMBEDDED
 from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
@@ -331,7 +331,7 @@ def _as_list(value: Any, leaf: Leaf, origin: str) -> Any:
 
 def _parse(text: str, leaf: Leaf, origin: str) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        return yaml_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{leaf.path} is {text!r} ({origin}), not YAML; it takes: {leaf.type_name}") from error
 

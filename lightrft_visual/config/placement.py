@@ -12,6 +12,7 @@ from .constraints import (
     PositiveFloat,
     PositiveInt,
     Section,
+    not_usual,
     one_of,
     require,
 )
@@ -57,13 +58,7 @@ class ResourcesConfig(Section):
 
     def of_workers(self) -> list[str]:
         """Settings other than rollout_devices that were given, and that only workers read."""
-        named = {
-            "rollout_num_gpus": self.rollout_num_gpus != AUTO,
-            "rollout_num_workers": self.rollout_num_workers is not None,
-            "require_cluster": self.require_cluster,
-            "weight_transfer": self.weight_transfer != "host",
-        }
-        return [name for name, given in named.items() if given]
+        return not_usual(self, ("rollout_num_gpus", "rollout_num_workers", "require_cluster", "weight_transfer"))
 
     def check(self) -> None:
         """Devices of the sides, which must not overlap."""
@@ -106,9 +101,9 @@ class AsyncConfig(Section):
 
     def check(self) -> None:
         """What belongs to runs with a staleness."""
-        others = self.batches_ahead, self.stale_correction, self.partial_rollouts
+        others = not_usual(self, ("batches_ahead", "stale_correction", "partial_rollouts"))
         require(
-            self.max_staleness > 0 or others == (None, None, False),
+            self.max_staleness > 0 or not others,
             "batches_ahead, stale_correction and partial_rollouts belong to a max_staleness above 0",
         )
 

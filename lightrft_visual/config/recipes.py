@@ -151,6 +151,11 @@ def load_yaml(file: Path, change: Callable[[str], str] = str) -> tuple[dict, dic
     return {str(key): value for key, value in values.items()}, lines
 
 
+def yaml_value(text: str) -> Any:
+    """The value of a text as it would stand in a recipe, 1e-3 a number as well. Raises yaml.YAMLError."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+
+
 def _key_lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

@@ -19,14 +19,16 @@ from __future__ import annotations
 from typing import Any
 
 from . import kinds
-from .constraints import PluginMissing, Registry, load_target
+from .constraints import Choice, PluginMissing, Registry, load_target
 
 PACKAGE = "lightrft_visual"
 ALGORITHMS, MODELS, ROLLOUT, PLUGINS = (f"{PACKAGE}.{room}" for room in ("algorithms", "models", "rollout", "plugins"))
 
+# What the code of an entry is, is said in kinds.py, and here for plain choices.
 advantage_estimators = Registry("advantage estimator", kinds.AdvantageEstimator)
 policy_losses = Registry("policy loss", kinds.PolicyLoss)
-aggregations = Registry("aggregation", kinds.Aggregation)
+# A function of (values (B, A), mask (B, A), LossDenominators) to a scalar share.
+aggregations = Registry("aggregation", Choice)
 kl_estimators = Registry("KL estimator", kinds.KLEstimator)
 tis_modes = Registry("TIS mode", kinds.TISMode)
 diffusion_algorithms = Registry("diffusion algorithm", kinds.DiffusionAlgorithm)
@@ -36,16 +38,20 @@ diffusion_families = Registry("diffusion family", kinds.DiffusionFamily)
 hooks = Registry("hook", kinds.Hook)
 loss_terms = Registry("term of the policy loss", kinds.LossTerm)
 policy_masks = Registry("mask of the policy loss", kinds.PolicyMask)
-rollout_metrics = Registry("rollout metric", kinds.RolloutMetric)
-differentiable_rewards = Registry("differentiable reward", kinds.DifferentiableReward)
-environments = Registry("environment", kinds.EnvironmentChoice)
-scorers = Registry("scorer", kinds.Scorer)
+# A function of an Experience to values (B) or (B, A), whose mean is a column in metrics.csv, or to (values, mask),
+# or to None where a run has no such number. Those of the package are in trainer/vl/updates.py.
+rollout_metrics = Registry("rollout metric", Choice)
+# A function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`.
+differentiable_rewards = Registry("differentiable reward", Choice)
+# A class of `rollout.environments.Environment`, or a function that makes one; `tools` takes the functions of `--tools`.
+environments = Registry("environment", Choice)
+scorers = Registry("scorer", Choice)  # a class, built with the recipe's settings, or a function; see docs/rewards.md
 row_forms = Registry("form of data rows", kinds.RowForm)
-reward_forms = Registry("form of reward functions", kinds.RewardForm)
+reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.callables.Form`
 tasks = Registry("built-in task", kinds.Task)  # prompt_data of vision-language runs
 drawing_tasks = Registry("built-in drawing task", kinds.Task)  # and of diffusion runs
 checkpoint_resolvers = Registry("built-in model", kinds.CheckpointResolver)
-services = Registry("service of a plug-in", kinds.Service)
+services = Registry("service of a plug-in", Choice)  # a module with the functions that callers name
 
 
 def service(name: str) -> Any | None:

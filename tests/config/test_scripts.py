@@ -46,10 +46,8 @@ def test_a_recipe_chooses_the_diffusion_algorithm(resolved, script: str, tmp_pat
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("diffusion_algorithm: dance_grpo\n")
     config = resolved(script, "--config", str(recipe))
-    assert (config["algorithm"]["diffusion_algorithm"], config["output"]["output_dir"]) == (
-        "dance_grpo",
-        "outputs/dance_grpo",
-    )
+    assert config["algorithm"]["diffusion_algorithm"] == "dance_grpo"
+    assert config["output"]["output_dir"] == "outputs/dance_grpo"
     own = resolved(script, "--config", str(recipe), "--pretrain", "model", "--prompt_data", "rows.jsonl")
     assert own["algorithm"]["diffusion_algorithm"] == "dance_grpo"
     swapped = resolved(script, *OCR, "/base/algorithm/diffusion=diffusion_nft")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.load import config_or_exit, parse_run, resolved_yaml
+from lightrft_visual.config.load import parse_run, resolved_yaml
 from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
@@ -87,17 +87,6 @@ class TestVRL:
         assert sampling["micro_rollout_batch_size"] == 8
         assert (train["groups_per_update"], train["train_batch_size"]) == (4, 32)  # of 64 samples: two updates
 
-    @pytest.mark.plugin("memory_plan")
-    def test_the_script_prints_it_and_leaves_with_0(self, capsys) -> None:
-        line = (
-            "rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 actor.gradient_accumulation_steps=4"
-        )
-        with pytest.raises(SystemExit) as left:
-            config_or_exit(DiffusionRunConfig, [*shlex.split(VRL + line), "--dry_run"], preset=DIFFUSION_PRESET)
-        printed = capsys.readouterr()
-        assert left.value.code == 0, printed.err
-        assert yaml.safe_load(printed.out)["train"]["train_batch_size"] == 32
-
     def test_fixed_evaluation(self) -> None:
         found = dry_run(f"{VRL} eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true")
         assert found["sampling"]["eval_num_steps"] == 40 and found["data"]["max_eval_samples"] == 16
@@ -115,21 +104,24 @@ class TestVRL:
         assert resources.trainer_num_gpus == (1 if "trainer.num_gpus=1" in line else None)
         assert resources.require_cluster == ("cross_node" in line)
 
-    def test_ray_placement_in_a_recipe(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("distributed", "told"),
+        [
+            ("resources: {rollout: {devices: [1], num_gpus: 2}}", "num_gpus is 2, but rollout_devices names 1"),
+            ("{placement: colocated, resources: {rollout: {devices: [1]}}}", "belongs to --placement split"),
+            (
+                "resources: {rollout: {num_workers: 2}, require_cluster: true}",
+                "rollout_num_workers, require_cluster: of rollout workers, add --placement",
+            ),
+        ],
+    )
+    def test_ray_placement_in_a_recipe(self, distributed: str, told: str, tmp_path: Path) -> None:
         recipe = tmp_path / "mine.yaml"
         recipe.write_text("defaults:\n  - /base/distributed: ray_rollout\n")
         arguments = ["--config", str(recipe)]
         assert parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET).config.distributed.split
-        recipe.write_text("distributed:\n  resources:\n    rollout: {devices: [1], num_gpus: 2}\n")
-        with pytest.raises(ConfigError, match="rollout_num_gpus is 2, but rollout_devices names 1"):
-            parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
-        recipe.write_text("distributed:\n  placement: colocated\n  resources:\n    rollout: {devices: [1]}\n")
-        with pytest.raises(ConfigError, match="belongs to --placement split"):
-            parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
-        recipe.write_text("distributed:\n  resources:\n    rollout: {num_workers: 2}\n    require_cluster: true\n")
-        with pytest.raises(
-            ConfigError, match="rollout_num_workers, require_cluster: of rollout workers, add --placement"
-        ):
+        recipe.write_text(f"distributed:\n  {distributed}\n")
+        with pytest.raises(ConfigError, match=told):
             parse_run(DiffusionRunConfig, arguments, preset=DIFFUSION_PRESET)
 
 
@@ -192,12 +184,6 @@ class TestFastVideo:
         )
         assert found["sampling"]["flow_shift"] is None and found["sampling"]["trajectory"] == "sde_reflow"
         assert found["algorithm"]["nft_kl_beta"] == 1e-4
-
-
-class TestLightRFT:
-    def test_kl_target(self) -> None:
-        found = dry_run("--kl_target 0.02 --init_kl_coef 0.01", schema=RunConfig)
-        assert found["algorithm"]["kl_target"] == 0.02
 
 
 class TestSizesOfUpdates:

@@ -15,13 +15,11 @@ from torch import nn
 
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.trainer.fast_exp_maker import (
     FastExperienceMaker,
     MultimodalDataProcessor,
     RewardComputationEngine,
-    get_advantage_calculator,
 )
 from lightrft_visual.trainer.replay_buffer import NaiveReplayBuffer
 from lightrft_visual.trainer.replay_buffer_utils import is_vl_experience, make_experience_batch, split_experience_batch
@@ -323,13 +321,13 @@ def test_the_keys_of_a_processed_batch(seeing):
 # -- the reference ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator,expected", [("k1", 0.0), ("k3", 0.0)])
-def test_an_actor_as_the_initial_model(text, counting, estimator, expected):
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_an_actor_as_the_initial_model(text, counting, estimator):
     maker = maker_of(text, remote_rm_url=[counting], initial_model=text[1], kl=0.1, kl_estimator=estimator)
     experiences = maker.make_experience_list(PROMPTS, max_new_tokens=3)
     for each in experiences:  # the policy itself: no divergence
         assert torch.allclose(each.base_action_log_probs, each.action_log_probs, atol=1e-5)
-        assert each.info["kl"].tolist() == pytest.approx([expected] * 4, abs=1e-6)
+        assert each.info["kl"].tolist() == pytest.approx([0.0] * 4, abs=1e-6)
     assert first_advantages(experiences) == pytest.approx(FOUR * 2, abs=1e-4)
 
 
@@ -374,12 +372,6 @@ def test_advantages_are_whitened(text):
     # of 0.125, 0.75, 1: mean 0.625, standard deviation 0.450694 with n - 1
     expected = [[-1.109400, 0.277350], [0.832050, 0.0]]
     assert torch.allclose(advantages, torch.tensor(expected), atol=1e-4) and clipped == 0.0
-
-
-@pytest.mark.parametrize("name", ("gae", "rloo", "reinforce", "reinforce_baseline", "group_norm", "grpo", "cpgd"))
-def test_calculators_by_name(name):
-    calculator = get_advantage_calculator(name, AlgorithmConfig())
-    assert hasattr(calculator, "preprocess_rewards") and hasattr(calculator, "compute")
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------
@@ -464,14 +456,8 @@ def test_an_engine_model_is_known_by_its_base_model(seeing):
     (call,) = model.calls  # once for all micro-batches
     assert set(call) == {"prompt_and_outputs", "raw_images", "img_num", "references", "labels"}
     assert call["img_num"] == [1, 1, 0, 0, 2, 2] and call["references"] == list("aabbcc")
-    assert call["labels"] == list("xxyyzz") and columns(experiences, lambda each: each.info["reward"]) == [
-        1,
-        1,
-        0,
-        0,
-        2,
-        2,
-    ]
+    assert call["labels"] == list("xxyyzz")
+    assert columns(experiences, lambda each: each.info["reward"]) == [1, 1, 0, 0, 2, 2]
 
 
 def test_a_torch_reward_model_of_ids_alone(text):

@@ -32,13 +32,18 @@ def grade_answer(given, truth):
 
 
 @pytest.fixture
-def mathruler(tmp_path, monkeypatch):
+def stand_in(tmp_path, monkeypatch):
+    (tmp_path / "mathruler").mkdir()
+    (tmp_path / "mathruler" / "__init__.py").write_text("")
+    (tmp_path / "mathruler" / "grader.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture
+def mathruler(request):
     """The module of the package, or of what stands in for it."""
     if importlib.util.find_spec("mathruler") is None:
-        (tmp_path / "mathruler").mkdir()
-        (tmp_path / "mathruler" / "__init__.py").write_text("")
-        (tmp_path / "mathruler" / "grader.py").write_text(STAND_IN)
-        monkeypatch.syspath_prepend(str(tmp_path))
+        request.getfixturevalue("stand_in")
     return importlib.import_module("mathruler.grader")
 
 
@@ -55,27 +60,15 @@ def test_grades_are_those_of_both_published_graders(mathruler):
         scorer = Geometry3K(name)
         grades[name] = scorer(RESPONSES, ["3"] * len(RESPONSES))
         scorer.close()
-        assert (
-            grades[name]["rewards"]
-            == grades[name][name]
-            == [published(mathruler, text, name == "easyr1") for text in RESPONSES]
-        )
+        assert grades[name]["rewards"] == [published(mathruler, text, name == "easyr1") for text in RESPONSES]
+        assert grades[name]["rewards"] == grades[name][name]
     assert grades["easyr1"]["rewards"][2] == 1.0 and grades["verl"]["rewards"][2] == 0.9  # blanks within the tags
     assert grades["verl"]["easyr1"] == grades["easyr1"]["rewards"]
-    assert grades["verl"]["accuracy"] == [1.0, 1.0, 1.0, 0.0, 0.0] and grades["verl"]["format"] == [
-        1.0,
-        0.0,
-        0.0,
-        1.0,
-        0.0,
-    ]
+    assert grades["verl"]["accuracy"] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert grades["verl"]["format"] == [1.0, 0.0, 0.0, 1.0, 0.0]
 
 
-def test_an_answer_that_cannot_be_graded_is_failed_and_one_without_reference_does_not_apply(tmp_path, monkeypatch):
-    (tmp_path / "mathruler").mkdir()
-    (tmp_path / "mathruler" / "__init__.py").write_text("")
-    (tmp_path / "mathruler" / "grader.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_answer_that_cannot_be_graded_is_failed_and_one_without_reference_does_not_apply(stand_in):
     scorer = Geometry3K("verl", seconds=1.0)
     found = scorer(["\\boxed{raise}", "\\boxed{hang}", "\\boxed{3}", "\\boxed{3}"], ["3", "3", None, "3"])["rewards"]
     scorer.close()

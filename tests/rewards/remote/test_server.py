@@ -82,7 +82,7 @@ def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, mon
 
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
-    assert serve_reward.parse_weights(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
+    assert serve_reward.parse_settings(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
 
 
 PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
