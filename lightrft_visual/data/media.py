@@ -111,8 +111,10 @@ def image_size(
 
 
 def _pil_in(source: Any) -> Any:
-    """The PIL image of a mapping {"image": PIL}; other sources as they are."""
+    """The PIL image of a mapping {"image": PIL}, or of a uint8 array; other sources as they are."""
     held = _inner_source(source) if isinstance(source, Mapping) and source.get("image") is not None else source
+    if isinstance(held, np.ndarray) and held.dtype == np.uint8:
+        return to_pil(held)
     return held if isinstance(held, Image.Image) else source
 
 
@@ -199,7 +201,9 @@ def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_rem
     if isinstance(source, os.PathLike):
         return _regular_file(Path(source), root)
     if not isinstance(source, str):
-        raise DataError(f"a {type(source).__name__} is no path, URL, bytes, base64 or PIL image", "media form")
+        raise DataError(
+            f"a {type(source).__name__} is no path, URL, bytes, base64, PIL image or uint8 array", "media form"
+        )
     if is_remote(source):
         try:
             return fetch_bytes(source, allow_remote=allow_remote, max_bytes=MAX_FILE_BYTES, timeout=FETCH_TIMEOUT)

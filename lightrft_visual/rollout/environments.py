@@ -29,7 +29,7 @@ from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
-from ..runtime.usercode.calls import LoadedFunction, awaited, callable_name, load_reward_fn
+from ..runtime.usercode.calls import LoadedFunction, awaited, callable_name, describe_error, load_reward_fn
 
 ROLES = ("user", "tool", "system")
 Message = dict[str, Any]
@@ -117,7 +117,7 @@ class Observation:
     def _part(self, part: Any) -> Message:
         if isinstance(part, str):
             return {"type": "text", "text": part}
-        if isinstance(part, Image.Image):
+        if isinstance(part, (Image.Image, np.ndarray)):
             self.images.append(part)
             return {"type": "image"}
         if isinstance(part, Video):
@@ -136,9 +136,10 @@ class Observation:
                 raise EnvironmentFailure(f"an observation has a part of type {kind!r} that brings no {medium}")
             (self.images if medium == "image" else self.videos).append(source)
             return {"type": medium}
-        shown = repr(kind) if isinstance(part, Mapping) else type(part).__name__
+        shown = repr(kind) if kind else f"that is a {type(part).__name__}"
         raise EnvironmentFailure(
-            f"an observation holds a part {shown}; parts are text, image, image_url, video, video_url"
+            f"an observation holds a part {shown}; a part is a text, an image, or a mapping whose type is text, image, "
+            "image_url, video or video_url"
         )
 
 
@@ -158,7 +159,7 @@ def _messages(value: Any) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _parts(content: Any) -> list[Any]:
-    if isinstance(content, (str, Image.Image, Video, Mapping)):
+    if isinstance(content, (str, Image.Image, np.ndarray, Video, Mapping)):
         return [content]
     if not isinstance(content, (list, tuple)) or not content:
         shown = "an empty list" if isinstance(content, (list, tuple)) else type(content).__name__
@@ -179,7 +180,8 @@ class StepResult(NamedTuple):
         """Raises EnvironmentFailure for anything but (observation, number, bool, mapping)."""
         if not isinstance(value, (tuple, list)) or len(value) != 4:
             shown = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
-            raise EnvironmentFailure(f"step gave {shown}; it gives (observation, reward, done, info)")
+            forms = "(observation, reward, done, info), where done is Gymnasium's terminated or truncated"
+            raise EnvironmentFailure(f"step gave {shown}; it gives {forms}")
         observation, reward, done, info = value
         try:
             number = float("nan") if isinstance(reward, str) else float(reward)
@@ -267,7 +269,10 @@ def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
     others = registry.service("other_environments")
 
     def make() -> Environment:
-        environment = made(**arguments)
+        try:
+            environment = awaited_value(made(**arguments))
+        except Exception as error:
+            raise ConfigError(f"environment {name} cannot be made: it {describe_error(error)}") from error
         environment = environment if others is None else others.adapted(environment)
         if not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")

@@ -14,14 +14,18 @@ Nothing in a response raises: a call that cannot be read is a `ToolCall` whose `
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
+import numpy as np
 from PIL import Image
-from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, validate_call
+from pydantic_core import to_jsonable_python
 
 from ..errors import ConfigError
 from ..runtime.usercode.calls import callable_name, what_happened
@@ -34,6 +38,8 @@ PYTHON_TAG = "<|python_tag|>"
 TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
 SHOWN = 80  # characters of a malformed call in its error
 MOST_CALLS = 64  # of one response; the rest of a text without end is not read
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+CLASSES = re.compile(r'"type": "(object|image|audio)"')
 PARTS = ("text", "image", "image_url", "video", "video_url")  # kinds of content parts
 
 
@@ -50,12 +56,42 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema  # with it comes torch, which an episode's process has no use for
 
     try:
-        return get_json_schema(function)
-    except Exception as error:  # transformers' own two kinds, and hints that name what is not there
+        arguments = inspect.signature(function).parameters.values()
+        unnamed = [each.name for each in arguments if each.kind not in NAMED or each.name == "self"]
+        if unnamed:
+            raise TypeError(f"a model cannot give {', '.join(unnamed)}: it names each argument")
+        schema = get_json_schema(_with_plain_docstring(function))
+        for name, told in schema["function"]["parameters"]["properties"].items():
+            if CLASSES.search(json.dumps(told)):  # transformers says no more of a class than that it is an object
+                description = told["description"]
+                told.clear()
+                told |= {**_schema_of_class(function, name), "description": description}
+        return schema
+    except Exception as error:  # transformers' and pydantic's own, and hints that name what is not there
         raise ConfigError(
-            f"tool {callable_name(function)}: {error}. A tool has a type hint for each argument, and a docstring with "
-            "a line on each below `Args:`"
+            f"tool {callable_name(function)}: {str(error).splitlines()[0]}. A tool has a type hint for each argument, "
+            "and a docstring in Google's form: below `Args:` a line `argument: what it is` on each"
         ) from None
+
+
+def _schema_of_class(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Of an argument whose hint is an Enum, a dataclass, a model of pydantic or the like."""
+    hint = get_type_hints(function, include_extras=True)[name]
+    try:
+        return TypeAdapter(hint).json_schema()
+    except PydanticUserError:
+        raise TypeError(f"a model cannot write {name}, {hint}: it writes JSON") from None
+
+
+def _with_plain_docstring(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with `a: what` in its docstring in place of `a (int): what`, which transformers does not read."""
+
+    @functools.wraps(function)
+    def told(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    told.__doc__ = re.sub(r"^(\s+\w+) ?\([^)\n]*\):", r"\1:", inspect.getdoc(function) or "", flags=re.MULTILINE)
+    return told
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,6 +314,8 @@ class ToolEnvironment(Environment):
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:
     """The tool, which raises ValidationError for arguments that are not of its types."""
+    if not inspect.isroutine(tool):
+        raise ConfigError(f"tool {callable_name(tool)} is a {type(tool).__name__}; it must be a function or a method")
     try:
         return validate_call(config=ConfigDict(arbitrary_types_allowed=True))(tool)
     except Exception as error:  # pydantic's own, and hints that name what is not there
@@ -290,23 +328,35 @@ def tool_content(result: Any) -> str | list[dict[str, Any]]:
     """What a tool returned as the content of its message. Raises TypeError for what has no place in one."""
     if isinstance(result, str):
         return result
-    if isinstance(result, Image.Image):
-        return [{"type": "image", "image": result}]
+    if _is_image(result) or (_is_part(result) and result["type"] in result):
+        return [_part(result)]
     if isinstance(result, (list, tuple)) and any(map(_is_part, result)):  # texts alone are JSON values
         return [_part(each) for each in result]
     try:
-        return json.dumps(result, ensure_ascii=False, allow_nan=False)
+        return json.dumps(to_jsonable_python(result, fallback=_numbers), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         kind = type(result).__name__
         raise TypeError(f"a {kind} is no result: text, an image, content parts or JSON values are sent back") from None
 
 
+def _numbers(value: Any) -> Any:
+    """Numbers of NumPy and PyTorch, and lists of them, as Python's."""
+    if getattr(value, "ndim", 2) > 1:
+        raise TypeError
+    return value.tolist()
+
+
+def _is_image(value: Any) -> bool:
+    array = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3
+    return array or isinstance(value, Image.Image)
+
+
 def _is_part(value: Any) -> bool:
-    return isinstance(value, Image.Image) or (isinstance(value, Mapping) and value.get("type") in PARTS)
+    return _is_image(value) or (isinstance(value, Mapping) and value.get("type") in PARTS)
 
 
 def _part(value: Any) -> dict[str, Any]:
-    if isinstance(value, Image.Image):
+    if _is_image(value):
         return {"type": "image", "image": value}
     if isinstance(value, str):
         return {"type": "text", "text": value}

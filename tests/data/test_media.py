@@ -37,7 +37,8 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
     (tmp_path / "a b.png").write_bytes(data)
     text = base64.b64encode(data).decode()
     sources = [
-        picture, data, bytearray(data), memoryview(data), text, f"data:image/png;base64,{text}", tmp_path / "a b.png",
+        picture, np.asarray(picture), data, bytearray(data), memoryview(data), text,
+        f"data:image/png;base64,{text}", tmp_path / "a b.png",
         str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a b.png")}, {"url": f"data:image/png;base64,{text}"},
     ]  # fmt: skip

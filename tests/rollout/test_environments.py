@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from PIL import Image
+from waiting import polls
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.given import give
+from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.rollout.environments import EnvironmentFailure, Observation, StepResult, environment_factory
 
 IMAGE = Image.new("RGB", (4, 4), "red")
@@ -17,6 +21,7 @@ IMAGE = Image.new("RGB", (4, 4), "red")
     [
         ("higher", ["user"], [["text"]], 0),
         (IMAGE, ["user"], [["image"]], 1),
+        (np.zeros((4, 4, 3), np.uint8), ["user"], [["image"]], 1),
         ([IMAGE, "this"], ["user"], [["image", "text"]], 1),
         ([{"type": "image", "image": IMAGE}, {"type": "text", "text": "<image>"}], ["user"], [["image", "text"]], 1),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}], ["user"], [["image"]], 1),
@@ -64,6 +69,34 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
         environment_factory(EpisodeConfig(environment=f"{path}:Other"))
     with pytest.raises(ConfigError, match=r"cannot be made with \['tools'\]"):
         environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))
+
+
+class Unmade:
+    def __init__(self):
+        raise OSError("no display")
+
+
+async def made_later():
+    return Kept()
+
+
+class Kept:
+    closed = 0
+
+    def step(self, action):
+        return "on", 0.0, False, {}
+
+    async def close(self):
+        Kept.closed += 1
+
+
+def test_what_making_an_environment_raises_is_told_and_coroutines_that_make_or_close_one_are_awaited():
+    with pytest.raises(ConfigError, match="cannot be made: it raised OSError: no display"):
+        environment_factory(EpisodeConfig(environment=give("unmade", Unmade)))()
+    host = ThreadHost(environment_factory(EpisodeConfig(environment=give("made_later", made_later))), 20.0)
+    assert host.reset(0, {}).result(20) is None
+    host.end(0)
+    assert any(Kept.closed for _ in polls(20.0))
 
 
 def test_settings_of_episodes_without_an_environment_are_refused():

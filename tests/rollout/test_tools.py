@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import functools
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +23,7 @@ from lightrft_visual.rollout.tools import (
     parse_tool_calls,
     render_tool_call,
     tool_call_format,
+    tool_content,
     tool_schema,
 )
 
@@ -86,15 +90,67 @@ def _unknown_hint(box: Nowhere) -> str:  # noqa: F821
     """
 
 
-@pytest.mark.parametrize("function", [_without_hint, _without_docstring, _without_argument, _unknown_hint])
-def test_schema_of_function_without_hints_or_docstring_is_refused(function):
-    with pytest.raises(ConfigError, match=function.__name__):
+def _in_an_order(*sides: int) -> str:
+    """Cut.
+
+    Args:
+        sides: where
+    """
+
+
+def _of_an_image(image: Image.Image) -> str:
+    """Cut.
+
+    Args:
+        image: of the row
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (_without_hint, "box"), (_without_docstring, "docstring"), (_without_argument, "'box'"),
+        (_unknown_hint, "Nowhere"), (_in_an_order, "cannot give sides"), (_of_an_image, "cannot write image"),
+        (ToolEnvironment.run, "cannot give self"),
+    ],
+)  # fmt: skip
+def test_schema_of_function_that_a_model_cannot_call_is_refused(function, told):
+    with pytest.raises(ConfigError, match=f"{function.__name__}: .*{told}"):
         tool_schema(function)
+
+
+class Side(enum.Enum):
+    LEFT, RIGHT = "left", "right"
+
+
+def _typed(side: Side, far: bool = False) -> str:
+    """Turn.
+
+    Args:
+        side (Side): where to
+        far (bool, optional): how far
+    """
+    return f"{side.name} {far}"
+
+
+def test_schema_of_class_is_what_its_values_are_written_as_and_types_in_docstrings_are_left_out():
+    properties = tool_schema(_typed)["function"]["parameters"]["properties"]
+    assert properties["side"] == {
+        "enum": ["left", "right"], "title": "Side", "type": "string", "description": "where to"
+    }  # fmt: skip
+    assert properties["far"] == {"type": "boolean", "description": "how far"}
+    assert ToolEnvironment([_typed]).run(ToolCall("_typed", {"side": "left"})) == ("LEFT False", False)
 
 
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="two tools have one name"):
         ToolEnvironment([crop, crop])
+
+
+@pytest.mark.parametrize("tool", [functools.partial(crop, scale=1.0), Side, "crop"])
+def test_tool_that_is_no_function_is_refused(tool):
+    with pytest.raises(ConfigError, match="it must be a function or a method"):
+        ToolEnvironment([tool])
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -252,6 +308,19 @@ def test_results_become_the_content_of_a_tool_message():
     (image,) = answer_of("picture", side=7)
     assert image["type"] == "image" and image["image"].size == (7, 7)
     assert [each["type"] for each in answer_of("parts")] == ["text", "text", "image"]
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        (np.float32(0.5), "0.5"), (np.arange(2), "[0, 1]"), ({"seen": {np.int64(1)}}, '{"seen": [1]}'),
+        (Side.LEFT, '"left"'), (np.zeros((2, 2, 3), np.uint8), ["image"]), ({"type": "circle"}, '{"type": "circle"}'),
+        ({"type": "text", "text": "here"}, ["text"]),
+    ],
+)  # fmt: skip
+def test_result_is_said_as_json_says_it_and_arrays_of_pixels_are_images(result, content):
+    found = tool_content(result)
+    assert (found if isinstance(content, str) else [part["type"] for part in found]) == content
 
 
 @pytest.mark.parametrize(
