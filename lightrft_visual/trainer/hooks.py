@@ -85,8 +85,11 @@ class StepHook:
     `name` names the hook's part of a checkpoint; the default is the name of its class.
     """
 
+    context: HookContext
+
     def setup(self, context: HookContext) -> None:
-        """Once, when the run is built."""
+        """Once, when the run is built. Keeps the context."""
+        self.context = context
 
     def on_prompts(self, requests: Any) -> Any:
         """The prompts that the engine is asked to continue. A request may have variants: other media for some of its
@@ -203,8 +206,9 @@ class Hooks:
 
     def setup(self, context: HookContext) -> None:
         """See `StepHook.setup`."""
-        for call in self.calls("setup"):
-            call(context)
+        for hook in self._hooks:
+            if hasattr(hook, "setup"):
+                hook.setup(context)
 
     on_prompts = _through("on_prompts")
     on_rollouts = _through("on_rollouts")
@@ -228,10 +232,7 @@ class Hooks:
 
     def state_dict(self) -> dict[str, Any]:
         """By the name of each hook."""
-        default = StepHook.state_dict
-        found = {name: getattr(hook, "state_dict", None) for name, hook in self._named()}
-        given = {name: each for name, each in found.items() if each is not None}
-        return {name: {} if getattr(each, "__func__", each) is default else each() for name, each in given.items()}
+        return {name: hook.state_dict() for name, hook in self._named() if hasattr(hook, "state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""

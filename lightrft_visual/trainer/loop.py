@@ -10,8 +10,8 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from deepspeed.accelerator import get_accelerator
 
 from ..config.vl import OutputConfig, TrainConfig
 from ..errors import NonFiniteError, RewardError, StoppedBySignal
+from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
-from ..observe.recorder import Record
+from ..observe.recorder import Record, RunRecorder
 from ..observe.report.page import ReportWriter
-from ..runtime import watchdog
+from ..runtime import collectives, watchdog
+from ..runtime.phase_timer import PhaseTimer
 from ..runtime.start_up import log_stage, start_is_over
-from ..runtime.train_engine import StepResult
-from .hooks import HookContext, StepData, StopRun
+from ..runtime.train_engine import StepResult, TrainEngine
+from .hooks import HookContext, Hooks, StepData, StopRun
 from .run_state import RunState, final_folder
 
 logger = logging.getLogger(__name__)
 
 MOST_NONFINITE = 3  # skipped steps in a row that end a run
 
-__all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "StepData"]
+__all__ = ["Evaluated", "LoopSettings", "PolicyTrainer", "RunParts", "StepData"]
 
 
 @dataclass
@@ -46,6 +48,28 @@ class LoopSettings:
     train: TrainConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class RunParts:
+    """What runs of all kinds are made of; a kind adds its own, among them the configuration and an evaluation."""
+
+    loop: LoopSettings
+    recorder: RunRecorder
+    timer: PhaseTimer
+    hooks: Hooks
+    console: RunConsole = field(init=False)
+
+    def __post_init__(self) -> None:
+        output, active = self.loop.output, collectives.is_rank_0()
+        self.console = RunConsole(self.loop.total_steps, line_every=output.logging_steps, active=active)
+
+
+def synchronize() -> None:
+    """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.synchronize()
 
 
 class Evaluated(dict[str, float]):
@@ -122,9 +146,18 @@ class PolicyTrainer(ABC):
     def sync(self) -> None:
         """Bring the new weights to the engine and check that they agree."""
 
-    @abstractmethod
     def evaluate(self) -> Evaluated:
-        """The fixed evaluation of the present weights; empty where there is no evaluation data."""
+        """The fixed evaluation of the present weights, or of those that hooks lend; empty where nothing is held out."""
+        if self.parts.evaluation is None:
+            return Evaluated()
+        if self.step == 0:
+            log_stage("evaluating the model as it is")
+        with self.evaluated_weights():
+            return self.parts.evaluation.run(self.step)
+
+    def evaluated_weights(self) -> AbstractContextManager[Any]:
+        """What is evaluated inside: the weights that hooks lend, or the model's own."""
+        return self.hooks.weights_for("evaluation") or nullcontext()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -134,22 +167,32 @@ class PolicyTrainer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
 
+    def close(self) -> None:
+        """Release what hooks hold; call it after `fit`, before the process group ends."""
+        self.hooks.close()
+
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the
         same, it is that."""
         return states[0]
 
     @abstractmethod
+    def engines(self) -> dict[str, TrainEngine]:
+        """What trains, by the name of its part of a checkpoint."""
+
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
+        for name, engine in self.engines().items():
+            engine.save(str(folder), name)
 
     def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together; 0 where nobody knows."""
-        return 0
+        """About what `save_engines` writes on all ranks together."""
+        return sum(engine.saved_bytes for engine in self.engines().values())
 
-    @abstractmethod
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
+        for name, engine in self.engines().items():
+            engine.load(str(folder), name, saved_ranks)
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -163,20 +206,21 @@ class PolicyTrainer(ABC):
         Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
         until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
         """
-        ended: bool | None = None
+        exported = False
         try:
             with self.state.listening():
                 self._begin()
+                begun = self.step
                 export: bool | None = None  # whether the model is written; None while steps are to be made
                 with start_up_objects_aside():
                     while export is None and self.hooks.stopping is None and self.step < self.settings.total_steps:
-                        self.state.mark()
                         done = self.step
+                        if done > begun and self.state.stop_requested():  # by a signal; the last step ends it anyway
+                            export = self._stop()
+                            break
+                        self.state.mark()
                         try:
                             self._finish_step(self.train_step())
-                            going_on = self.hooks.stopping is None and self.step < self.settings.total_steps
-                            if going_on and self.state.stop_requested():  # by a signal; the last step ends it anyway
-                                export = self._stop()
                         except StoppedBySignal as error:  # by scoring, on all ranks alike
                             export = self._stop(str(error), rewound=self.step == done)
                         except StopRun as stop:  # before the step has trained
@@ -186,13 +230,13 @@ class PolicyTrainer(ABC):
                 if export:
                     with self.timer.phase("save"):
                         self.state.save_final(final_folder(self.settings.output))
-            ended = export
+            exported = export
             return self.latest_eval
         finally:
             self.console.close()
             report = self.report.write()
             self.recorder.close()
-            if ended:
+            if exported:
                 files = {"report": report} if report else {}
                 files["model"] = final_folder(self.settings.output)
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from ..config import registry
-from ..config.diffusion import DiffusionRunConfig
-from ..config.load import resolved_yaml, write_resolved
-from ..config.sft import SFTRunConfig
-from ..config.shared import AUTO, FULL, OutputConfig
-from ..config.vl import RunConfig
-from ..data.bad_rows import TooManyBadRows, list_bad_rows
+from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
-from ..observe import environment as crash_log
-from ..observe.environment import holds_results, set_aside
-from ..observe.recorder import RecorderOptions, RunRecorder
 from ..runtime import collectives
 from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
 from ..runtime.checkpoint.state import load_state, save_state
-from ..runtime.deepspeed import DeepspeedStrategy
-from ..runtime.files import FolderLock, check_space
+from ..runtime.files import check_space
 from ..runtime.presence import LauncherWatch, handled, hangup_ends
 from ..runtime.usercode.calls import INTERRUPTED, Interrupt, StopRequest
 from ..runtime.usercode.surroundings import rng_state, set_rng_state
-
-logger = logging.getLogger(__name__)
-AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
 
 
 def final_folder(output: OutputConfig) -> Path:
@@ -77,37 +61,6 @@ def check_output(output: OutputConfig) -> Path | None:
     return None
 
 
-class Resumable(Protocol):
-    """What is saved and restored of a trainer; see `loop.PolicyTrainer` for the methods."""
-
-    step: int
-    nonfinite_streak: int
-    latest_eval: dict[str, float]
-    evaluated_step: int
-    hooks: Any
-    settings: Any
-    recorder: Any
-    console: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain state, weights and optimizers aside."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
-
-    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What `load_state_dict` takes, of the states of another number of ranks."""
-
-    def save_engines(self, folder: Path) -> None:
-        """Weights and optimizer states of this rank."""
-
-    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
-        """The inverse of `save_engines`."""
-
-    def export(self, folder: Path) -> None:
-        """The trained model for other programs."""
-
-
 BEST = "checkpoint-best"  # of the best gold
 # Without best_metric: the first of them that was measured.
 BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"), ("eval_loss", "min"))
@@ -116,10 +69,11 @@ BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"), ("eval_loss", "min"))
 class RunState:
     """Checkpoints of one trainer. SIGTERM, Ctrl-C or the end of the launcher asks for a checkpoint and an orderly end.
 
-    resume_folder: what `check_output` found. exit_code: of the process, once the run has ended.
+    trainer: a `loop.PolicyTrainer`. resume_folder: what `check_output` found. exit_code: of the process, once the run
+    has ended.
     """
 
-    def __init__(self, trainer: Resumable, output: OutputConfig, resume_folder: Path | None = None):
+    def __init__(self, trainer: Any, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
         self.best = best_metric(output)
         usual = BEST_BY if output.max_ckpt_num > 1 else BEST_BY[:1]  # one checkpoint is the newest, as asked for
@@ -207,32 +161,21 @@ class RunState:
         changing: what a step changes before it trains, where it is not to be saved as it is now. behind: it is written
         while the run goes on.
         """
-        self.settle()
-        trainer, changing = self.trainer, changing or self._changing()
-        self._optional = behind and self.output.save_steps is None
+        trainer = self.trainer
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
-        path = self.manager.save(
-            trainer.step,
-            lambda folder: self._write(folder, changing),
-            metrics=metrics,
-            model=trainer.settings.model,
-            behind=behind,
-        )
+        path = self._save(changing, behind and self.output.save_steps is None, metrics=metrics, behind=behind)
         self._say_saved()
         return path
 
     def save_best(self) -> Path:
         """This step as checkpoint-best, in place of an earlier one; a run can be resumed from it."""
+        return self._save(None, False, name=BEST, metrics=self.trainer.latest_eval, resumable=True)
+
+    def _save(self, changing: Mapping[str, Any] | None, optional: bool, **how: Any) -> Path:
         self.settle()
-        trainer, changing = self.trainer, self._changing()
-        return self.manager.save(
-            trainer.step,
-            lambda folder: self._write(folder, changing),
-            name=BEST,
-            metrics=trainer.latest_eval,
-            resumable=True,
-            model=trainer.settings.model,
-        )
+        trainer, changing, self._optional = self.trainer, changing or self._changing(), optional
+        model = trainer.settings.model
+        return self.manager.save(trainer.step, lambda folder: self._write(folder, changing), model=model, **how)
 
     def roll_back(self) -> None:
         """Take over the best checkpoint, and save it again: as the newest, from which the run would be resumed."""
@@ -284,12 +227,7 @@ class RunState:
     def take_weights(self) -> None:
         """Only what is evaluated of the checkpoint to resume from: the weights, and those that hooks lend. Data and
         rewards may be others now."""
-        folder, ranks = self.resume_folder, collectives.world_size()
-        paths = by_rank(sorted(folder.glob("run_state_rank*.safetensors")))
-        self.trainer.load_engines(folder, None if len(paths) == ranks else len(paths))
-        hooks = [state.get("hooks") or _hooks_of_version_2(state) for state in map(load_state, paths)]
-        joined = hooks[collectives.rank()] if len(paths) == ranks else self.trainer.hooks.state_of_ranks(hooks)
-        self.trainer.hooks.load_lending(joined)
+        self.trainer.hooks.load_lending(self._state_with_engines(self.resume_folder)["hooks"])
 
     def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)
@@ -304,30 +242,30 @@ class RunState:
         save_state(folder / f"run_state_rank{collectives.rank()}.safetensors", state)
 
     def _read(self, folder: Path) -> None:
-        paths = sorted(folder.glob("run_state_rank*.safetensors"))
-        own, ranks = folder / f"run_state_rank{collectives.rank()}.safetensors", collectives.world_size()
-        if len(paths) == ranks:
-            path, state = own, load_state(own)
-            self.trainer.load_engines(folder)
-        else:
-            path, state = folder, self._state_of_ranks([load_state(each) for each in by_rank(paths)])
-            self.trainer.load_engines(folder, len(paths))
-            told = f"{len(paths)} rank(s) saved it and {ranks} go on: weights, optimizers and data are divided anew"
+        saved, ranks = len(_states_in(folder)), collectives.world_size()
+        state = self._state_with_engines(folder)
+        if saved != ranks:
+            told = f"{saved} rank(s) saved it and {ranks} go on: weights, optimizers and data are divided anew"
             self.trainer.console.message(told)
         try:
             self._take_over(state)
         except KeyError as error:
-            raise CheckpointError(f"{path} has no {error}: another version of lightrft_visual saved it") from error
+            raise CheckpointError(f"{folder} has no {error}: another version of lightrft_visual saved it") from error
 
-    def _state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This rank's state, of those of another number of ranks. Samples stay the same: their seeds are their own."""
+    def _state_with_engines(self, folder: Path) -> dict[str, Any]:
+        """This rank's state, once the engines have theirs. Of another number of ranks it is made of the states of all:
+        samples stay the same, as their seeds are their own."""
+        paths, rank, trainer = _states_in(folder), collectives.rank(), self.trainer
+        if len(paths) == collectives.world_size():
+            trainer.load_engines(folder)
+            return _state_at(paths[rank])
+        trainer.load_engines(folder, len(paths))
+        states = [_state_at(path) for path in paths]
         return {
             **states[0],
-            "trainer": self.trainer.state_of_ranks([state["trainer"] for state in states]),
-            "hooks": self.trainer.hooks.state_of_ranks(
-                [state.get("hooks") or _hooks_of_version_2(state) for state in states]
-            ),
-            "random": states[collectives.rank() % len(states)]["random"],
+            "trainer": trainer.state_of_ranks([state["trainer"] for state in states]),
+            "hooks": trainer.hooks.state_of_ranks([state["hooks"] for state in states]),
+            "random": states[rank % len(states)]["random"],
         }
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
@@ -336,126 +274,27 @@ class RunState:
         self.trainer.latest_eval = dict(state["latest_eval"])
         self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])
-        self.trainer.hooks.load_state_dict(state.get("hooks") or _hooks_of_version_2(state))
+        self.trainer.hooks.load_state_dict(state["hooks"])
         set_rng_state(state["random"])
 
 
-def by_rank(paths: Sequence[Path]) -> list[Path]:
+def _states_in(folder: Path) -> list[Path]:
     """`run_state_rank0`, 1, … in the order of the ranks. CheckpointError where one is missing."""
-    found = [paths[0].with_name(f"run_state_rank{number}.safetensors") for number in range(len(paths))] if paths else []
-    if not found or set(found) != set(paths):
-        raise CheckpointError(f"a checkpoint has no state of every rank: {', '.join(path.name for path in paths)}")
+    paths = set(folder.glob("run_state_rank*.safetensors"))
+    found = [folder / f"run_state_rank{number}.safetensors" for number in range(len(paths))]
+    if not found or set(found) != paths:
+        told = ", ".join(sorted(path.name for path in paths))
+        raise CheckpointError(f"a checkpoint has no state of every rank: {told}")
     return found
+
+
+def _state_at(path: Path) -> dict[str, Any]:
+    state = load_state(path)
+    return state if state.get("hooks") else {**state, "hooks": _hooks_of_version_2(state)}
 
 
 def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
     """What the hooks of a checkpoint of the second version had: it stood beside the trainer's state, and in it."""
-    return {"guard": state.get("guard")} | {
-        name: state["trainer"].get(name) for name in ("ema", "replay", "reference") if state["trainer"].get(name)
-    }
-
-
-@contextmanager
-def folders_held(output: OutputConfig) -> Iterator[list[FolderLock]]:
-    """Inside it a run is built in folders that are its alone: rank 0 gets their locks, for the recorder to release.
-
-    They are released at once where the start fails. A collective: where another run is still going in one, every rank
-    raises FolderInUse, before anything is moved or loaded; ConfigError where a folder cannot be written.
-    """
-    folders, refused = {"output_dir": Path(output.output_dir)}, None
-    if output.ckpt_path is not None and Path(output.ckpt_path).resolve() != folders["output_dir"].resolve():
-        folders["ckpt_path"] = Path(output.ckpt_path)
-    with ExitStack() as held:
-        locks = []
-        try:
-            for setting, folder in folders.items() if collectives.is_rank_0() else ():
-                if (lock := FolderLock.take(folder, setting)) is not None:
-                    held.enter_context(lock.released_on_error())
-                    locks.append(lock)
-        except ConfigError as error:
-            refused = error
-        refused = collectives.broadcast_object(refused)
-        if refused is not None:
-            raise refused
-        yield locks
-
-
-@contextmanager
-def refused_data_listed(output_dir: str) -> Iterator[None]:
-    """Inside it, a start that bad rows end lists them in `bad_rows.jsonl`, behind those of an earlier run there."""
-    try:
-        yield
-    except TooManyBadRows as error:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        list_bad_rows(output_dir, holds_results(Path(output_dir)), error.rows)
-        raise
-
-
-def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
-    """The strategy of a run, its process group joined and this rank seeded."""
-    strategy = DeepspeedStrategy(
-        config.distributed,
-        bf16=config.model.bf16,
-        micro_batch_size=config.train.micro_train_batch_size,
-        seed=config.train.seed,
-    )
-    strategy.setup_distributed()
-    _use_plan(config)
-    strategy.micro_batch_size = config.train.micro_train_batch_size
-    return strategy
-
-
-def _use_plan(config: AnyConfig) -> None:
-    """Let the plan of memory choose what is left to it; without one the sizes stay, and checkpointing is full."""
-    planned, auto = config.plan is not None, config.model.gradient_checkpointing == AUTO
-    sized = planned and config.plan.auto_micro_batches
-    plan = registry.service("memory_plan") if planned and (auto or sized) else None
-    if plan is not None:
-        plan.use_choices(config)
-        return
-    if auto:
-        config.model.gradient_checkpointing = FULL
-    need = "the plug-in memory_plan" if planned else "a plan, which supervised runs do not have"
-    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (sized, "the sizes as they are given")}
-    for name, (asked, taken) in told.items() if collectives.is_rank_0() else ():
-        if asked:
-            logger.warning("%s needs %s: it takes %s", name, need, taken)
-
-
-def open_recorder(config: AnyConfig, resumed: bool, locks: Sequence[FolderLock]) -> RunRecorder:
-    """The recorder of a run, with config.resolved.yaml and env.json written. Raises ConfigError.
-
-    resumed: whether the run goes on from a checkpoint; else what an earlier one left in the folder is put aside.
-    locks: of its folders; the recorder releases them when it is closed.
-    """
-    output = config.output
-    if collectives.is_rank_0() and not resumed:
-        aside = set_aside(Path(output.output_dir), paths_read(config))
-        if aside is not None:
-            logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
-        (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
-    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
-    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, locks=locks)
-    if collectives.is_rank_0():
-        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
-    recorder.write_env()
-    return recorder
-
-
-def paths_read(config: AnyConfig) -> list[Path]:
-    """What the configuration names outside `output` and may be a path to read; lists and name=path taken apart."""
-    texts = [
-        value
-        for section, settings in asdict(config).items()
-        if section != "output" and isinstance(settings, dict)
-        for value in settings.values()
-        if isinstance(value, str)
-    ]
-    return [Path(part.rpartition("=")[2].strip()) for text in texts for part in text.split(",") if part.strip()]
-
-
-def synchronize() -> None:
-    """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.synchronize()
+    trainer = state.get("trainer", {})
+    kept = {name: trainer[name] for name in ("ema", "replay", "reference") if trainer.get(name)}
+    return {"guard": state.get("guard")} | kept

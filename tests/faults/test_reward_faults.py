@@ -19,7 +19,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.runtime.usercode import surroundings
-from lightrft_visual.trainer.vl.maker import RewardStage
+from lightrft_visual.trainer.vl.maker import give_rewards
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # child processes import it too
 faults = importlib.import_module("reward_faults")
@@ -37,13 +37,13 @@ def rollouts() -> Rollouts:
     )
 
 
-def stage_of(path: Path, fault) -> RewardStage:
+def rewards_of(path: Path, fault) -> RewardComputationEngine:
     words = fault.flags.split()
     given = {"on_reward_error": "error", "reward_max_invalid": 0.5}
     given |= {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2])}
     given["reward_max_invalid"] = float(given["reward_max_invalid"])
     config = RewardConfig(reward_fn=f"{path}:score", **given)
-    return RewardStage(RewardComputationEngine.from_config(config, columns=()), chunk=8)
+    return RewardComputationEngine.from_config(config, columns=())
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -56,10 +56,10 @@ def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_pat
     fault, path, told = FAULTS[name], tmp_path / "mine.py", ""
     path.write_text(fault.source)
     try:
-        stage = stage_of(path, fault)
+        rewards = rewards_of(path, fault)
         for _ in range(2):
             samples = rollouts()
-            stage.run(samples)
+            give_rewards(samples, rewards.score_rollouts(samples, 8))
     except (RewardError, ConfigError) as error:
         assert fault.code == 1
         told = str(error)

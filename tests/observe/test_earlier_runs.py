@@ -6,7 +6,7 @@ import json
 
 from lightrft_visual.config.vl import ModelConfig, RewardConfig, RunConfig
 from lightrft_visual.observe.environment import set_aside
-from lightrft_visual.trainer.run_state import paths_read
+from lightrft_visual.trainer.start import paths_read
 
 
 def run_folder(folder):

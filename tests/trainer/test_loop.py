@@ -88,6 +88,9 @@ class Walk(PolicyTrainer):
     def load_state_dict(self, state):
         pass
 
+    def engines(self):
+        return {}
+
     def save_engines(self, folder):
         (folder / "weights.bin").write_text(str(self.weights))
 

@@ -13,7 +13,7 @@ from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.runtime import collectives
-from lightrft_visual.trainer.run_state import folders_held, refused_data_listed
+from lightrft_visual.trainer.start import folders_held, refused_data_listed
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:

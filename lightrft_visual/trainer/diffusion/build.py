@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,19 +12,16 @@ from typing import Any
 import torch
 
 from ...config import registry
-from ...config.constraints import divisors, load_target, nearest, refit_update, said
+from ...config.constraints import divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.kinds import Task
 from ...config.shared import NONE, RewardConfig
-from ...data.bad_rows import list_bad_rows
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
-from ...data.sampler import fitting_batch
 from ...errors import ConfigError, did_you_mean
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightCopy
-from ...observe.console import RunConsole
 from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine
@@ -36,27 +32,17 @@ from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock, cache_folder
-from ...runtime.phase_timer import PhaseTimer
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
-from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_state import (
-    check_output,
-    folders_held,
-    open_recorder,
-    refused_data_listed,
-    start_strategy,
-    synchronize,
-)
+from ..run_state import check_output
+from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
 from .evaluation import DiffusionEvaluation, DrawingGold
 from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
-from .parts import DiffusionParts, DrawingSource, PairSource
+from .parts import DiffusionParts, DrawingSource
 from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity, drawing_batch
 from .teacher import load_teacher
 from .trainer import DiffusionTrainer, RewardFLTrainer
-
-logger = logging.getLogger(__name__)
 
 PROMPTS_GIB = 2  # of encoded prompts on disk
 
@@ -101,42 +87,33 @@ def _built(
     config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
     probed(config.guard.gold, eval_prompts, partial(_drawn, config, eval_prompts))
     rewards = _rewards(config, strategy, sets, trained_on is None)
-    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
-    list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
-    algorithm = config.algorithm.entry
-    total_steps, timer = _total_steps(config, len(prompts)), PhaseTimer(synchronize)
+    algorithm, total_steps = config.algorithm.entry, _total_steps(config, len(prompts))
+    loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
+    run = open_run(config, loop, locks, sets)
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     teacher = load_teacher(config, strategy, policy)
-    model = TrainedVelocity(engine, policy)
-    sampling = DiffusionSampling(
-        model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), ImageSettings.from_config(config)
-    )
+    model, images = TrainedVelocity(engine, policy), ImageSettings.from_config(config)
+    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
     drawing = _engine(config, sampling, old)
     gold = _gold(config, strategy, eval_prompts, task)
-    hooks = Hooks()
+    maker: DiffusionExperienceMaker | PairExperience
     if config.offline:
-        per_rank = config.sampling.rollout_batch_size // collectives.world_size()
-        maker = PairExperience(prompts, sampling, per_rank, rewards, drawing, timer)
+        maker = PairExperience(sampling, rewards, drawing, run.timer)
     else:
         graphs = RolloutGraphs.from_config(config, policy)
-        maker = DiffusionExperienceMaker(drawing, rewards, config.algorithm, timer, hooks, graphs)
-    source = PairSource if config.offline else DrawingSource
+        maker = DiffusionExperienceMaker(drawing, rewards, config.algorithm, run.timer, run.hooks, graphs)
     parts = DiffusionParts(
+        **run._asdict(),
         config=config,
         policy=policy,
         engine=engine,
         algorithm=algorithm,
         loss=algorithm.load()(config),
         maker=maker,
-        prompts=source(config, prompts, drawing if config.distributed.split else None),
+        prompts=DrawingSource(config, prompts, drawing if config.distributed.split else None),
         evaluation=_evaluation(config, model, eval_prompts, rewards, gold),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted),
-        recorder=recorder,
-        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
-        timer=timer,
-        hooks=hooks,
         old=old,
         trained_on=trained_on,
         teacher=teacher,
@@ -240,11 +217,7 @@ def _check_ranks(config: DiffusionRunConfig) -> None:
         told = said(config.sampling, "rollout_batch_size") + ("" if config.offline else f" * n_samples_per_prompt {n}")
         raise ConfigError(f"{told} does not divide over {world} ranks; use {works} for rollout_batch_size")
     parts = world // config.distributed.sp_size
-    if config.train.train_batch_size % parts:
-        works = nearest(config.train.train_batch_size, divisors(size * n, math.lcm(parts, config.coupled_samples)))
-        raise ConfigError(
-            f"train_batch_size {config.train.train_batch_size} does not divide over {parts} ranks; use {works}"
-        )
+    check_update(config.train, parts, divisors(size * n, math.lcm(parts, config.coupled_samples)))
 
 
 def _prompts_step(config: DiffusionRunConfig) -> int:
@@ -258,20 +231,12 @@ def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
 
     Raises ConfigError for fewer than the ranks share evenly.
     """
-    sampling, train, step = config.sampling, config.train, _prompts_step(config)
+    step = _prompts_step(config)
     if prompts < step:
         raise ConfigError(f"{config.data.prompt_data} has {prompts} prompt(s), and the ranks need a multiple of {step}")
-    size, n = fitting_batch(sampling.rollout_batch_size, prompts, step), sampling.n_samples_per_prompt
-    if size == sampling.rollout_batch_size:
-        return
-    told, before = said(sampling, "rollout_batch_size"), sampling.rollout_batch_size * n
-    parts = collectives.world_size() // config.distributed.sp_size
-    refit_update(train, before, size * n, math.lcm(parts, config.coupled_samples))
-    sampling.rollout_batch_size = size
-    if collectives.is_rank_0():
-        text = "%s is more than the %d %s of the data: a step takes %d, an update %d samples"
-        kind = "pairs" if config.offline else "prompts"
-        logger.warning(text, told, prompts, kind, size, train.train_batch_size)
+    multiple = math.lcm(collectives.world_size() // config.distributed.sp_size, config.coupled_samples)
+    named = "pairs of the data" if config.offline else "prompts of the data"
+    fit_to_data(config.sampling, config.train, prompts, step, multiple, named)
 
 
 def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:

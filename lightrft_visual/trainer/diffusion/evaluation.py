@@ -83,12 +83,11 @@ class DiffusionEvaluation:
     def __post_init__(self) -> None:
         self.labels = sorted(measured_labels([each.label for each in self.prompts.rows]))
 
-    def run(self, step: int, as_base: bool = False) -> Evaluated:
+    def run(self, step: int) -> Evaluated:
         """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which each label
         counts alike; `validation/reward/<component>`; with gold `eval_gold`, `eval_diversity`, `eval_coverage`;
         `eval_image_diversity` where prompts stand several times; `eval_drift`, the distance from the base's images of
-        the same noise; records of the first prompts, in their order. as_base: these weights are the base. A
-        collective."""
+        the same noise, which step 0 draws; records of the first prompts, in their order. A collective."""
         prompts = self.prompts
         shard = validation_shard_indices(len(prompts), rank=collectives.rank(), world_size=collectives.world_size())
         indices = [index for index, _ in shard]
@@ -117,7 +116,7 @@ class DiffusionEvaluation:
             metrics["eval_reward_label_mean"] = sum(metrics[f"eval_reward_{each}"] for each in self.labels) / len(
                 self.labels
             )
-        metrics |= self._of_set(media, requests.sample_ids, real, as_base)
+        metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         kept = gather_all(own)
         return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], paired_scores)

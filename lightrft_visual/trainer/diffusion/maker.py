@@ -15,8 +15,7 @@ from ...algorithms.diffusion.diffusion_dpo import PAIR, gathered_pairs
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...config import registry
 from ...config.diffusion import DiffusionAlgorithmConfig, DiffusionRunConfig
-from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
-from ...data.prompt_sampling import distributed_k_repeat_indices
+from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts
 from ...data.prompts import PromptRow
 from ...errors import ConfigError, RewardError
 from ...experience.diffusion_sampling import SamplingResult
@@ -26,7 +25,6 @@ from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardBatch, RewardOutput, batch_from_media
 from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
 from ...rewards.engine import RewardComputationEngine
-from ...runtime import collectives
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
 from .stages import DiffusionSampling, DrawingBatch, Graphed, RolloutGraphs, Sampled, drawing_batch
@@ -312,23 +310,24 @@ def _with_first_frame(metadata: dict[str, Any], images: list[Any]) -> dict[str, 
 
 @dataclass
 class PairExperience:
-    """Draws pairs and makes experience of them. sampling: for prompts, sizes and the schedule of timesteps.
+    """Makes experience of pairs of images. sampling: for prompts, sizes and the schedule of timesteps.
 
-    pairs_per_rank: of a step. rewards, engine: of evaluations.
+    rewards, engine: of evaluations.
     """
 
-    pairs: PreferencePairs
     sampling: DiffusionSampling
-    pairs_per_rank: int
     rewards: RewardComputationEngine
     engine: DiffusersEngine
     timer: PhaseTimer
 
-    def generate(self, seed: int, step: int) -> list[ExperienceDiffusion]:
-        """This rank's pairs of one step, in micro-batches: finished latents (B, 1, …), advantages 1 of chosen and -1 of
-        rejected images, and as group the pair."""
+    def generate(self, requests: DrawingBatch, step: int) -> list[ExperienceDiffusion]:
+        """Pairs in micro-batches: finished latents (B, 1, …), advantages 1 of chosen and -1 of rejected images, and as
+        group the pair."""
         with self.timer.phase("encode"):
-            return self._encoded(seed, step)
+            self.sampling.remember(requests)
+            size = max(1, self.sampling.settings.micro_batch_size // PAIR)
+            parts = [slice(at, at + size) for at in range(0, len(requests), size)]
+            return [self._micro(requests.select(part), step) for part in parts]
 
     def score(self, encoded: list[ExperienceDiffusion]) -> list[ExperienceDiffusion]:
         """Which image is the better one is known."""
@@ -338,22 +337,10 @@ class PairExperience:
         """What `generate` made."""
         return StepData(encoded)
 
-    def _encoded(self, seed: int, step: int) -> list[ExperienceDiffusion]:
-        drawn = distributed_k_repeat_indices(
-            dataset_length=len(self.pairs), batch_size=self.pairs_per_rank, repeats_per_prompt=1,
-            world_size=collectives.world_size(), rank=collectives.rank(), seed=seed,
-        ).local_indices  # fmt: skip
-        pairs = [self.pairs[index] for index in drawn]
-        requests = drawing_batch(pairs, drawn, first=collectives.rank() * self.pairs_per_rank)
-        self.sampling.remember(requests)
-        size = max(1, self.sampling.settings.micro_batch_size // PAIR)
-        parts = [slice(at, at + size) for at in range(0, len(requests), size)]
-        return [self._micro(requests.select(part), pairs[part], step) for part in parts]
-
     @torch.no_grad()
-    def _micro(self, requests: DrawingBatch, pairs: list[PromptRow], step: int) -> ExperienceDiffusion:
+    def _micro(self, requests: DrawingBatch, step: int) -> ExperienceDiffusion:
         settings, sampling = self.sampling.settings, self.sampling
-        images = [image for pair in pairs for image in pair.images]
+        images = [image for pair in requests.images for image in pair]
         latents = sampling.model.policy.encode_images(images, settings.height, settings.width)
         timesteps, sigmas = sampling.sampler.schedule(sampling.model, sampling.latent_shape)
         conditions = {name: each.repeat_interleave(PAIR, dim=0) for name, each in sampling.conditions(requests).items()}

@@ -22,15 +22,16 @@ from ...runtime import collectives
 from ...runtime.seeding import derive_seed
 from ...runtime.sequence import SequenceGroup
 from ...runtime.train_engine import TrainEngine
-from ..hooks import Hooks, StepData
-from ..loop import LoopSettings
+from ..hooks import StepData
+from ..loop import RunParts
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
 from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward, score_samples
 from .stages import DrawingBatch, k_repeat_prompts
 
 
 class DrawingSource:
-    """Hands out this rank's rows of each step. What a step has depends on the run's seed and the step alone.
+    """Hands out this rank's rows of each step, prompts or pairs. What a step has depends on the run's seed and the step
+    alone.
 
     ahead: steps that the engine may begin on before they are asked for.
     """
@@ -53,17 +54,9 @@ class DrawingSource:
 
     def _requests(self, step: int) -> DrawingBatch:
         sampling = self.config.sampling
-        seed = derive_seed(self.config.train.seed, "k_repeat", step)
-        per_rank = sampling.rollout_batch_size * sampling.n_samples_per_prompt // collectives.world_size()
-        return k_repeat_prompts(self.dataset, per_rank, sampling.n_samples_per_prompt, seed)
-
-
-class PairSource(DrawingSource):
-    """Of pairs of a file: what names a step's pairs is a seed."""
-
-    def next(self, step: int, total_steps: int) -> int:
-        """The seed of step number `step`."""
-        return derive_seed(self.config.train.seed, "k_repeat", step)
+        repeats = 1 if self.config.offline else sampling.n_samples_per_prompt
+        per_rank = sampling.rollout_batch_size * repeats // collectives.world_size()
+        return k_repeat_prompts(self.dataset, per_rank, repeats, derive_seed(self.config.train.seed, "k_repeat", step))
 
 
 @dataclass
@@ -111,8 +104,8 @@ def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media
         metrics.add(name, value)
 
 
-@dataclass
-class DiffusionParts:
+@dataclass(kw_only=True)
+class DiffusionParts(RunParts):
     """Everything a diffusion run is made of; `build` puts it together from a configuration."""
 
     kind: ClassVar[str] = "diffusion"
@@ -125,11 +118,6 @@ class DiffusionParts:
     maker: DiffusionExperienceMaker | PairExperience
     prompts: DrawingSource
     evaluation: DiffusionEvaluation | None
-    loop: LoopSettings
-    recorder: Any
-    console: Any
-    timer: Any
-    hooks: Hooks
     old: WeightCopy | None = None
     trained_on: TrainingReward | None = None
     teacher: DiffusionPolicy | None = None

@@ -135,24 +135,9 @@ class TrainedVelocity:
     """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run."""
 
     def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy):
-        self.engine, self.policy = engine, policy
-        self.prediction = policy.prediction
-
-    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
-        """(B, …) of latents (B, …) and timesteps (B); see `DiffusionPolicy.velocity`."""
-        return self.engine(latents, timesteps, conditions, guidance_scale)
-
-    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
-        """The shift of the model's own scheduler."""
-        return self.policy.flow_shift(latent_shape)
-
-    def starting_scale(self, sigma: float) -> float:
-        """Of the model's starting noise."""
-        return self.policy.starting_scale(sigma)
-
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None):
-        """Timesteps (K) and sigmas (K) of the model's own scheduler."""
-        return self.policy.default_schedule(num_steps, latent_shape, flow_shift)
+        self.policy, self.prediction, self.velocity = policy, policy.prediction, engine
+        self.flow_shift, self.default_schedule = policy.flow_shift, policy.default_schedule
+        self.starting_scale = policy.starting_scale
 
 
 @dataclass(frozen=True)
@@ -245,17 +230,17 @@ class DiffusionSampling:
         graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
         are not: their conditions differ in size from sample to sample.
         """
-        size, host = self.settings.micro_batch_size, HostCopies()
-        parts = [slice(start, start + size) for start in range(0, len(requests), size)]
+        size, host, shared = self.settings.micro_batch_size, HostCopies(), None
         if self.edits:
-            shared = self.shared(requests)
-            drawn = [self._micro(requests.select(part), step, purpose, host, shared[part]) for part in parts]
-            host.wait()
-            return drawn
-        self.remember(requests)
+            shared, graphs = self.shared(requests), None
+        else:
+            self.remember(requests)
         if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
             graphs = None
-        drawn = [self._micro(requests.select(part), step, purpose, host, graphs=graphs) for part in parts]
+        drawn = []
+        for part in (slice(start, start + size) for start in range(0, len(requests), size)):
+            own = None if shared is None else shared[part]
+            drawn.append(self._micro(requests.select(part), step, purpose, host, own, graphs))
         host.wait()
         return drawn
 
@@ -300,15 +285,11 @@ class DiffusionSampling:
 
 def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> DrawingBatch:
     """This rank's rows of one global batch: each drawn prompt `repeats` times, spread over all ranks."""
-    rank = collectives.rank()
+    rank, world = collectives.rank(), collectives.world_size()
     drawn = distributed_k_repeat_indices(
-        dataset_length=len(dataset),
-        batch_size=per_rank,
-        repeats_per_prompt=repeats,
-        world_size=collectives.world_size(),
-        rank=rank,
+        dataset_length=len(dataset), batch_size=per_rank, repeats_per_prompt=repeats, world_size=world, rank=rank,
         seed=seed,
-    )
+    )  # fmt: skip
     return _chosen(dataset, drawn.local_indices, first=rank * per_rank)
 
 

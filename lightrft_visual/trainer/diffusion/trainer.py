@@ -17,10 +17,9 @@ from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
 from ...runtime.seeding import derive_seed
-from ...runtime.start_up import log_stage
-from ...runtime.train_engine import StepResult
+from ...runtime.train_engine import StepResult, TrainEngine
 from ..hooks import StepData
-from ..loop import Evaluated, PolicyTrainer
+from ..loop import PolicyTrainer
 from .maker import Drawn, joined
 from .parts import DiffusionParts
 from .stages import Graphed, update_batches, worth_using
@@ -115,22 +114,12 @@ class DiffusionTrainer(PolicyTrainer):
             self.parts.old.update(old_policy_decay(count, algorithm.decay_type))
         self.maker.engine.hand_over(self.step)
 
-    def evaluate(self) -> Evaluated:
-        """See `DiffusionEvaluation.run`; with the weights that hooks lend for it."""
-        if self.parts.evaluation is None:
-            return Evaluated()
-        if self.step == 0:
-            log_stage("evaluating the model as it is")
-        with self.hooks.weights_for("evaluation") or nullcontext():
-            return self.parts.evaluation.run(self.step, as_base=self.step == 0)
-
     # -- state ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the rollout and reward workers."""
         self.maker.engine.close()
         self.maker.rewards.close()
-        self.hooks.close()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """Updates made so far, the old weights where there are any, and what the base drew in the first evaluation."""
@@ -142,7 +131,6 @@ class DiffusionTrainer(PolicyTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
         self.updates = int(state["updates"])
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])
@@ -150,22 +138,12 @@ class DiffusionTrainer(PolicyTrainer):
             self.parts.evaluation.base = state.get("base_images")  # earlier versions kept none
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """As `loop.PolicyTrainer.state_of_ranks`."""
         old = [state["old"] for state in states]
         joined = self.parts.old.state_of_ranks(old) if self.parts.old is not None and old[0] is not None else old[0]
         return {**states[0], "old": joined}
 
-    def save_engines(self, folder: Path) -> None:
-        """What trains, with its optimizer; every rank writes its part."""
-        self.engine.save(str(folder), "policy")
-
-    def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together."""
-        return self.engine.saved_bytes
-
-    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
-        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
-        self.engine.load(str(folder), "policy", saved_ranks)
+    def engines(self) -> dict[str, TrainEngine]:
+        return {"policy": self.engine}
 
     def export(self, folder: Path) -> None:
         """LoRA for the stock pipeline's load_lora_weights, or the whole pipeline when all weights train."""

@@ -86,11 +86,9 @@ class BalancedRolloutsHook(StepHook):
         return replace(request, reference=None, metadata={}, messages=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Lengths so far."""
         return {"means": self.means, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
         self.means, self._seen = dict(state["means"]), dict(state["seen"])
 
 

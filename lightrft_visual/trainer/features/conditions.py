@@ -18,13 +18,14 @@ def held_out(evaluation: Any) -> list[str]:
 class ConditionsHook(StepHook):
     """Writes evaluations.jsonl."""
 
+    said = False
+
     def setup(self, context: HookContext) -> None:
         """Settings do not change during a run."""
-        self.context, self.said = context, False
+        super().setup(context)
         self.found = conditions(context.config, held_out(context.parts.evaluation))
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Of the present weights."""
         if not self.said:
             self.context.console.message(in_words(self.found))
             self.said = True
@@ -33,4 +34,4 @@ class ConditionsHook(StepHook):
 
 def build(parts: Any) -> ConditionsHook | None:
     """Where there is something to evaluate."""
-    return ConditionsHook() if getattr(parts, "evaluation", None) is not None else None
+    return ConditionsHook() if parts.evaluation is not None else None

@@ -28,15 +28,12 @@ class EmaHook(StepHook):
         return self.average.swapped() if self.lent else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, and how many steps it has seen."""
         return self.average.state_dict()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What this rank holds of it, of the states of another number of ranks."""
         return self.average.state_of_ranks(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved average."""
         self.average.load_state_dict(dict(state))
 
     def missing_state(self) -> None:

@@ -46,11 +46,9 @@ class EntropyTargetHook(StepHook):
         self.value = min(max(moved, 0.0), self.config.entropy_coef_max)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the coefficient stands."""
         return {"value": self.value, "active": self.active}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
         self.value, self.active = float(state["value"]), bool(state["active"])
 
 

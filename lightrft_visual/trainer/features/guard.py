@@ -10,7 +10,7 @@ from ...config.shared import GuardConfig
 from ...errors import ConfigError
 from ...observe.guard.divergence import PairedScores
 from ...observe.guard.watch import Alarm, Guard
-from ..hooks import HookContext, StepData, StepHook, StopRun
+from ..hooks import StepData, StepHook, StopRun
 from ..run_state import RunState
 
 
@@ -58,10 +58,6 @@ class GuardHook(StepHook):
         self.guard.penalties = penalties
         self.scores: Any = None
         self.paired_scores: PairedScores | None = None
-
-    def setup(self, context: HookContext) -> None:
-        """Alarms are told by the run's own console, recorder and report."""
-        self.context = context
 
     def on_scores(self, rollouts: Any) -> Any:
         """Gold comes before media are released."""
@@ -126,15 +122,12 @@ class GuardHook(StepHook):
         return _BackToBest(f"the guard ({alarm.signal}, step {step})", export=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Bands, and what has been told."""
         return self.guard.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
         self.guard.load_state_dict(state)
 
     def close(self) -> None:
-        """The judge's workers."""
         self.watched.close()
 
 

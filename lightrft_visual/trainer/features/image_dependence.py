@@ -14,7 +14,7 @@ from ...models.vlm.actor import ActorOutput
 from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator
 from ...runtime.sequence import own_scores
-from ..hooks import HookContext, StepData, StepHook
+from ..hooks import StepData, StepHook
 
 NAME = "image_dependence"
 MOVED = 0.1  # nats by which the log-prob of a sampled token, or the entropy, must move
@@ -36,14 +36,10 @@ class ImageDependenceHook(StepHook):
     every: int
     labels: set[str | None]
 
-    def setup(self, context: HookContext) -> None:
-        """Steps are counted, and seconds told, by the run."""
-        self.finished, self.timer = context.step, context.timer
-
     def on_experience(self, step: StepData) -> StepData:
         """The first step is measured, and every `every` steps one after it."""
-        if self.finished() % self.every == 0:
-            with self.timer.phase("forward"):
+        if self.context.step() % self.every == 0:
+            with self.context.timer.phase("forward"):
                 self.measure(step.rollouts, step.metrics)
         return step
 

@@ -16,7 +16,7 @@ from PIL import Image
 from ...experience.rollouts import PromptFeatures, Variant
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...runtime.seeding import derive_seed
-from ..hooks import HookContext, StepData, StepHook
+from ..hooks import StepData, StepHook
 
 DECAY, MIDPOINT = 30.0, 40 / 60  # lambda, and gamma / t_max, of the paper's sigmoid schedule
 NOISE_STEPS = 1000  # of the forward process that says how strong the noise of a step is
@@ -74,15 +74,11 @@ class NoisyRolloutsHook(StepHook):
         self.distortion, self.processor = distortion, processor
         self.count = distortion.distorted(samples)
 
-    def setup(self, context: HookContext) -> None:
-        """The noise of a step follows its number."""
-        self.finished = context.step
-
     def on_prompts(self, requests: list[PromptFeatures]) -> list[PromptFeatures]:
         """A prompt without images has a variant too, of another seed alone: each rank draws as often as the others."""
         if not self.count:
             return requests
-        strength = self.distortion.strength(self.finished())
+        strength = self.distortion.strength(self.context.step())
         seeds = [derive_seed(each.seed, "noisy copy") for each in requests]
         images = [noisy_images(each.images, strength, seed) for each, seed in zip(requests, seeds)]
         copies = self.processor.with_images(requests, images)
@@ -93,7 +89,7 @@ class NoisyRolloutsHook(StepHook):
 
     def on_experience(self, step: StepData) -> StepData:
         """`reward_distorted`: of responses that were drawn from noisy images; `noise_strength`: of that noise."""
-        step.metrics.add("noise_strength", float(self.distortion.strength(self.finished())))
+        step.metrics.add("noise_strength", float(self.distortion.strength(self.context.step())))
         rewards = [each.reward for each in step.rollouts if each.distorted and each.valid]
         step.metrics.add_moments("reward_distorted", torch.tensor(rewards))
         return step

@@ -8,7 +8,7 @@ from typing import Any
 from ...experience.rollouts import release_media
 from ...observe.recorder import Record, gather_records, own_choice
 from ...runtime.host_memory import give_back_freed_memory
-from ..hooks import HookContext, StepData, StepHook
+from ..hooks import StepData, StepHook
 
 
 class RecordsHook(StepHook):
@@ -21,15 +21,11 @@ class RecordsHook(StepHook):
     def __init__(self, count: int, run_seed: int, records_of: Callable[[Any], list[Record]], releases: bool) -> None:
         self.count, self.run_seed, self.records_of, self.releases = count, run_seed, records_of, releases
 
-    def setup(self, context: HookContext) -> None:
-        """Steps are counted by the run."""
-        self.finished = context.step
-
     def on_scores(self, rollouts: Any) -> Any:
         """Models read the patches; images themselves were generated from and scored, and are shown by the records."""
         if not self.releases:
             return rollouts
-        own = own_choice(self.records_of(rollouts), self.count, self.run_seed, self.finished() + 1)
+        own = own_choice(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
         give_back_freed_memory(release_media(rollouts, {record["sample_id"] for record in own}))
         return rollouts
 
@@ -37,7 +33,7 @@ class RecordsHook(StepHook):
         """A collective where records are kept."""
         if self.count:
             records = self.records_of(step.rollouts)
-            step.records += gather_records(records, self.count, self.run_seed, self.finished() + 1)
+            step.records += gather_records(records, self.count, self.run_seed, self.context.step() + 1)
         return step
 
 

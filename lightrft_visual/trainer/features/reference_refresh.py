@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...models.weight_copies import FollowingWeights
-from ..hooks import HookContext, StepHook
+from ..hooks import StepHook
 
 
 class ReferenceRefreshHook(StepHook):
@@ -17,24 +17,17 @@ class ReferenceRefreshHook(StepHook):
     def __init__(self, following: FollowingWeights) -> None:
         self.following = following
 
-    def setup(self, context: HookContext) -> None:
-        """Steps are counted by the run."""
-        self.finished = context.step
-
     def on_sync(self) -> None:
         """The step in progress is finished by now."""
-        self.following.step(self.finished())
+        self.following.step(self.context.step())
 
     def state_dict(self) -> dict[str, Any]:
-        """The reference's weights."""
         return self.following.state_dict()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What this rank holds of it, of the states of another number of ranks."""
         return self.following.state_of_ranks(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the saved reference."""
         self.following.load_state_dict(dict(state))
 
 

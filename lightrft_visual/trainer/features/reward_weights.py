@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..hooks import HookContext, StepHook
+from ..hooks import StepHook
 
 
 class RewardWeightsHook(StepHook):
@@ -16,14 +16,10 @@ class RewardWeightsHook(StepHook):
         self.weights: dict[str, float] = {}
         self.read_at = -1  # the step; one that asks for prompts again is scored by the same weights
 
-    def setup(self, context: HookContext) -> None:
-        """Steps are counted by the run."""
-        self.finished = context.step
-
     def on_prompts(self, requests: Any) -> Any:
         """A collective: all ranks take over what rank 0 reads."""
-        if self.read_at != self.finished():
-            self.weights, self.read_at = self.rewards.refresh_weights(), self.finished()
+        if self.read_at != self.context.step():
+            self.weights, self.read_at = self.rewards.refresh_weights(), self.context.step()
         return requests
 
     def metrics(self) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ import torch
 
 from ...experience.rollouts import PromptBatch
 from ...observe.metrics import MetricsAccumulator
-from ..hooks import HookContext, StepData, StepHook
+from ..hooks import StepData, StepHook
 from ..vl.parts import PromptSource
 
 T = torch.Tensor
@@ -59,19 +59,16 @@ class RolloutsAhead:
 class StalenessHook(StepHook):
     """Makes responses with tokens of a policy more than `most` versions old invalid; reports the age of all tokens.
 
-    engine: whose `measured()` tells how long trainer and engines waited for each other.
+    The present policy's version is the number of finished steps. engine: whose `measured()` tells how long trainer and
+    engines waited for each other.
     """
 
     def __init__(self, most: int, engine: Any) -> None:
         self.most, self.engine, self.dropped = most, engine, 0.0
 
-    def setup(self, context: HookContext) -> None:
-        """The present policy's version is the number of finished steps."""
-        self.version = context.step
-
     def on_scores(self, rollouts: Any) -> Any:
         """What is too old teaches nothing, and is in no statistics."""
-        too_old = self.version() - rollouts.versions > self.most
+        too_old = self.context.step() - rollouts.versions > self.most
         rollouts.leave_out(too_old)
         self.dropped = too_old.float().mean().item()
         return rollouts
@@ -80,10 +77,10 @@ class StalenessHook(StepHook):
         """`staleness_mean` and its relatives, see `add_ages`."""
         for each in step.batches:
             if not hasattr(each, "token_versions"):  # drawn as a whole
-                ages = self.version() - each.policy_version
+                ages = self.context.step() - each.policy_version
                 add_ages(step.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.most)
             elif each.token_versions is not None:
-                add_ages(step.metrics, self.version() - each.token_versions, each.action_mask, self.most)
+                add_ages(step.metrics, self.context.step() - each.token_versions, each.action_mask, self.most)
         return step
 
     def metrics(self) -> Mapping[str, float]:

@@ -16,7 +16,7 @@ from ...experience.buffer import NaiveReplayBuffer, items_from_state, items_to_s
 from ...experience.items import AnyItem, part_of
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed
-from ..hooks import HookContext, StepHook
+from ..hooks import StepHook
 
 
 class Kept(NamedTuple):
@@ -163,13 +163,9 @@ class SelectiveReplayHook(StepHook):
         self.replay = replay
         self.found: dict[str, float] = {}
 
-    def setup(self, context: HookContext) -> None:
-        """Ages are counted from the step in progress."""
-        self.finished = context.step
-
     def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
         """A collective."""
-        step = self.finished()
+        step = self.context.step()
         refilled = self.replay.refill(buffer, step)
         self.found = {"replayed_share": refilled.replaced / refilled.samples}
         if refilled.versions:
@@ -181,16 +177,13 @@ class SelectiveReplayHook(StepHook):
         return self.found
 
     def state_dict(self) -> dict[str, Any]:
-        """The kept samples."""
         return self.replay.state_dict()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This rank's share of what all ranks kept."""
         kept = [item for state in states for item in items_from_state(state["kept"])]
         return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with them."""
         self.replay.load_state_dict(state)
 
 

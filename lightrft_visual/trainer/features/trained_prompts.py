@@ -28,11 +28,9 @@ class TrainedPromptsHook(StepHook):
         return {"trained_prompt_num": float(len(self.seen))}
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts, by their hashes."""
         return {"seen": sorted(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
         self.seen = set(state["seen"])
 
 

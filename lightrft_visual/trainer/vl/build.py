@@ -14,22 +14,21 @@ import torch
 from ...algorithms.kl import get_kl_controller
 from ...algorithms.loss_terms import PartSettings
 from ...config import registry
-from ...config.constraints import divisors, nearest, refit_update, said
+from ...config.constraints import divisors, nearest, said
 from ...config.sft import SFTRunConfig
 from ...config.shared import RewardConfig
-from ...config.vl import RunConfig, mixing_probabilities
-from ...data.bad_rows import list_bad_rows
+from ...config.vl import DataConfig, RunConfig, mixing_probabilities
 from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, RowChecks
-from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas, fitting_batch
+from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
-from ...observe.console import RunConsole
 from ...rewards.engine import RewardComputationEngine
+from ...rewards.probe import probed
 from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.parity import ParityGate
@@ -39,26 +38,18 @@ from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock
 from ...runtime.offload import OffloadedModule
-from ...runtime.phase_timer import PhaseTimer
 from ...runtime.sequence import own_scores
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..features.dynamic_sampling import ResamplingMaker
 from ..features.rollouts_ahead import RolloutsAhead
-from ..hooks import Hooks
 from ..loop import LoopSettings
-from ..run_state import (
-    check_output,
-    folders_held,
-    open_recorder,
-    refused_data_listed,
-    start_strategy,
-    synchronize,
-)
+from ..run_state import check_output
+from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
 from .episodes import data_processor, episode_stage, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
-from .parts import PromptSource, VLParts, asked_once, prompt_batch
+from .parts import PromptSource, VLParts, answered, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
@@ -90,11 +81,11 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
-    config.reward, judged = (asked_once(each, dataset, checkpoint, config.data) for each in (config.reward, judged))
+    answer = partial(answered, dataset, checkpoint, config.data)
+    config.reward, judged = (probed(each, dataset, answer) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
-    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
-    list_bad_rows(config.output.output_dir, resume_folder is not None, *(each.bad for each in sets))
-    (total_steps, sampler), timer, hooks = _schedule(config, dataset), PhaseTimer(synchronize), Hooks()
+    total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
+    run = open_run(config, LoopSettings(total_steps, config.output, config.train, resume_folder, model), locks, sets)
     gold = _gold(judged, strategy, checkpoint, sets)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
@@ -103,9 +94,10 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
     engine = _engine(config, checkpoint, actor)
-    maker = _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks)
+    maker = _maker(config, strategy, checkpoint, models, engine, rewards, run)
     prompts = _prompts(config, checkpoint, maker, PromptSupply(dataset, sampler))
     return VLParts(
+        **run._asdict(),
         config=config,
         strategy=strategy,
         checkpoint=checkpoint,
@@ -115,12 +107,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
         dataset=dataset,
         prompts=prompts,
         evaluation=_evaluation(config, maker, eval_set, checkpoint, gold),
-        loop=LoopSettings(total_steps, config.output, config.train, resume_folder, model),
         loss_parts=loss_parts,
-        recorder=recorder,
-        console=RunConsole(total_steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
-        timer=timer,
-        hooks=hooks,
         gate=_gate(config, maker, engine, actor, strategy, checkpoint),
         reference_module=frozen,
         gold=gold,
@@ -131,16 +118,13 @@ def _rewards(
     config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset]
 ) -> RewardComputationEngine:
     """What scores the responses. sets: the one that is trained on, and that of evaluations where there is one."""
-    rewards = RewardComputationEngine.from_config(
+    rewards = _scorer(
         config.reward,
-        tokenizer=checkpoint.tokenizer,
-        strategy=strategy,
+        strategy,
+        checkpoint,
+        sets,
         packing_samples=config.train.packing_samples,
         resources=config.distributed.resources,
-        labels=set().union(*(each.labels for each in sets)),
-        # A column of some rows counts: a function is given None for the others.
-        columns=set().union(*(each.columns for each in sets)),
-        references=sets[0].has_references,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in sets)),
     )
     if config.algorithm.estimator.components:
@@ -155,13 +139,21 @@ def _gold(
     if judged is None:
         return None
     check_reward_config(judged)
+    return _scorer(judged, strategy, checkpoint, sets)
+
+
+def _scorer(
+    rewards: RewardConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset], **more: Any
+) -> RewardComputationEngine:
     return RewardComputationEngine.from_config(
-        judged,
+        rewards,
         tokenizer=checkpoint.tokenizer,
         strategy=strategy,
         labels=set().union(*(each.labels for each in sets)),
+        # A column of some rows counts: a function is given None for the others.
         columns=set().union(*(each.columns for each in sets)),
         references=sets[0].has_references,
+        **more,
     )
 
 
@@ -182,28 +174,18 @@ def _check_ranks(config: RunConfig) -> None:
     if size % world:
         works = nearest(size, range(world, size + world, world))
         raise ConfigError(f"{said(rollout, 'rollout_batch_size')} does not divide over {world} ranks; use {works}")
-    size, parts = train.train_batch_size, world // config.distributed.sp_size
-    if size % parts:
-        works = nearest(size, divisors(rollout.rollout_batch_size * rollout.n_samples_per_prompt, parts))
-        raise ConfigError(f"train_batch_size {size} does not divide over {parts} ranks; use {works}")
+    parts = world // config.distributed.sp_size
+    check_update(train, parts, divisors(rollout.rollout_batch_size * rollout.n_samples_per_prompt, parts))
     if not config.distributed.split and world % rollout.engine_tp_size:
         raise ConfigError(f"engine_tp_size {rollout.engine_tp_size} does not divide {world} ranks")
 
 
 def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
-    """Cut rollout_batch_size to the prompts that there are, and the updates with it, and say so."""
-    rollout, train, world = config.rollout, config.train, collectives.world_size()
+    world = collectives.world_size()
     prompts = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
-    size, n = fitting_batch(rollout.rollout_batch_size, prompts, world), rollout.n_samples_per_prompt
-    if size == rollout.rollout_batch_size:
-        return
-    told, before = said(rollout, "rollout_batch_size"), rollout.rollout_batch_size * n
-    refit_update(train, before, size * n, world // config.distributed.sp_size)
-    rollout.rollout_batch_size = size
+    parts = world // config.distributed.sp_size
+    fit_to_data(config.rollout, config.train, prompts, world, parts, "prompts of a pass over the data")
     config.check_kinds()
-    if collectives.is_rank_0():
-        text = "%s is more than the %d prompts of a pass over the data: a step takes %d, an update %d samples"
-        logger.warning(text, told, prompts, size, train.train_batch_size)
 
 
 def open_model(config: C) -> tuple[C, Checkpoint]:
@@ -274,7 +256,6 @@ def _resolve_names(config: RunConfig | SFTRunConfig) -> None:
 
 
 def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset, PromptDataset | None]:
-    """Rows of training and of evaluation, if there are any."""
     rollout, renderer = config.rollout, checkpoint.processor or checkpoint.tokenizer
     family = type(checkpoint.family)
     # By the policy "error" a label without a recipe is told later, with all the labels that the data have.
@@ -283,24 +264,25 @@ def _datasets(config: RunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset,
         limits=rollout, model_input=renderer, prompt_max_len=rollout.prompt_max_len, media=family, labels=labels,
         tools=checkpoint.tools,
     )  # fmt: skip
-    dataset = PromptDataset.for_training(config.data, checks)
+    dataset, eval_set = datasets_of(config.data, checks)
     dataset.check_draw_column()
-    if config.data.eval_data is None or config.data.max_eval_samples == 0:
+    return dataset, eval_set
+
+
+def datasets_of(data: DataConfig, checks: RowChecks) -> tuple[PromptDataset, PromptDataset | None]:
+    """Rows of training and of evaluation, if there are any."""
+    dataset = PromptDataset.for_training(data, checks)
+    if data.eval_data is None or data.max_eval_samples == 0:
         return dataset, None
-    return dataset, PromptDataset.for_evaluation(config.data, checks)
+    return dataset, PromptDataset.for_evaluation(data, checks)
 
 
-def _schedule(config: RunConfig, dataset: PromptDataset) -> tuple[int, PromptSampler]:
-    sampler = PromptSampler(
-        dataset.sizes,
-        config.rollout.rollout_batch_size,
-        seed=config.train.seed,
-        probabilities=mixing_probabilities(config.data.prompt_data_probs),
-        mixing=config.data.prompt_mixing,
-    )
-    steps = sampler.num_batches(config.train.num_episodes)
-    limit = config.train.max_steps
-    return (limit if limit > 0 else steps), sampler
+def prompt_schedule(config: RunConfig | SFTRunConfig, dataset: PromptDataset, size: int) -> tuple[int, PromptSampler]:
+    """(steps, the order of the rows), of which a step takes `size`."""
+    data, train = config.data, config.train
+    shares = mixing_probabilities(data.prompt_data_probs)
+    sampler = PromptSampler(dataset.sizes, size, seed=train.seed, probabilities=shares, mixing=data.prompt_mixing)
+    return (train.max_steps if train.max_steps > 0 else sampler.num_batches(train.num_episodes)), sampler
 
 
 def _optimizer(config: RunConfig | SFTRunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
@@ -467,7 +449,7 @@ def _sampling(config: RunConfig) -> SamplingSettings:
     return SamplingSettings.from_config(config.rollout, config.response_max_len if config.episodes.used else None)
 
 
-def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) -> ExperienceMaker:
+def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> ExperienceMaker:
     actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     settings = MakerSettings(
@@ -480,9 +462,9 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, timer, hooks) 
         score_policy=config.algorithm.reads_log_probs,
         data_processor=data_processor(config, checkpoint),
         rewards=rewards,
-        timer=timer,
+        timer=run.timer,
         other_scores={} if teacher is None else {"teacher_log_probs": teacher},
-        hooks=hooks,
+        hooks=run.hooks,
         stage=episode_stage(config, checkpoint),
     )
     return build_maker(

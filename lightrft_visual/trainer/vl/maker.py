@@ -24,7 +24,8 @@ from ...experience.rollouts import (
 )
 from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, SamplesVL
 from ...observe.metrics import MetricsAccumulator
-from ...rewards.engine import EarlyScores, RewardComputationEngine
+from ...rewards.batch import RewardOutput
+from ...rewards.engine import RewardComputationEngine
 from ...rollout.engine import RolloutEngine, RolloutStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, RolloutCheck
@@ -35,32 +36,6 @@ from ..hooks import Hooks, StepData
 from .updates import comparable, token_names
 
 T = torch.Tensor
-
-
-@dataclass
-class RewardStage:
-    """Scores rollouts; each takes its reward, validity and components with it. chunk: samples of a remote request."""
-
-    rewards: RewardComputationEngine
-    chunk: int
-
-    def begin(self, prompts: PromptBatch, n: int) -> EarlyScores | None:
-        """Remote scorers at work on n samples a prompt that are still to be generated; None without any."""
-        return self.rewards.begin([label for label in prompts.labels for _ in range(n)], self.chunk)
-
-    def run(self, rollouts: Rollouts) -> None:
-        """Waits for what `begin` has started. Raises as `RewardComputationEngine.compute_rewards`."""
-        output = self.rewards.score_rollouts(rollouts, self.chunk, early=rollouts.pending)
-        scores, valid = output.score.tolist(), output.valid.tolist()
-        components = {name: values.tolist() for name, values in output.components.items()}
-        weights = {name: values.tolist() for name, values in output.weights.items()}
-        for index, rollout in enumerate(rollouts):
-            rollout.reward, rollout.valid = scores[index], valid[index]
-            rollout.components = {name: values[index] for name, values in components.items()}
-            rollout.weights = {name: values[index] for name, values in weights.items()}
-            if rollout.episode is not None:
-                rollout.episode.add_reward(rollout)
-        rollouts.settle(output.counts)
 
 
 @dataclass
@@ -233,7 +208,6 @@ class ExperienceMaker:
     """
 
     rollout_stage: RolloutStage
-    reward_stage: RewardStage
     forward_stage: ForwardStage
     calculator: AdvantageCalculator
     kl_controller: Any
@@ -250,7 +224,7 @@ class ExperienceMaker:
     @property
     def rewards(self) -> RewardComputationEngine:
         """What scores."""
-        return self.reward_stage.rewards
+        return self.settings.rewards
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -266,7 +240,10 @@ class ExperienceMaker:
             DataError: a prompt cannot be used. RolloutError: the engine read other prompts than the trainer will.
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
-        pending = self.reward_stage.begin(prompts, sampling.n) if self.reward_stage.rewards.streams else None
+        pending = None
+        if self.settings.rewards.streams:
+            labels = [label for label in prompts.labels for _ in range(sampling.n)]
+            pending = self.settings.rewards.begin(labels, self.settings.micro_batch_size)
         try:
             with self.settings.timer.phase("sync"):
                 self.engine.wake()
@@ -290,7 +267,7 @@ class ExperienceMaker:
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        if self.reward_stage.rewards.streams:
+        if self.settings.rewards.streams:
             return rollouts
         self.judge(rollouts)
         return self.settings.hooks.on_scores(rollouts)
@@ -335,9 +312,11 @@ class ExperienceMaker:
             return Rollouts(made, sampling)
 
     def judge(self, rollouts: Rollouts) -> None:
-        """Rewards in place, all of them; waits for what remote scorers have begun."""
+        """Rewards, validity and components in place, all of them; waits for what remote scorers have begun. Raises as
+        `RewardComputationEngine.compute_rewards`."""
         with self.settings.timer.phase("reward"):
-            self.reward_stage.run(rollouts)
+            size = self.settings.micro_batch_size
+            give_rewards(rollouts, self.settings.rewards.score_rollouts(rollouts, size, early=rollouts.pending))
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
         """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""
@@ -367,6 +346,20 @@ class ExperienceMaker:
         return replace(self.settings.sampling, **sampling), estimator
 
 
+def give_rewards(rollouts: Rollouts, output: RewardOutput) -> None:
+    """Each rollout takes its reward, its validity and its components."""
+    scores, valid = output.score.tolist(), output.valid.tolist()
+    components = {name: values.tolist() for name, values in output.components.items()}
+    weights = {name: values.tolist() for name, values in output.weights.items()}
+    for index, rollout in enumerate(rollouts):
+        rollout.reward, rollout.valid = scores[index], valid[index]
+        rollout.components = {name: values[index] for name, values in components.items()}
+        rollout.weights = {name: values[index] for name, values in weights.items()}
+        if rollout.episode is not None:
+            rollout.episode.add_reward(rollout)
+    rollouts.settle(output.counts)
+
+
 def build_maker(
     actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
     settings: MakerSettings, vision: bool,
@@ -388,7 +381,6 @@ def build_maker(
     )  # fmt: skip
     return ExperienceMaker(
         settings.stage(settings.engine, settings.data_processor, settings.run_seed),
-        RewardStage(settings.rewards, settings.micro_batch_size),
         forward,
         get_advantage_calculator(algorithm.advantage_estimator, algorithm),
         kl_controller,

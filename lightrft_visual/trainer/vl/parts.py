@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ...algorithms.loss_terms import PartSettings
-from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, messages_of, render_prompt
@@ -26,14 +25,14 @@ from ...observe.metrics import MetricsAccumulator
 from ...observe.recorder import records_from_rollouts
 from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
-from ...rewards.probe import plausible_image, probed
+from ...rewards.probe import plausible_image
 from ...rollout.parity import ParityGate
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.train_engine import TrainEngine
-from ..hooks import Hooks, StepData
-from ..loop import LoopSettings
+from ..hooks import StepData
+from ..loop import RunParts
 from .evaluation import Evaluation, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
 
@@ -210,8 +209,8 @@ def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) 
         metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
 
-@dataclass
-class VLParts:
+@dataclass(kw_only=True)
+class VLParts(RunParts):
     """Everything a vision-language run is made of; `build.build_parts` puts it together from a configuration."""
 
     kind: ClassVar[str] = "vl"
@@ -226,12 +225,7 @@ class VLParts:
     dataset: PromptDataset
     prompts: PromptSource
     evaluation: Evaluation | None
-    loop: LoopSettings
     loss_parts: list[PartSettings]
-    recorder: Any
-    console: Any
-    timer: Any
-    hooks: Hooks
     gate: ParityGate | None = None
     reference_module: torch.nn.Module | None = None  # a frozen copy with weights of its own
     gold: RewardComputationEngine | None = None
@@ -250,20 +244,7 @@ class VLParts:
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
 
 
-def asked_once(
-    rewards: RewardConfig | None, dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig
-) -> RewardConfig | None:
-    """`probed`, with samples of the data that are answered by their references.
-
-    Args:
-        rewards: what is asked.
-        dataset: whose samples it is asked with.
-        checkpoint, data: how their prompts are written.
-    """
-    return probed(rewards, dataset, lambda index: _answered(dataset, index, checkpoint, data))
-
-
-def _answered(dataset: PromptDataset, index: int, checkpoint: Checkpoint, data: DataConfig) -> RewardBatch:
+def answered(dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig, index: int) -> RewardBatch:
     """A sample as rewards see it, with an image where it asks for one; remote media are not fetched for it."""
     sample = dataset[index]
     if is_remote_row(sample):

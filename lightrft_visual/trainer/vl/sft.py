@@ -4,56 +4,45 @@ the pieces of the others: the same rows, model, packing, checkpoints and export,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ...config.constraints import divisors, nearest
+from ...config.constraints import divisors
 from ...config.sft import SFTRunConfig
 from ...config.vl import mixing_probabilities
-from ...data.bad_rows import list_bad_rows
 from ...data.prompts import PromptDataset, PromptRow, RowChecks
 from ...data.rows import response_of
-from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas, fitting_batch
+from ...data.sampler import PromptSupply, epoch_quotas, fitting_batch
 from ...data.validation import validation_shard_indices
-from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.rollouts import PromptBatch, Rollout, ScoringRule, collate
 from ...experience.types import Experience, ExperienceVL, ModelInputs
 from ...models.loading import Checkpoint
-from ...observe.console import RunConsole
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.weight_sync import gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model
 from ...runtime.files import FolderLock
-from ...runtime.phase_timer import PhaseTimer
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
-from ..hooks import Hooks, StepData
-from ..loop import Evaluated, LoopSettings, PolicyTrainer
-from ..run_state import (
-    check_output,
-    folders_held,
-    open_recorder,
-    refused_data_listed,
-    start_strategy,
-    synchronize,
-)
-from .build import load_actor, model_of, open_model, prove
+from ..hooks import StepData
+from ..loop import Evaluated, LoopSettings, PolicyTrainer, RunParts
+from ..run_state import check_output
+from ..start import check_update, folders_held, open_run, refused_data_listed, start_strategy
+from .build import datasets_of, load_actor, model_of, open_model, prompt_schedule, prove
 from .parts import PromptSource, export_actor, prompt_batch
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class SFTParts:
+@dataclass(kw_only=True)
+class SFTParts(RunParts):
     """Everything a supervised run is made of."""
 
     kind: ClassVar[str] = "sft"
@@ -63,13 +52,8 @@ class SFTParts:
     actor: TrainEngine
     encoder: ResponseEncoder
     dataset: PromptDataset
-    eval_set: PromptDataset | None
+    evaluation: HeldOutLoss | None
     prompts: PromptSource
-    loop: LoopSettings
-    recorder: Any
-    console: Any
-    timer: PhaseTimer
-    hooks: Hooks
 
 
 class ResponseEncoder:
@@ -154,57 +138,16 @@ class SupervisedTrainer(PolicyTrainer):
     def sync(self) -> None:
         """Nothing: there is no engine."""
 
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    def evaluate(self) -> Evaluated:
-        """`eval_loss`: nats a token of the held-out responses. A collective."""
-        if self.parts.eval_set is None:
-            return Evaluated()
-        if self.step == 0:
-            log_stage("evaluating the model as it is")
-        with self.hooks.weights_for("evaluation") or nullcontext():
-            loss, tokens = collectives.all_reduce_sum(self._eval_sums(self.parts.eval_set)).tolist()
-        return Evaluated({"eval_loss": loss / max(tokens, 1.0)})
-
-    @torch.no_grad()
-    def _eval_sums(self, samples: PromptDataset) -> torch.Tensor:
-        """(2) float64: negative log-probability and tokens of this rank's share of the held-out responses."""
-        sums = torch.zeros(2, dtype=torch.float64)
-        for part in _parts_of(len(samples), self.config.train.micro_train_batch_size):
-            rows = [samples.load(index) for index, _ in part]
-            experience = self.encoder.experience(self.encoder.batch(rows, torch.arange(len(rows))))
-            inputs = ModelInputs.of(experience.to_device(self.actor.engine.device))
-            scores = self.actor(inputs, ScoringRule(), with_entropy=False).log_probs.double().sum(dim=1).cpu()
-            real = torch.tensor([is_real for _, is_real in part])
-            lengths = inputs.action_mask.sum(dim=1).cpu()
-            sums += torch.stack([-scores[real].sum(), lengths[real].sum().double()])
-        return sums
-
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Release what hooks hold."""
-        self.hooks.close()
-
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows stand."""
         return self.prompts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
         self.prompts.load_state_dict(state)
 
-    def save_engines(self, folder: Path) -> None:
-        """The model with its optimizer; every rank writes its part."""
-        self.actor.save(str(folder), "actor")
-
-    def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together."""
-        return self.actor.saved_bytes
-
-    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
-        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
-        self.actor.load(str(folder), "actor", saved_ranks)
+    def engines(self) -> dict[str, TrainEngine]:
+        return {"actor": self.actor}
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers, vLLM and `train grpo`."""
@@ -213,10 +156,32 @@ class SupervisedTrainer(PolicyTrainer):
         export_actor(self.actor, state, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
 
 
-def _parts_of(count: int, size: int) -> Iterator[list[tuple[int, bool]]]:
-    """This rank's (index, whether it counts) of `count` samples, `size` at a time, as often on every rank."""
-    mine = validation_shard_indices(count, rank=collectives.rank(), world_size=collectives.world_size())
-    return (mine[start : start + size] for start in range(0, len(mine), size))
+@dataclass
+class HeldOutLoss:
+    """`eval_loss`: nats a token of the held-out responses."""
+
+    samples: PromptDataset
+    encoder: ResponseEncoder
+    actor: TrainEngine
+    micro_batch_size: int
+
+    @torch.no_grad()
+    def run(self, step: int) -> Evaluated:
+        """Of the present weights. Each rank takes a share, as many micro-batches as the others. A collective."""
+        rank, world = collectives.rank(), collectives.world_size()
+        mine = validation_shard_indices(len(self.samples), rank=rank, world_size=world)
+        sums = torch.zeros(2, dtype=torch.float64)  # negative log-probability, tokens
+        for start in range(0, len(mine), self.micro_batch_size):
+            part = mine[start : start + self.micro_batch_size]
+            rows = [self.samples.load(index) for index, _ in part]
+            experience = self.encoder.experience(self.encoder.batch(rows, torch.arange(len(rows))))
+            inputs = ModelInputs.of(experience.to_device(self.actor.engine.device))
+            scores = self.actor(inputs, ScoringRule(), with_entropy=False).log_probs.double().sum(dim=1).cpu()
+            real = torch.tensor([is_real for _, is_real in part])
+            lengths = inputs.action_mask.sum(dim=1).cpu()
+            sums += torch.stack([-scores[real].sum(), lengths[real].sum().double()])
+        loss, tokens = collectives.all_reduce_sum(sums).tolist()
+        return Evaluated({"eval_loss": loss / max(tokens, 1.0)})
 
 
 # -- from a configuration --------------------------------------------------------------------------------------------
@@ -226,10 +191,8 @@ def build_supervised(config: SFTRunConfig, callbacks: Sequence[Any] = ()) -> Sup
     """The trainer of a run. callbacks: hooks of a user. Raises ConfigError or DataError before any model is loaded for
     whatever can be known by then."""
     strategy = start_strategy(config)
-    size, world = config.train.train_batch_size, collectives.world_size()
-    if size % world:
-        works = nearest(size, divisors(size * world, world))
-        raise ConfigError(f"train_batch_size {size} does not divide over {world} ranks; use {works}")
+    world = collectives.world_size()
+    check_update(config.train, world, divisors(config.train.train_batch_size * world, world))
     with folders_held(config.output) as locks:
         return SupervisedTrainer(_parts(config, strategy, locks), callbacks)
 
@@ -244,60 +207,41 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
     check_model(resume_folder, model, config.output.resume_other_model)
     log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
-        dataset, eval_set = _datasets(config, checkpoint)
-    steps, sampler = _schedule(config, dataset)
-    recorder = open_recorder(config, resumed=resume_folder is not None, locks=locks)
-    list_bad_rows(
-        config.output.output_dir, resume_folder is not None, *(each.bad for each in (dataset, eval_set) if each)
-    )
+        checks = RowChecks(
+            model_input=checkpoint.processor or checkpoint.tokenizer,
+            prompt_max_len=config.rollout.prompt_max_len,
+            media=type(checkpoint.family),
+            response_key=config.data.response_key,
+            response_max_len=config.rollout.generate_max_len,
+        )
+        dataset, eval_set = datasets_of(config.data, checks)
+    steps, sampler = prompt_schedule(config, dataset, _rows_of_a_step(config, dataset))
+    loop = LoopSettings(steps, config.output, config.train, resume_folder, model)
+    run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])
     log_stage("loading the model")
     actor, _ = load_actor(config, strategy, checkpoint, steps)
     prove(config, actor.module, checkpoint, model)
-    encoder = ResponseEncoder(checkpoint, config)
+    encoder, micro_batch = ResponseEncoder(checkpoint, config), config.train.micro_train_batch_size
     return SFTParts(
+        **run._asdict(),
         config=config,
         checkpoint=checkpoint,
         actor=actor,
         encoder=encoder,
         dataset=dataset,
-        eval_set=eval_set,
+        evaluation=None if eval_set is None else HeldOutLoss(eval_set, encoder, actor, micro_batch),
         prompts=PromptSource(PromptSupply(dataset, sampler), encoder.batch, encoder.processor.features),
-        loop=LoopSettings(steps, config.output, config.train, resume_folder, model),
-        recorder=recorder,
-        console=RunConsole(steps, line_every=config.output.logging_steps, active=collectives.is_rank_0()),
-        timer=PhaseTimer(synchronize),
-        hooks=Hooks(),
     )
 
 
-def _datasets(config: SFTRunConfig, checkpoint: Checkpoint) -> tuple[PromptDataset, PromptDataset | None]:
-    """Rows of training and of evaluation, if there are any."""
-    checks = partial(
-        RowChecks,
-        model_input=checkpoint.processor or checkpoint.tokenizer,
-        prompt_max_len=config.rollout.prompt_max_len,
-        media=type(checkpoint.family),
-        response_key=config.data.response_key,
-        response_max_len=config.rollout.generate_max_len,
-    )
-    evaluated = config.data.eval_data is not None and config.data.max_eval_samples > 0
-    return (
-        PromptDataset.for_training(config.data, checks()),
-        PromptDataset.for_evaluation(config.data, checks()) if evaluated else None,
-    )
-
-
-def _schedule(config: SFTRunConfig, dataset: PromptDataset) -> tuple[int, PromptSampler]:
-    """(steps, the order of the rows); the batch is cut to the rows that there are, and that is said."""
-    train, shares = config.train, mixing_probabilities(config.data.prompt_data_probs)
-    rows = sum(epoch_quotas(dataset.sizes, shares))
+def _rows_of_a_step(config: SFTRunConfig, dataset: PromptDataset) -> int:
+    """train_batch_size, cut to the rows that there are, and that is said."""
+    train = config.train
+    rows = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
     size = fitting_batch(train.train_batch_size, rows, collectives.world_size())
     if size != train.train_batch_size:
         if collectives.is_rank_0():
             text = "train_batch_size %d is more than the %d rows of a pass over the data: a step takes %d"
             logger.warning(text, train.train_batch_size, rows, size)
         train.train_batch_size = size
-    sampler = PromptSampler(
-        dataset.sizes, size, seed=train.seed, probabilities=shares, mixing=config.data.prompt_mixing
-    )  # fmt: skip
-    return (train.max_steps if train.max_steps > 0 else sampler.num_batches(train.num_episodes)), sampler
+    return size

@@ -18,7 +18,7 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..hooks import StepData
-from ..loop import Evaluated, PolicyTrainer
+from ..loop import PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts, export_actor
@@ -157,7 +157,7 @@ class VLTrainer(PolicyTrainer):
 
     def _make_room(self) -> None:
         """For the engine, where it is asked for; training takes back by itself what it needs."""
-        for _, engine in self._engines():
+        for engine in self.engines().values():
             engine.offload()
         if self.critic is not None:
             self.critic.offload_weights()
@@ -177,17 +177,8 @@ class VLTrainer(PolicyTrainer):
         if self.prompts.runs_ahead and not lent:
             self.prompts.policy_is_new(self.step)
 
-    def evaluate(self) -> Evaluated:
-        """See `Evaluation.run`; with the weights that hooks lend for it."""
-        if self.parts.evaluation is None:
-            return Evaluated()
-        if self.step == 0:
-            log_stage("evaluating the model as it is")
-        with self._evaluated_weights():
-            return self.parts.evaluation.run(self.step)
-
     @contextmanager
-    def _evaluated_weights(self) -> Iterator[None]:
+    def evaluated_weights(self) -> Iterator[None]:
         """The engine holds other weights inside, where a hook lends some."""
         other = self.hooks.weights_for("evaluation")
         if other is None:
@@ -206,13 +197,11 @@ class VLTrainer(PolicyTrainer):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release the rollout engine and the reward workers; call it after `fit`, before the process group ends."""
         self.maker.engine.close()
         self.maker.rewards.close()
-        self.hooks.close()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the prompts, the KL controller and the reward statistics stand."""
         return self.prompts.state_dict() | {
             "parity": self.agreement.difference,
             "init_kl_coef": self.config.algorithm.init_kl_coef,
@@ -231,23 +220,8 @@ class VLTrainer(PolicyTrainer):
             self.console.message(f"init_kl_coef was {state['init_kl_coef']:g}; from here on it is {coefficient:g}")
         self.maker.calculator.load_state_dict(state["calculator"])
 
-    def save_engines(self, folder: Path) -> None:
-        """Actor and critic with their optimizers; every rank writes its part."""
-        for name, engine in self._engines():
-            engine.save(str(folder), name)
-
-    def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together."""
-        return sum(engine.saved_bytes for _, engine in self._engines())
-
-    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
-        """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
-        for name, engine in self._engines():
-            engine.load(str(folder), name, saved_ranks)
-
-    def _engines(self) -> list[tuple[str, TrainEngine]]:
-        engines = [("actor", self.actor)]
-        return engines + ([("critic", self.critic)] if self.critic is not None else [])
+    def engines(self) -> dict[str, TrainEngine]:
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""

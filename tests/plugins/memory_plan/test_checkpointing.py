@@ -19,7 +19,7 @@ from lightrft_visual.plugins.memory_plan.diffusion import Computed
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import language_model
 from lightrft_visual.plugins.memory_plan.vl_shape import MicroBatch, VLShape
-from lightrft_visual.trainer import run_state
+from lightrft_visual.trainer import start
 
 HOW = ("none", "attention", "full")
 CARD = DEVICES["h100-80gb"]
@@ -98,7 +98,7 @@ def test_without_a_plan_auto_is_full_and_one_line_says_so(monkeypatch, caplog, s
     monkeypatch.setattr(registry, "service", lambda name: None)
     config = parse_run(schema, ["--gradient_checkpointing", "auto"], preset=None).config
     with caplog.at_level(logging.WARNING):
-        run_state._use_plan(config)
+        start._use_plan(config)
     assert config.model.gradient_checkpointing == "full"
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(f"gradient_checkpointing auto {need}") and line.endswith("it takes full")

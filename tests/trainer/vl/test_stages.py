@@ -133,7 +133,7 @@ class Noting(StreamingSource):
 def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
     told: list[str] = []
     maker = maker_of(checkpoint, told)
-    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.settings.rewards = RewardComputationEngine(reward_model=Noting(told))
     decode = maker.engine._decode
 
     def noted(rows, settings):
@@ -173,7 +173,7 @@ def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_re
     made = made_by(maker)
     assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
     assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.batches)
-    maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.settings.rewards = RewardComputationEngine(reward_model=Noting(told))
     told.clear()
     made_by(maker)
     assert told.index("forward") < told.index(f"scored {[1.0] * 6}") == len(told) - 1
@@ -190,7 +190,7 @@ class OtherRewards:
 def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoint, remote):
     maker = maker_of(checkpoint, [], hooks=Hooks([OtherRewards()]))
     if remote:
-        maker.reward_stage.rewards = RewardComputationEngine(reward_model=Noting([]))
+        maker.settings.rewards = RewardComputationEngine(reward_model=Noting([]))
     for each in (made_by(maker), made_by(resampling(maker))):
         assert [batch.info["reward"].tolist() for batch in each.batches] == [[2.0] * 3] * 2
         assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
@@ -239,7 +239,7 @@ def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_app
         return [None if i % 2 else 2.0 for i in ids], {"length": [float(i) for i in range(len(ids))]}
 
     maker = maker_of(checkpoint, [])
-    maker.reward_stage.rewards = RewardComputationEngine(custom_reward_func=[half, some])
+    maker.settings.rewards = RewardComputationEngine(custom_reward_func=[half, some])
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
     last = 2 * len(PROMPTS) - 1

@@ -19,7 +19,7 @@ from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 
 def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
-    """As much of a trainer as `_evaluated_weights` reads. Its weight is 1, the average 0; `held` is the engine's."""
+    """As much of a trainer as `evaluated_weights` reads. Its weight is 1, the average 0; `held` is the engine's."""
     weight = torch.nn.Parameter(torch.zeros(1))
     ema = WeightAverage([weight], 0.9)
     weight.data.fill_(1.0)
@@ -43,7 +43,7 @@ def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
 @pytest.mark.parametrize("shares_weights", [True, False])
 def test_either_engine_samples_from_the_average(shares_weights):
     trainer = trainer_with_average(shares_weights)
-    with VLTrainer._evaluated_weights(trainer):
+    with VLTrainer.evaluated_weights(trainer):
         sampled_from = trainer.weight.item() if shares_weights else trainer.held
     assert sampled_from == 0.0
     assert trainer.weight.item() == 1.0 and trainer.held == 1.0

@@ -1,0 +1,172 @@
+"""The start of a run of any kind: its ranks, its folders, its sizes, and what it writes to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config import registry
+from ..config.constraints import nearest, refit_update, said
+from ..config.diffusion import DiffusionRunConfig
+from ..config.load import resolved_yaml, write_resolved
+from ..config.sft import SFTRunConfig
+from ..config.shared import AUTO, FULL, OutputConfig
+from ..config.vl import RunConfig
+from ..data.bad_rows import TooManyBadRows, list_bad_rows
+from ..data.sampler import fitting_batch
+from ..errors import ConfigError
+from ..observe import environment as crash_log
+from ..observe.environment import holds_results, set_aside
+from ..observe.recorder import RecorderOptions, RunRecorder
+from ..runtime import collectives
+from ..runtime.deepspeed import DeepspeedStrategy
+from ..runtime.files import FolderLock
+from ..runtime.phase_timer import PhaseTimer
+from .hooks import Hooks
+from .loop import LoopSettings, synchronize
+
+logger = logging.getLogger(__name__)
+AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
+
+
+class OpenedRun(NamedTuple):
+    """Parts of a run that are there before its models; see `loop.RunParts`."""
+
+    loop: LoopSettings
+    recorder: RunRecorder
+    timer: PhaseTimer
+    hooks: Hooks
+
+
+@contextmanager
+def folders_held(output: OutputConfig) -> Iterator[list[FolderLock]]:
+    """Inside it a run is built in folders that are its alone: rank 0 gets their locks, for the recorder to release.
+
+    They are released at once where the start fails. A collective: where another run is still going in one, every rank
+    raises FolderInUse, before anything is moved or loaded; ConfigError where a folder cannot be written.
+    """
+    folders, refused = {"output_dir": Path(output.output_dir)}, None
+    if output.ckpt_path is not None and Path(output.ckpt_path).resolve() != folders["output_dir"].resolve():
+        folders["ckpt_path"] = Path(output.ckpt_path)
+    with ExitStack() as held:
+        locks = []
+        try:
+            for setting, folder in folders.items() if collectives.is_rank_0() else ():
+                if (lock := FolderLock.take(folder, setting)) is not None:
+                    held.enter_context(lock.released_on_error())
+                    locks.append(lock)
+        except ConfigError as error:
+            refused = error
+        refused = collectives.broadcast_object(refused)
+        if refused is not None:
+            raise refused
+        yield locks
+
+
+@contextmanager
+def refused_data_listed(output_dir: str) -> Iterator[None]:
+    """Inside it, a start that bad rows end lists them in `bad_rows.jsonl`, behind those of an earlier run there."""
+    try:
+        yield
+    except TooManyBadRows as error:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        list_bad_rows(output_dir, holds_results(Path(output_dir)), error.rows)
+        raise
+
+
+def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
+    """The strategy of a run, its process group joined and this rank seeded."""
+    strategy = DeepspeedStrategy(
+        config.distributed,
+        bf16=config.model.bf16,
+        micro_batch_size=config.train.micro_train_batch_size,
+        seed=config.train.seed,
+    )
+    strategy.setup_distributed()
+    _use_plan(config)
+    strategy.micro_batch_size = config.train.micro_train_batch_size
+    return strategy
+
+
+def _use_plan(config: AnyConfig) -> None:
+    """Let the plan of memory choose what is left to it; without one the sizes stay, and checkpointing is full."""
+    planned, auto = config.plan is not None, config.model.gradient_checkpointing == AUTO
+    sized = planned and config.plan.auto_micro_batches
+    plan = registry.service("memory_plan") if planned and (auto or sized) else None
+    if plan is not None:
+        plan.use_choices(config)
+        return
+    if auto:
+        config.model.gradient_checkpointing = FULL
+    need = "the plug-in memory_plan" if planned else "a plan, which supervised runs do not have"
+    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (sized, "the sizes as they are given")}
+    for name, (asked, taken) in told.items() if collectives.is_rank_0() else ():
+        if asked:
+            logger.warning("%s needs %s: it takes %s", name, need, taken)
+
+
+def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock], sets: Iterable[Any]) -> OpenedRun:
+    """Open what a run writes to, with config.resolved.yaml, env.json and the list of bad rows. Raises ConfigError.
+
+    Args:
+        loop: where it goes on from a checkpoint; else what an earlier run left in the folder is put aside.
+        locks: of its folders; the recorder releases them when it is closed.
+        sets: of data, whose bad rows are listed.
+    """
+    output, resumed = config.output, loop.resume_folder is not None
+    if collectives.is_rank_0() and not resumed:
+        aside = set_aside(Path(output.output_dir), paths_read(config))
+        if aside is not None:
+            logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
+        (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
+    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
+    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, locks=locks)
+    if collectives.is_rank_0():
+        write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
+    recorder.write_env()
+    list_bad_rows(output.output_dir, resumed, *(each.bad for each in sets))
+    return OpenedRun(loop, recorder, PhaseTimer(synchronize), Hooks())
+
+
+def paths_read(config: AnyConfig) -> list[Path]:
+    """What the configuration names outside `output` and may be a path to read; lists and name=path taken apart."""
+    texts = [
+        value
+        for section, settings in asdict(config).items()
+        if section != "output" and isinstance(settings, dict)
+        for value in settings.values()
+        if isinstance(value, str)
+    ]
+    return [Path(part.rpartition("=")[2].strip()) for text in texts for part in text.split(",") if part.strip()]
+
+
+def check_update(train: Any, parts: int, allowed: Iterable[int]) -> None:
+    """Raise ConfigError where ranks, or groups of them, cannot share an update. allowed: sizes that would do."""
+    size = train.train_batch_size
+    if size % parts:
+        works = nearest(size, allowed)
+        raise ConfigError(f"train_batch_size {size} does not divide over {parts} ranks; use {works}")
+
+
+def fit_to_data(rollouts: Any, train: Any, available: int, step: int, multiple: int, named: str) -> None:
+    """Cut rollout_batch_size to the data that there are, and the updates with it, and say so.
+
+    Args:
+        rollouts: the section with the sizes of a rollout.
+        train: the section with those of an update, of whose samples there must be a multiple of `multiple`.
+        available: prompts or pairs, of which a step takes a multiple of `step`.
+        named: what they are, for the message.
+    """
+    before, n = rollouts.rollout_batch_size, rollouts.n_samples_per_prompt
+    size, told = fitting_batch(before, available, step), said(rollouts, "rollout_batch_size")
+    if size == before:
+        return
+    refit_update(train, before * n, size * n, multiple)
+    rollouts.rollout_batch_size = size
+    if collectives.is_rank_0():
+        text = "%s is more than the %d %s: a step takes %d, an update %d samples"
+        logger.warning(text, told, available, named, size, train.train_batch_size)
