@@ -215,7 +215,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
             response_max_len=config.rollout.generate_max_len,
         )
         dataset, eval_set = datasets_of(config.data, checks)
-    steps, sampler = prompt_schedule(config, dataset, _rows_of_a_step(config, dataset))
+    steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))
     loop = LoopSettings(steps, config.output, config.train, resume_folder, model)
     run = open_run(config, loop, locks, [each for each in (dataset, eval_set) if each is not None])
     log_stage("loading the model")
@@ -234,7 +234,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
     )
 
 
-def _rows_of_a_step(config: SFTRunConfig, dataset: PromptDataset) -> int:
+def _fitted_size(config: SFTRunConfig, dataset: PromptDataset) -> int:
     """train_batch_size, cut to the rows that there are, and that is said."""
     train = config.train
     rows = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
