@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config.recipes import SUFFIXES
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
@@ -273,29 +273,41 @@ def _drawn(
 
     from .data.media import load_image
 
+    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
+    given = [[load_image(each) for each in row.get("images") or []] for row in rows]  # before a pipeline is loaded
     device = get_accelerator().device_name()
     bf16 = settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu"))
     pipeline = checkpoint.pipeline(bf16)
     pipeline.set_progress_bar_config(disable=True)
     if device != "cpu":  # one part at a time, so that what a run trains in shards fits
         pipeline.enable_model_cpu_offload(device=device)
-    usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {}))
-    at_once = n if "num_images_per_prompt" in signature(pipeline.__call__).parameters else 1  # a video is large alone
+    taken = signature(pipeline.__call__).parameters
+    if any(given) and "image" not in taken:
+        raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
+    usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {})) | _arguments(settings, pipeline)
+    at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
     drawn: list[list[Any]] = []
-    for number, prompt in enumerate(prompts):
-        asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        shown = [load_image(each) for each in asked.get("images") or []]
-        if shown and "image" not in signature(pipeline.__call__).parameters:
-            raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
-        given: dict[str, Any] = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
-        generators = [torch.Generator().manual_seed(seed + number * n + sample) for sample in range(n)]
-        given |= {"num_images_per_prompt": n} if at_once > 1 else {}
+    for number, (row, shown) in enumerate(zip(rows, given)):
+        own: dict[str, Any] = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
+        own |= {"num_images_per_prompt": n} if at_once > 1 else {}
+        generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
-            own = generators[first : first + at_once]
-            out = pipeline(prompt=asked["prompt"], generator=own, **usual | given | settings)
+            out = pipeline(prompt=row["prompt"], generator=generators[first : first + at_once], **usual | own)
             drawn[-1] += out.images if hasattr(out, "images") else out.frames
     return drawn
+
+
+def _arguments(settings: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
+    """Settings of `sample` as arguments of a pipeline, which a run's names of the steps are too."""
+    taken = signature(pipeline.__call__).parameters
+    steps = dict.fromkeys(("num_steps", "eval_num_steps"), "num_inference_steps")
+    given = {steps.get(name, name): value for name, value in settings.items()}
+    for name in given.keys() - taken.keys():
+        near = nearest(name, taken)
+        told = f"did you mean {near!r}?" if near else f"it takes {', '.join(taken)}"
+        raise ConfigError(f"{name!r} is no argument of {type(pipeline).__name__}; {told}")
+    return given
 
 
 def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:

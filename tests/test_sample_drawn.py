@@ -11,7 +11,7 @@ from PIL import Image
 from lightrft_visual import sample
 from lightrft_visual.cli import cli
 from lightrft_visual.data.video import load_video
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError
 
 RUN = (
     "sampling: {{height: {height}, width: {width}, num_frames: {frames}, eval_num_steps: 2, guidance_scale: {scale}}}\n"
@@ -65,3 +65,21 @@ def test_sample_video_depends_on_the_image_of_the_prompt(tmp_path):
 def test_sample_image_for_a_model_of_text_alone_refused_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match="ZImagePipeline draws from text alone"):
         sample(left_by_a_run(tmp_path, "z_image"), ["a"], images=[Image.new("RGB", (32, 32))])
+
+
+def test_sample_settings_are_the_pipelines_arguments_or_a_runs_steps_and_others_are_refused_by_name(tmp_path):
+    folder = left_by_a_run(tmp_path, "flux")
+    runs, pipelines = (
+        pixels(sample(folder, ["a"], **own)[0]) for own in ({"num_steps": 3}, {"num_inference_steps": 3})
+    )
+    assert (runs == pipelines).all() and (runs != pixels(sample(folder, ["a"])[0])).any()
+    with pytest.raises(
+        ConfigError, match="'guidance_scal' is no argument of FluxPipeline; did you mean 'guidance_scale'"
+    ):
+        sample(folder, ["a"], guidance_scal=3.0)
+
+
+def test_sample_missing_image_said_before_a_pipeline_is_loaded(tmp_path):
+    (tmp_path / "model_index.json").write_text("no pipeline")
+    with pytest.raises(DataError, match="no.png"):
+        sample(tmp_path, ["a"], images=["no.png"])
