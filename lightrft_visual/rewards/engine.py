@@ -126,12 +126,12 @@ class RewardComputationEngine:
         functions = [function for function in custom if function is not None]
         given = {"label_map": reward_fn_label_map}
         self._sources = self._catalogue.given_sources(reward_model, remote_rm_url, functions, given)
-        self._aggregate = self._aggregator(reward_fn, given, alone=reward_recipe is not None)
-        if self._aggregate is not None and reward_recipe is not None:  # as LightRFT's trainers are given both
-            log.info("reward_fn %s makes the reward; reward_recipe is its own to read", self._aggregate.name)
+        self.aggregator = self._aggregator(reward_fn, given, alone=reward_recipe is not None)
+        if self.aggregator is not None and reward_recipe is not None:  # as LightRFT's trainers are given both
+            log.info("reward_fn %s makes the reward; reward_recipe is its own to read", self.aggregator.name)
             reward_recipe = None
         self.recipe = None if reward_recipe is None else parse_recipe(reward_recipe)
-        if self.recipe is None and self._aggregate is None and not self._sources:
+        if self.recipe is None and self.aggregator is None and not self._sources:
             self.recipe = parse_recipe(DEFAULT_RECIPE)
         if self.recipe is not None:
             self.recipe = self.recipe.map(lambda entry: self._catalogue.canonical(entry, self._sources))
@@ -311,7 +311,7 @@ class RewardComputationEngine:
         with _stopped_together(device):
             begun = early.scores if early is not None else None
             columns, reasons = run_jobs(jobs, batch, call, begun, list(self._together.values()))
-            if self._aggregate is not None:
+            if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
                 unweighted = torch.zeros(len(batch), dtype=torch.bool)
@@ -331,7 +331,7 @@ class RewardComputationEngine:
 
     def require_weights(self, choice: str) -> None:
         """Raise ConfigError where the score is no weighted sum of components, which `choice` looks at."""
-        if self._aggregate is not None:
+        if self.aggregator is not None:
             raise ConfigError(
                 f"{choice} looks at each reward and its weight, but reward_fn aggregates them by hand: name the "
                 "rewards in reward_recipe or reward.components"
@@ -344,7 +344,7 @@ class RewardComputationEngine:
         return {entry.name for entry in weighed if entry.weight < 0}
 
     def _weights(self, columns: Sequence[Column], size: int, device: torch.device | str) -> dict[str, T]:
-        if self._aggregate is not None:
+        if self.aggregator is not None:
             return {}
         names = [entry.name for entry in self.recipe.components()] if self.recipe is not None else []
         unscored = {name: torch.zeros(size, device=device) for name in names}  # where nothing has a weight, too
@@ -391,9 +391,9 @@ class RewardComputationEngine:
         if not kept:
             return torch.full((len(batch),), NAN, dtype=torch.float64), ~failed, named
         rewards = [column.values[kept].float() for column in columns]
-        self._aggregate.given[scores_parameter(self._aggregate.signature)] = rewards
-        scores = self._aggregate.score(batch.select(kept), call)
-        reasons[self._aggregate.name] = scores.reasons
+        self.aggregator.given[scores_parameter(self.aggregator.signature)] = rewards
+        scores = self.aggregator.score(batch.select(kept), call)
+        reasons[self.aggregator.name] = scores.reasons
         named |= {name: scatter(values, kept, len(batch)) for name, values in scores.extras.items()}
         total = scatter(scores.values, kept, len(batch))
         return total, ~total.isnan(), named

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 import torch
 from PIL import Image
@@ -104,26 +104,13 @@ class _AskedEngine(RewardComputationEngine):
         except ConfigError:
             return []
 
-    @property
-    def aggregator(self) -> Any:
-        """The function that makes the reward of the scores; None without one."""
-        return self._aggregate
 
-
-class Labelled(Protocol):
-    """A data set: samples that have a label each."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
-def probed(config: RewardConfig | None, data: Labelled | None, batch_of: Callable[[int], RewardBatch]) -> Any:
+def probed(config: RewardConfig | None, data: Any, batch_of: Callable[[int], RewardBatch]) -> Any:
     """The configuration, with the wires of its servers as far as they were recognised. A collective; rank 0 asks.
 
     Args:
         config: of rewards or gold; None, and one that names nothing or has no reward_probe, comes back as it is.
-        data: what is scored; None or nothing: there is no sample to ask with.
+        data: what is scored, samples with a label each; None or nothing: there is no sample to ask with.
         batch_of: the sample of an index as one that a policy has answered.
 
     Raises:
@@ -149,12 +136,14 @@ class _Probe:
     """One probe. scores: by id of the source. problems: texts, one for each reward that cannot work."""
 
     config: RewardConfig
-    data: Labelled
+    data: Any
     batch_of: Callable[[int], RewardBatch]
-    batches: dict[int, RewardBatch] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     wires: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._batch = cache(self.batch_of)
 
     def run(self) -> str:
         """`reward_wire` as it was recognised. Raises ConfigError."""
@@ -203,11 +192,6 @@ class _Probe:
                 break
         return list(found.values())
 
-    def _batch(self, index: int) -> RewardBatch:
-        if index not in self.batches:
-            self.batches[index] = self.batch_of(index)
-        return self.batches[index]
-
     def _ask_function(self, job: Job, index: int) -> None:
         """Where samples that it fails on are left out, one of several must be scored."""
         problems: list[str] = []
@@ -251,10 +235,11 @@ class _Probe:
     # -- servers -------------------------------------------------------------------------------------------------
 
     def _begin(self, job: Job, index: int) -> list[Future]:
-        batch = self._batch(index)
-        if isinstance(job.source, RemoteReward):
-            return _ask(job.source, batch)
-        return [job.source.submit(batch, Call(1, model_device()))]
+        """What each replica answers, or the scores of another source that works elsewhere."""
+        batch, source = self._batch(index), job.source
+        if isinstance(source, RemoteReward):
+            return [source.client.loop.submit(_asked(source, url, batch)) for url in source.replicas]
+        return [source.submit(batch, Call(1, model_device()))]
 
     def _wait(self, futures: list[Future], started: float) -> None:
         late = wait(futures, max(0.0, started + SAID_AFTER - time.monotonic())).not_done
@@ -294,12 +279,8 @@ class _Probe:
                 log.info("reward server %s speaks OpenRLHF's wire, as its reply shows", answer.url)
 
 
-def _ask(source: RemoteReward, batch: RewardBatch) -> list[Future[list[Answer]]]:
-    """What each replica answers when it is asked once, and where that is no score, by the other wire too."""
-    return [source.client.loop.submit(_asked(source, url, batch)) for url in source.replicas]
-
-
 async def _asked(source: RemoteReward, url: str, batch: RewardBatch) -> list[Answer]:
+    """What a replica answers when it is asked once, and where that is no score, by the other wire too."""
     first = LIGHTRFT if source.wire == AUTO else source.wire
     answers = [await _answer(source, url, batch, first)]
     unclear = answers[0].problem is not None or (source.wire == AUTO and answers[0].of_openrlhf)

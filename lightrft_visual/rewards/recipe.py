@@ -174,10 +174,7 @@ def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, lis
                 count += 1
                 name = f"{entry.name}_{count}"
             names[entry.identity] = name
-    return {
-        label: [RecipeEntry(**{**vars(entry), "name": names[entry.identity]}) for entry in listed]
-        for label, listed in entries.items()
-    }
+    return {label: [replace(e, name=names[e.identity]) for e in listed] for label, listed in entries.items()}
 
 
 def load_recipe(source: str) -> Recipe:

@@ -1,8 +1,10 @@
-"""A choice of every kind is added by one file outside of the package, and runs."""
+"""A choice of every kind is added by one file outside of the package, and runs. A term of the loss, a hook with state
+and a scorer are one file each; runs are made with them, and with callbacks from Python."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -24,48 +26,58 @@ from lightrft_visual.rewards.local.callables import CallableSource
 from lightrft_visual.rollout.environments import Action, environment_factory
 from lightrft_visual.trainer.vl.maker import ExperienceMaker
 
-DRIVER = Path(__file__).with_name("dummy_runs.py")
-ROOT = Path(__file__).resolve().parents[2]
+HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[2]
+MINE = HERE / "my_choices.py"
+
+
+def runs(kind: str, factory: pytest.TempPathFactory) -> Path:
+    folder = factory.mktemp(kind)
+    run_alone(HERE / "outside_runs.py", kind, folder, limit=800, PYTHONPATH=str(ROOT))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, cache_root) -> Path:
-    folder = tmp_path_factory.mktemp("extension")
-    run_alone(DRIVER, folder, limit=600, PYTHONPATH=str(ROOT))
-    return folder
+    return runs("choices", tmp_path_factory)
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory, cache_root) -> Path:
+    return runs("features", tmp_path_factory)
 
 
-def facts(made: Path, run: str) -> dict:
-    return json.loads((made / "facts.json").read_text())[run]
+def rows(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    return [{name: float(value) for name, value in row.items() if value and "time" not in name} for row in found]
+
+
+def facts(folder: Path, run: str) -> dict:
+    return json.loads((folder / "facts.json").read_text())[run]
 
 
 def test_a_vision_language_run_is_made_of_them(made):
-    found = rows(made / "vl" / "metrics.csv")
+    found = rows(made / "vl")
     assert len(found) == 2
     # An estimator without a critic, the engine, the adapter of the model's family.
     assert facts(made, "vl") == {"trainer": "VLTrainer", "engine": "TwoTokens", "family": "CalmQwen"}
     for step, row in enumerate(found):
-        assert float(row["my_tokens"]) == 1.0 and float(row["my_steps_before"]) == step  # a term of the loss, a hook
-        assert float(row["my_loss_seen"]) == 0.25  # the loss, and a metric of the loss
-        assert float(row["response_length"]) == 2  # the engine
-        assert float(row["reward/my_letters"]) == pytest.approx(float(row["reward_mean"]))  # the scorer
-        mean, std = float(row["reward_mean"]), float(row["reward_std"])
-        assert float(row["my_reward_square"]) == pytest.approx(mean**2 + std**2, rel=1e-4)  # a metric
-        assert float(row["advantage_abs"]) in {0.0, *(n / 8 for n in range(9))}  # the estimator: 0 or ±1 each
-        assert "tis_weight" in row and "kl_loss" in row and "my_gains_frac" in row and float(row["grad_norm"]) >= 0
-    assert any(float(row["grad_norm"]) > 0 for row in found)
+        assert row["my_tokens"] == 1.0 and row["my_steps_before"] == step  # a term of the loss, a hook
+        assert row["my_loss_seen"] == 0.25  # the loss, and a metric of the loss
+        assert row["response_length"] == 2  # the engine
+        assert row["reward/my_letters"] == pytest.approx(row["reward_mean"])  # the scorer
+        mean, std = row["reward_mean"], row["reward_std"]
+        assert row["my_reward_square"] == pytest.approx(mean**2 + std**2, rel=1e-4)  # a metric
+        assert row["advantage_abs"] in {0.0, *(n / 8 for n in range(9))}  # the estimator: 0 or ±1 each
+        assert "tis_weight" in row and "kl_loss" in row and "my_gains_frac" in row and row["grad_norm"] >= 0
+    assert any(row["grad_norm"] > 0 for row in found)
 
 
 def test_a_diffusion_run_is_made_of_them(made):
-    found = rows(made / "diffusion" / "metrics.csv")
+    found = rows(made / "diffusion")
     known = facts(made, "diffusion")
-    assert [float(row["my_steps_before"]) for row in found] == [0, 1]
-    assert all(float(row["my_weight"]) > 0 and float(row["grad_norm"]) > 0 for row in found)
+    assert [row["my_steps_before"] for row in found] == [0, 1]
+    assert all(row["my_weight"] > 0 and row["grad_norm"] > 0 for row in found)
     assert (known["family"], known["loss"], known["red"]) == ("QueriesOnly", "Imitation", 2.0)
     assert known["adapted"] and all(name.endswith("attn.to_q") for name in known["adapted"])
 
@@ -96,7 +108,7 @@ def test_a_sampling_parameter_is_a_field_and_a_setting():
 def test_forms_are_recognised_and_environments_and_masks_found_by_name(monkeypatch):
     for kind in KINDS:
         monkeypatch.setattr(getattr(registry, kind), "_entries", dict(getattr(registry, kind)._entries))
-    load_plugins(str(DRIVER.with_name("my_choices.py")))
+    load_plugins(str(MINE))
     row = read_form({"asked": "how many?"}, DataConfig())
     assert (row.form, row.columns["prompt"]) == ("my_rows", "how many?")
     assert CallableSource(lambda said: [1.0] * len(said)).form.told == "my form"
@@ -113,7 +125,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text().partition("## To add")[2]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_choice_has_a_dummy_and_is_documented(kind):
-    assert f"registry.{kind}.register(" in DRIVER.with_name("my_choices.py").read_text()
+    assert f"registry.{kind}.register(" in MINE.read_text()
     assert f"`{kind}`" in PAGE
 
 
@@ -122,3 +134,48 @@ def test_the_example_of_the_page_works(monkeypatch):
     monkeypatch.setattr(kind, "_entries", dict(kind._entries))
     exec(compile(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], "docs/architecture.md", "exec"), {})
     assert get_advantage_calculator("sign", AlgorithmConfig(advantage_estimator="sign")).grouped
+
+
+def records(folder: Path, step: int) -> list[dict]:
+    path = folder / "rollouts" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_term_of_the_loss_brings_its_part_of_the_forward_its_share_and_its_metric(featured):
+    for row in rows(featured / "term"):
+        assert row["calm"] > 0
+        assert row["loss"] - row["policy_loss"] == pytest.approx(0.5 * row["calm"], rel=1e-4)
+    assert all("calm" not in row for row in rows(featured / "scorer"))
+
+
+def test_a_scorer_is_named_among_the_rewards(featured):
+    for step, row in enumerate(rows(featured / "scorer"), start=1):
+        found = records(featured / "scorer", step)
+        texts = [record["response"].lower() for record in found]
+        expected = [sum(text.count(letter) for letter in "aeiou") / max(1, len(text)) for text in texts]
+        assert [record["reward"] for record in found] == pytest.approx(expected)
+        assert len(found) == 8 and row["reward/vowels"] == pytest.approx(sum(expected) / 8, abs=1e-6)
+
+
+def test_a_hook_changes_rewards_and_goes_on_exactly_after_a_resume(featured):
+    whole, resumed = rows(featured / "hook"), rows(featured / "hook_resumed")
+    assert [row["dice_thrown"] for row in whole] == [8, 16, 24, 32]
+    assert all(row["reward_mean"] > 1 for row in whole)  # a throw is 1 at least, a length less than that
+    assert resumed == whole[2:]
+    assert [records(featured / "hook", step) for step in (3, 4)] == [
+        records(featured / "hook_resumed", step) for step in (3, 4)
+    ]
+    weights = [
+        hashlib.sha256((featured / name / "checkpoint-final" / "model.safetensors").read_bytes()).hexdigest()
+        for name in ("hook", "hook_resumed")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(("name", "planned", "samples"), [("callbacks", 4, 8), ("diffusion", 3, 4)])
+def test_callbacks_follow_a_run_and_end_it(featured, name, planned, samples):
+    told = facts(featured, name)
+    step = [f"scores of {samples}", "update, applied True"]
+    assert told == [f"setup of {planned} steps", *step, *step, "closed"]
+    assert len(rows(featured / name)) == 2
+    assert (featured / name / "checkpoint-000002").is_dir() and (featured / name / "checkpoint-final").is_dir()

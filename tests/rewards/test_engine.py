@@ -63,12 +63,16 @@ def value(name: str, reference: int) -> float:
     return (ord(name[-1]) % 7) + reference * 0.25
 
 
-def test_none_leaves_a_component_out_of_the_sum():
-    engine = RewardComputationEngine(custom_reward_func=[only_even, ones])
-    result = engine.compute_rewards([make_samples(["a", "bb", "ccc"], [0, 1, 2])])
-    assert result.score.tolist() == [11, 1, 11] and result.valid.all()
-    assert result.components["only_even"].isnan().tolist() == [False, True, False]
+def test_none_leaves_a_component_out_of_the_sum_and_a_failure_the_sample():
+    def shaky(references):
+        return [Failed("no face") if r == 4 else 1.0 for r in references]
+
+    engine = RewardComputationEngine(custom_reward_func=[only_even, ones, shaky])
+    result = engine.compute_rewards([make_samples(["a", "bb", "ccc", "d"], [0, 1, 2, 4])])
+    assert result.score[:3].tolist() == [12, 2, 12] and result.valid.tolist() == [True, True, True, False]
+    assert result.components["only_even"].isnan().tolist() == [False, True, False, False]
     assert result.metrics["reward/only_even/not_applicable"] == 1 and result.metrics["reward/ones"] == 1
+    assert result.metrics["reward/shaky/failures"] == 1 and result.components["ones"].tolist() == [1, 1, 1, 1]
 
 
 def only_even(references):
@@ -80,22 +84,10 @@ def ones(completions):
 
 
 def test_all_none_is_invalid_not_zero():
-    result = RewardComputationEngine(custom_reward_func=only_even).compute_rewards(
-        [make_samples(["a"] * 4, [0, 1, 2, 4])]
-    )
+    engine = RewardComputationEngine(custom_reward_func=only_even)
+    result = engine.compute_rewards([make_samples(["a"] * 4, [0, 1, 2, 4])])
     assert result.valid.tolist() == [True, False, True, True]
     assert math.isnan(result.score[1]) and result.metrics["reward/invalid_share"] == 0.25
-
-
-def test_a_failed_component_makes_its_sample_invalid():
-    def shaky(references):
-        return [Failed("no face") if r == 1 else 1.0 for r in references]
-
-    result = RewardComputationEngine(custom_reward_func=[shaky, ones]).compute_rewards(
-        [make_samples(["a"] * 3, [0, 1, 2])]
-    )
-    assert result.valid.tolist() == [True, False, True]
-    assert result.metrics["reward/shaky/failures"] == 1 and result.components["ones"].tolist() == [1, 1, 1]
 
 
 def test_above_the_threshold_the_run_stops_and_names_what_failed():
@@ -323,19 +315,14 @@ def test_unknown_label_is_found_before_training():
         engine.check_labels(["count", "cuont"])
 
 
-def test_contract_argument_order():
-    engine = RewardComputationEngine(None, None, ones, None, None, None, None, None, False)
-    assert engine.compute_rewards([make_samples(["a"])], False, "cpu").score.tolist() == [1]
-
-
-def test_text_mode_keeps_pictures_out():
+def test_contract_argument_order_and_text_mode_keeps_images_out():
     def count(images):
-        return [float(len(row)) for row in images]
+        return [float(len(sample)) for sample in images]
 
-    samples = make_samples(["a"], images=[["picture"]])
-    engine = RewardComputationEngine(custom_reward_func=count)
-    assert engine.compute_rewards([samples], vlm_mode=True).score.tolist() == [1]
-    assert engine.compute_rewards([samples], vlm_mode=False).score.tolist() == [0]
+    engine = RewardComputationEngine(None, None, count, None, None, None, None, None, False)
+    samples = make_samples(["a"], images=[["image"]])
+    assert engine.compute_rewards([samples], True).score.tolist() == [1]
+    assert engine.compute_rewards([samples], False, "cpu").score.tolist() == [0]
 
 
 def test_generated_media_with_components():
@@ -352,18 +339,12 @@ def test_media_lists_must_fit():
         RewardComputationEngine(custom_reward_func=ones).score_media(["a", "b"], images=[torch.ones(3, 2, 2)])
 
 
-def test_py_file_as_remote_entry(tmp_path):
-    path = tmp_path / "remote_like.py"
-    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0] * len(queries)}\n")
-    engine = RewardComputationEngine(None, str(path))
-    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [4, 4]
-
-
-def test_from_config(tmp_path):
+def test_py_file_as_remote_entry_and_from_config(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def score(completions):\n    return [float(len(c)) for c in completions]\n")
-    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{path}:score"))
-    assert engine.compute_rewards([make_samples(["abc"])]).score.tolist() == [3]
+    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0] * len(queries)}\n")
+    config = RewardConfig(reward_fn=f"{path}:reward_func")
+    for engine in (RewardComputationEngine(None, str(path)), RewardComputationEngine.from_config(config)):
+        assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [4, 4]
     components = RewardConfig(components={"exact": 2.0})
     assert RewardComputationEngine.from_config(components).compute_rewards([make_samples(["a"], ["a"])]).score == 2
 

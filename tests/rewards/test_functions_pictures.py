@@ -148,7 +148,7 @@ def test_aesthetic(clip_folder, tmp_path):
         score("aesthetic", {"model": clip_folder, "head": str(tmp_path / name)}, PROMPTS, PICTURES).score
         for name in ("head.safetensors", "head.pth")
     ]
-    from lightrft_visual.rewards.functions.clip_model import CLIPPairs
+    from lightrft_visual.rewards.functions.clip import CLIPPairs
 
     image, _ = CLIPPairs(clip_folder, None, "x", 4, True).embed(PICTURES, PROMPTS, "cpu")
     assert torch.allclose(scores[0], 3 * image.sum(dim=-1) + 0.5, atol=1e-4) and torch.equal(*scores)

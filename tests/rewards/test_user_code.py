@@ -18,7 +18,8 @@ from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
-from lightrft_visual.rewards import RewardComputationEngine, engine
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards import engine as reward_engine
 from lightrft_visual.rewards.differentiable import load_differentiable
 from lightrft_visual.runtime.usercode import calls
 from lightrft_visual.runtime.usercode.calls import load_reward_fn
@@ -33,7 +34,7 @@ def scored(*functions, samples=None, **options):
 
 
 FILE = """
-import asyncio, json, sys
+import json
 
 def look_up(row):
     return row["answer"]
@@ -47,28 +48,11 @@ def nested(completions):
     except ValueError as error:
         raise TypeError("no score for this") from error
 
-def leaves(completions):
-    sys.exit(0)
-
-def leaves_with_three(completions):
-    sys.exit(3)
-
-async def leaves_later(completions):
-    await asyncio.sleep(0)
-    sys.exit(0)
-
-async def waits_and_fails(completions):
-    await asyncio.sleep(0)
-    raise KeyError("later")
-
 def secret(completions):
     raise OSError("GET https://host/r?sig=hunter2secret failed with hf_abcdefghijklmnopqrstuvwxyz")
 
 def strange(completions):
     raise ValueError("\\ud800 and a very long text " + "x" * 5000)
-
-def by_hand(model_reward_list, completions):
-    return model_reward_list[7]
 
 def pixels(media, prompts, metadata):
     return prompts["x"]
@@ -88,6 +72,7 @@ def error_of(file, name, **options):
     return str(caught.value)
 
 
+# What else a function may raise, and how it may leave: tests/faults/test_reward_faults.py.
 def test_the_message_and_the_users_own_lines_are_shown(file):
     assert error_of(file, "missing_key").splitlines() == [
         "reward function missing_key raised KeyError: 'answer'",
@@ -104,22 +89,6 @@ def test_what_an_error_comes_from_is_shown_too_and_no_line_of_a_library(file):
     assert "json/decoder" not in told and told.count("line 12, in nested") == 1
 
 
-@pytest.mark.parametrize(("name", "code"), [("leaves", 0), ("leaves_with_three", 3), ("leaves_later", 0)])
-def test_leaving_the_process_is_an_error_of_the_function(file, name, code):
-    assert error_of(file, name).startswith(f"reward function {name} called sys.exit({code})\n  File")
-
-
-def test_an_async_function_too(file):
-    assert "waits_and_fails raised KeyError: 'later'" in error_of(file, "waits_and_fails")
-    assert scored(load_reward_fn(f"{write(file, 'ok')}:ok")).valid.all()  # the loop lives
-
-
-def write(file, name):
-    path = file.parent / f"{name}.py"
-    path.write_text(f"async def {name}(completions):\n    return [1.0] * len(completions)\n")
-    return path
-
-
 def test_secrets_are_masked_and_texts_bounded_and_printable(file):
     told = error_of(file, "secret")
     assert "hunter2secret" not in told and "hf_abc" not in told and "https://host/r" in told
@@ -127,18 +96,12 @@ def test_secrets_are_masked_and_texts_bounded_and_printable(file):
     assert len(told) < 2000 and told.encode()
 
 
-def test_an_aggregating_function(file):
-    reward_fn = load_reward_fn(f"{file}:by_hand")
-    told = error_of(file, "missing_key", reward_fn=reward_fn)
-    assert "missing_key raised KeyError" in told
-    with pytest.raises(RewardError, match=r"by_hand raised IndexError: list index out of range\n.*my_rewards.py"):
-        scored(lambda completions: [1.0] * len(completions), reward_fn=reward_fn)
-
-
 AGGREGATORS = """
 import os, sys
 def exits(model_reward_list):
     sys.exit(0)
+def raises(model_reward_list, completions):
+    return model_reward_list[7]
 def nothing(model_reward_list):
     pass
 def one(model_reward_list):
@@ -157,9 +120,10 @@ def changes(model_reward_list, completions):
     ("name", "told", "line"),
     [
         ("exits", r"exits called sys.exit\(0\)", 4),
-        ("nothing", "nothing returned NoneType", 5),
-        ("one", "one returned 1 scores for 2 samples", 7),
-        ("endless", "endless: score 0 of 2 is not finite", 9),
+        ("raises", "raises raised IndexError: list index out of range", 6),
+        ("nothing", "nothing returned NoneType", 7),
+        ("one", "one returned 1 scores for 2 samples", 9),
+        ("endless", "endless: score 0 of 2 is not finite", 11),
     ],
 )
 @pytest.mark.parametrize("policy", ["error", "skip"])
@@ -212,21 +176,6 @@ def test_a_differentiable_reward(file):
         reward(torch.zeros(1, 3, 2, 2), ["a"], [{}])
 
 
-def test_a_keyboard_interrupt_is_the_users(file):
-    def interrupted(completions):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        scored(interrupted)
-
-
-def test_a_file_with_an_error_shows_its_line(tmp_path):
-    (tmp_path / "typo.py").write_text("x = 1\ndef score(completions:\n    return []\n")
-    with pytest.raises(ConfigError, match=r"fails on import: SyntaxError") as caught:
-        load_reward_fn(f"{tmp_path}/typo.py:score")
-    assert "typo.py, line 2" in str(caught.value) or 'typo.py", line 2' in str(caught.value)
-
-
 def test_modules_beside_the_file_can_be_imported_also_later_and_from_two_folders(tmp_path):
     body = (
         "from my_helpers import value\n"
@@ -257,35 +206,6 @@ def test_a_slow_function_is_named_with_its_place(monkeypatch):
     assert told[0].startswith("reward function thinks has been running for") and f"at {__file__}, line" in told[0]
 
 
-def test_sigterm_ends_a_function_that_does_not_return(monkeypatch):
-    """The trainer's own handler is asked first; what hangs afterwards ends with an error that says so."""
-    monkeypatch.setattr(calls, "TERM_SECONDS", 0.05)
-    monkeypatch.setattr(calls, "REMINDERS", 10_000)
-    asked = []
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-
-    def hangs(completions):
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(20)
-
-    try:
-        with pytest.raises(
-            RewardError, match="ended by SIGTERM while reward function hangs ran.*test_user_code.py, line"
-        ):
-            scored(hangs)
-        assert asked and signal.getsignal(signal.SIGTERM) is not before
-
-        monkeypatch.setattr(calls, "TERM_SECONDS", 60)  # longer than a busy machine needs for it
-
-        def returns(completions):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return [1.0] * len(completions)
-
-        assert scored(returns).valid.all()  # a function that returns is not disturbed
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.fixture
 def sigterm(monkeypatch):
     """A handler as the trainer's, and little patience; sends the signal when called."""
@@ -294,6 +214,27 @@ def sigterm(monkeypatch):
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield lambda: os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_a_function_that_does_not_return_and_disturbs_no_other(sigterm, monkeypatch):
+    """The trainer's own handler is asked first; what hangs afterwards ends with an error that says so."""
+    handler, asked = signal.getsignal(signal.SIGTERM), []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+
+    def hangs(completions):
+        sigterm()
+        threading.Event().wait(20)
+
+    def returns(completions):
+        sigterm()
+        return [1.0] * len(completions)
+
+    told = "ended by SIGTERM while reward function hangs ran.*test_user_code.py, line"
+    with pytest.raises(RewardError, match=told):
+        scored(hangs)
+    assert asked and signal.getsignal(signal.SIGTERM) is not handler
+    monkeypatch.setattr(calls, "TERM_SECONDS", 60)  # longer than a busy machine needs for it
+    assert scored(returns).valid.all()
 
 
 def test_what_sigterm_ended_is_told_also_when_a_reminder_comes_on_the_way_out(sigterm):
@@ -393,17 +334,9 @@ def test_a_function_cannot_change_what_others_and_the_rollouts_see():
     assert seen == [["a", "b"], ["x", ["y"]], (255, 0, 0), 2, [[1], [2]]]
     assert picture.getpixel((0, 0)) == (255, 0, 0) and len(samples.raw_images[1]) == 2
     assert samples.references == ["x", ["y"]] and samples.metadata[0]["level"] == [1]
-
-
-def test_generated_videos_are_copies_too():
     video = torch.zeros(3, 2, 4, 4)
-
-    def spoils(videos):
-        videos[0].fill_(1)
-        return [0.0]
-
-    RewardComputationEngine(custom_reward_func=spoils).score_media(["a"], videos=[video])
-    assert video.sum() == 0
+    engine = RewardComputationEngine(custom_reward_func=lambda videos: [float(videos[0].fill_(1).sum())])
+    assert engine.score_media(["a"], videos=[video]).score == 96 and video.sum() == 0
 
 
 def test_the_time_limit_covers_aggregating_functions(tmp_path, caplog):
@@ -444,7 +377,7 @@ class Placed(torch.nn.Module):
 
 def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
     here = SimpleNamespace(current_device_name=lambda: "meta")
-    monkeypatch.setattr(engine, "get_accelerator", lambda: here)
+    monkeypatch.setattr(reward_engine, "get_accelerator", lambda: here)
     config = RewardConfig(reward_cpu_offload=False)
     model = Placed()
     result = RewardComputationEngine(model, config=config).compute_rewards([make_samples(["a", "b"])])

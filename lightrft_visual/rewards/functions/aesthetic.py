@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .clip_model import CLIPPairs
+from .clip import CLIPPairs
 from .image_scoring import linear_stack, load_tensors, mean_over_frames
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from .clip_model import CLIPPairs
+from .clip import CLIPPairs
 from .mask_detector import Found, MaskDetector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")

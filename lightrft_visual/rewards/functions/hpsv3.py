@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig
 
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint, load_tensors, mean_over_frames
-from .qwen2vl_head import read_at, with_head
+from .qwen2vl_head import asked, processor_with, read_at, with_head
 
 TOKEN = "<|Reward|>"  # the one at which the head reads
 PIXELS = 256 * 28 * 28  # every image has so many
@@ -76,9 +76,7 @@ class HPSv3:
         offload: bool = True,
     ) -> None:
         self.divide_by, self.batch_size, self.offload = divide_by, batch_size, offload
-        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "hpsv3", padding_side="right")
-        self._processor.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
-        self._tokens = {TOKEN: self._processor.tokenizer.convert_tokens_to_ids(TOKEN)}
+        self._processor, self._tokens = processor_with([TOKEN], model, "hpsv3")
         config, state = load_checkpoint(AutoConfig.from_pretrained, model, "hpsv3"), load_tensors(weights, "hpsv3")
         head = rating_head(config.get_text_config().hidden_size)
         self._model = with_head(config, state, head, torch.bfloat16 if bf16 else torch.float32, "hpsv3")
@@ -96,15 +94,12 @@ class HPSv3:
 
     def inputs(self, images: list[Any], prompts: list[str]) -> Any:
         """What the processor makes of images and prompts."""
-        ask = [[{"type": "image"}, {"type": "text", "text": QUESTION.replace("{prompt}", text)}] for text in prompts]
-        texts = [
-            self._processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-            for content in ask
-        ]
         size = {"shortest_edge": PIXELS, "longest_edge": PIXELS}
         shown = [image.convert("RGB") for image in images]
         return self._processor(
-            text=texts, images=shown, padding=True, return_tensors="pt", images_kwargs={"size": size}
+            text=asked(self._processor, "image", QUESTION, prompts),
+            images=shown,
+            padding=True,
+            return_tensors="pt",
+            images_kwargs={"size": size},
         )

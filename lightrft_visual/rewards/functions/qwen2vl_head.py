@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Qwen2VLForConditionalGeneration
+from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
 from ...errors import ConfigError, refused_as
+from .image_scoring import load_checkpoint
 
 HEAD = "rm_head."
+
+
+def processor_with(tokens: Sequence[str], model: str, scorer: str) -> tuple[Any, dict[str, int]]:
+    """The processor of a folder or hub name with tokens of its own, and their ids."""
+    processor = load_checkpoint(AutoProcessor.from_pretrained, model, scorer, padding_side="right")
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    return processor, dict(zip(tokens, processor.tokenizer.convert_tokens_to_ids(list(tokens))))
+
+
+def asked(processor: Any, medium: str, question: str, prompts: Sequence[str]) -> list[str]:
+    """For each prompt a chat of one image or video (`medium`) and the question, in which it stands for {prompt}."""
+    parts = [[{"type": medium}, {"type": "text", "text": question.replace("{prompt}", text)}] for text in prompts]
+    chats = [[{"role": "user", "content": content}] for content in parts]
+    return [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
 
 
 def with_head(

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import nn
 from torchvision.transforms import functional
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
 from ...errors import ConfigError, refused_as
@@ -22,7 +22,7 @@ from ...runtime.offload import on_device
 from ..batch import RewardBatch
 from ..imaging import video_frames
 from .image_scoring import in_batches, load_checkpoint, load_tensors
-from .qwen2vl_head import read_at, with_head
+from .qwen2vl_head import asked, processor_with, read_at, with_head
 
 RATED = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{name}_reward|>" for name in RATED)
@@ -106,9 +106,7 @@ class VideoAlign:
         self._data, scale = settings["data_config"], settings.get("inference_config") if normalise else None
         self._mean = torch.tensor([scale[f"{name}_mean"] if scale else 0.0 for name in RATED])
         self._std = torch.tensor([scale[f"{name}_std"] if scale else 1.0 for name in RATED])
-        self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "videoalign", padding_side="right")
-        self._processor.tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
-        self._tokens = dict(zip(TOKENS, self._processor.tokenizer.convert_tokens_to_ids(list(TOKENS))))
+        self._processor, self._tokens = processor_with(TOKENS, model, "videoalign")
         config = load_checkpoint(AutoConfig.from_pretrained, model, "videoalign")
         dtype = torch.bfloat16 if bf16 else torch.float32
         head = nn.Linear(
@@ -132,16 +130,13 @@ class VideoAlign:
 
     def inputs(self, videos: list[Any], prompts: list[str]) -> Any:
         """What the processor makes of clips and prompts."""
-        ask = [[{"type": "video"}, {"type": "text", "text": QUESTION.replace("{prompt}", text)}] for text in prompts]
-        texts = [
-            self._processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-            for content in ask
-        ]
         kept = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
         return self._processor(
-            text=texts, videos=[self.clip(v) for v in videos], padding=True, return_tensors="pt", videos_kwargs=kept
+            text=asked(self._processor, "video", QUESTION, prompts),
+            videos=[self.clip(v) for v in videos],
+            padding=True,
+            return_tensors="pt",
+            videos_kwargs=kept,
         )
 
     def clip(self, video: Any) -> torch.Tensor:

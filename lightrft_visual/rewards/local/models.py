@@ -96,12 +96,6 @@ def loading(strategy: Any) -> AbstractContextManager[None]:
     return nullcontext() if divided is None else divided.loading()
 
 
-def held(module: nn.Module, offload: bool, strategy: Any) -> WholeModel | DividedModel:
-    """A model that was loaded inside `loading`."""
-    divided = dividing(strategy)
-    return WholeModel(module, offload) if divided is None else DividedModel(module, offload, divided)
-
-
 BATCH_SIZE = 8
 MODEL_INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt_and_output": lambda batch: batch.queries,
@@ -187,15 +181,40 @@ def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
     return batches
 
 
-class TextModel:
+class HeldModel:
+    """A model that scores batches of samples. all_ranks: all ranks score at once, each with a part of the model."""
+
+    def __init__(self, name: str, model: nn.Module, offload: bool, strategy: Any = None) -> None:
+        """strategy: model was loaded inside `loading` with it."""
+        divided = dividing(strategy)
+        self.name = name
+        self.held = WholeModel(model, offload) if divided is None else DividedModel(model, offload, divided)
+        self.all_ranks = self.held.all_ranks
+
+    def scored(
+        self, size: int, groups: Sequence[Sequence[int]], values: Callable[..., Sequence[float]], device: Any
+    ) -> list[float | None]:
+        """The score of each of `size` samples that is in a group. values: scores of a group by the model, of anything
+        for an empty one."""
+        raw: list[float | None] = [None] * size
+
+        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
+            for index, value in zip(group or (), values(model, group or ())):
+                raw[index] = value
+
+        self.held.run(groups, forward, device)
+        return raw
+
+
+class TextModel(HeldModel):
     """A transformers sequence classifier with one output, over prompt and response as one text."""
 
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, offload: bool, strategy: Any = None) -> None:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
-        self.name, self.tokenizer, self.held = name, tokenizer, held(model, offload, strategy)
-        self.all_ranks = self.held.all_ranks
+        super().__init__(name, model, offload, strategy)
+        self.tokenizer = tokenizer
         known = model.config.get_text_config().to_dict().get("max_position_embeddings") or math.inf
         self.limit = min(known, tokenizer.model_max_length)
 
@@ -203,41 +222,34 @@ class TextModel:
         """A text longer than the model's limit is failed, not cut."""
         ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"] if len(batch) else []
         fitting = [i for i, sample in enumerate(ids) if 0 < len(sample) <= self.limit]
-        raw: list[float | None] = [None] * len(batch)
 
-        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
-            indices = [fitting[i] for i in group or ()]
-            samples = [ids[i] for i in indices] or [[self.tokenizer.pad_token_id]]
+        def values(model: nn.Module, group: Sequence[int]) -> list[float]:
+            samples = [ids[i] for i in group] or [[self.tokenizer.pad_token_id]]
             padded = self.tokenizer.pad({"input_ids": samples}, return_tensors="pt")
-            logits = model(**padded.to(call.device)).logits.float().flatten().tolist()
-            for index, value in zip(indices, logits):
-                raw[index] = value
+            return model(**padded.to(call.device)).logits.float().flatten().tolist()
 
-        self.held.run(by_length([len(ids[i]) for i in fitting]), forward, call.device)
-        return to_scores(raw, too_long=len(batch) - len(fitting))
+        groups = [[fitting[i] for i in group] for group in by_length([len(ids[i]) for i in fitting])]
+        return to_scores(self.scored(len(batch), groups, values, call.device), too_long=len(batch) - len(fitting))
 
 
-class VLModel:
+class VLModel(HeldModel):
     """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
     must be those of the reward model's family."""
 
     def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool, strategy: Any = None) -> None:
-        self.name, self.processor, self.held = name, processor, held(model, offload, strategy)
-        self.all_ranks = self.held.all_ranks
+        super().__init__(name, model, offload, strategy)
+        self.processor = processor
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of prompt, response and images, in batches of similar length."""
-        raw: list[float | None] = [None] * len(batch)
 
-        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
-            part = batch.select(group or ())
+        def values(model: nn.Module, group: Sequence[int]) -> list[float]:
+            part = batch.select(group)
             images = [image for sample in part.images for image in sample if image is not None]
-            values = model(self._inputs(part.queries or ["?"], images, call.device)).tolist()
-            for index, value in zip(group or (), values):
-                raw[index] = value
+            return model(self._inputs(part.queries or ["?"], images, call.device)).tolist()
 
-        self.held.run(by_length([len(query) for query in batch.queries]), forward, call.device)
-        return to_scores(raw)
+        groups = by_length([len(query) for query in batch.queries])
+        return to_scores(self.scored(len(batch), groups, values, call.device))
 
     def _inputs(self, texts: Sequence[str], images: Sequence[Any], device: Any) -> ModelInputs:
         given = self.processor(text=list(texts), images=list(images) or None, padding=True, return_tensors="pt")
@@ -251,7 +263,7 @@ class VLModel:
         )
 
 
-class TorchModel:
+class TorchModel(HeldModel):
     """A torch module given directly: called as `rm(sequences, attention_mask)` with the policy's own token ids, and
     with those of LightRFT's further arguments that its forward names (all, for **kwargs): prompt_and_output,
     raw_images, img_num, and pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw as the policy reads them.
@@ -261,7 +273,8 @@ class TorchModel:
     """
 
     def __init__(self, name: str, model: nn.Module, pad_id: int, offload: bool, packing: bool) -> None:
-        self.name, self.model, self.pad_id, self.offload, self.packing = name, model, pad_id, offload, packing
+        super().__init__(name, model, offload)
+        self.pad_id, self.packing = pad_id, packing
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         takes_all = takes_all and not isinstance(model, PreTrainedModel)  # those hand them on to their layers
@@ -272,24 +285,20 @@ class TorchModel:
         """Scores of the token ids. Raises RewardError for generated media, which have none."""
         if not batch.sequence_tokens:
             raise RewardError(f"reward model {self.name} reads token ids, which generated media do not have")
-        raw: list[float | None] = [None] * len(batch)
-        with on_device(self.model, call.device, self.offload) as model:
-            for group in by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing):
-                samples = [batch.sequence_tokens[i] for i in group]
-                values = self._run(model, samples, self._more(batch.select(group), call.device), call.device)
-                for index, value in zip(group, values):
-                    raw[index] = value
-        return to_scores(raw)
+
+        def values(model: nn.Module, group: Sequence[int]) -> list[float]:
+            samples = [batch.sequence_tokens[i] for i in group]
+            return self._run(model, samples, self._more(batch.select(group), call.device), call.device)
+
+        groups = by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing)
+        return to_scores(self.scored(len(batch), groups, values, call.device))
 
     def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
         """What the forward asks for beside ids and mask."""
         vision = VisionTensors.gather(part.vision)
-        found = {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
-        for name in self.inputs:
-            if name in VISION_INPUTS:
-                tensor = vision.get(name)
-                found[name] = None if tensor is None else tensor.to(device)
-        return found
+        tensors = {name: vision.get(name) for name in self.inputs if name in VISION_INPUTS}
+        placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+        return placed | {name: MODEL_INPUTS[name](part) for name in self.inputs if name in MODEL_INPUTS}
 
     def _run(self, model: nn.Module, samples: Sequence[T], more: dict[str, Any], device: Any) -> list[float]:
         ids = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=self.pad_id)

@@ -1,0 +1,101 @@
+"""CLIP models, and the scores that are a cosine of image and prompt. A video's score is the mean over its frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CLIPModel, CLIPProcessor
+
+from ...runtime.offload import on_device
+from .image_scoring import in_batches, load_checkpoint, mean_over_frames
+
+
+class CLIPPairs:
+    """Normalised embeddings of images and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
+
+    def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
+        self.model = load_checkpoint(CLIPModel.from_pretrained, model, scorer).eval()
+        self.processor = load_checkpoint(CLIPProcessor.from_pretrained, processor or model, scorer)
+        self.batch_size, self.offload = batch_size, offload
+
+    def embed(self, frames: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, D) image and (n, D) text embeddings of unit length, float32 on the CPU."""
+        images, words = [], []
+        with on_device(self.model, device, self.offload) as model:
+            for part in in_batches(self.batch_size, len(frames)):
+                inputs = self.processor(
+                    text=[texts[i] for i in part],
+                    images=[frames[i].convert("RGB") for i in part],
+                    padding=True,
+                    truncation=True,
+                    max_length=self.model.config.text_config.max_position_embeddings,
+                    return_tensors="pt",
+                )
+                output = model(**inputs.to(device))
+                images.append(output.image_embeds.float().cpu())
+                words.append(output.text_embeds.float().cpu())
+        return torch.cat(images), torch.cat(words)
+
+    def cosine(self, images: list[Any], texts: list[str], device: Any) -> list[float]:
+        """Cosine similarity of each image with its text."""
+        image, text = self.embed(images, texts, device)
+        return (image * text).sum(dim=-1).tolist()
+
+
+class CLIPScore:
+    """CLIPScore (Hessel et al., arXiv 2104.08718): weight * max(cosine of image and prompt, 0); the paper's weight is
+    2.5. model: a CLIP checkpoint folder or hub name."""
+
+    def __init__(
+        self,
+        model: str = "openai/clip-vit-large-patch14",
+        weight: float = 2.5,
+        batch_size: int = 16,
+        offload: bool = True,
+    ) -> None:
+        self.weight = weight
+        self._clip = CLIPPairs(model, None, "clip_score", batch_size, offload)
+
+    def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
+        def score(images: list[Any], texts: list[str]) -> list[float]:
+            return [self.scaled(cosine) for cosine in self._clip.cosine(images, texts, device)]
+
+        return mean_over_frames(frames, prompts, score)
+
+    def scaled(self, cosine: float) -> float:
+        """The score that a cosine stands for."""
+        return self.weight * max(cosine, 0.0)
+
+
+class HPSv2(CLIPScore):
+    """Human Preference Score v2 (Wu et al., arXiv 2306.09341): cosine of image and prompt by its weights. model: a
+    folder or hub name with them in transformers' CLIP form (ViT-H/14); the published file is in open_clip's form and
+    needs converting first."""
+
+    def __init__(self, model: str, processor: str | None = None, batch_size: int = 16, offload: bool = True) -> None:
+        self._clip = CLIPPairs(model, processor, "hpsv2", batch_size, offload)
+
+    def scaled(self, cosine: float) -> float:
+        """The cosine itself."""
+        return cosine
+
+
+class PickScore(CLIPScore):
+    """PickScore (Kirstain et al., arXiv 2305.01569): logit scale times the cosine of image and prompt, divided by
+    `divide_by`: 26 brings it near 0..1, as Flow-GRPO does; 1 gives the published number."""
+
+    def __init__(
+        self,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        divide_by: float = 26.0,
+        batch_size: int = 16,
+        offload: bool = True,
+    ) -> None:
+        self._clip = CLIPPairs(model, processor, "pick_score", batch_size, offload)
+        self.factor = float(self._clip.model.logit_scale.detach().exp()) / divide_by
+
+    def scaled(self, cosine: float) -> float:
+        """The cosine times the logit scale, divided."""
+        return self.factor * cosine
