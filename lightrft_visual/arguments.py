@@ -123,7 +123,12 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
     if isinstance(rewards, Mapping):
         numbers = all(isinstance(each, int | float) for each in rewards.values())
-        return {"components": dict(rewards)} if numbers else {"reward_recipe": json.dumps(rewards)}
+        try:
+            recipe = json.dumps(rewards)
+        except TypeError as error:
+            told = "a mapping holds names and numbers; functions are given as a list, with reward_weights"
+            raise ConfigError(f"reward_funcs: {told} ({error})") from error
+        return {"components": dict(rewards)} if numbers else {"reward_recipe": recipe}
     if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
         return {"reward_recipe": rewards}
     listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
@@ -198,7 +203,9 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
         raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
-    folder = cache_root() / "given" / _digest(model)
+    # Of these weights and this run: another run on the host has a folder that this one does not remove.
+    run = os.getpid() if os.environ.get("WORLD_SIZE", "1") == "1" else os.environ.get("MASTER_PORT", "")
+    folder = cache_root() / "given" / f"{_digest(model)}-{run}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first and not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import pytest
 
 import lightrft_visual
 from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, api, given
+from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
@@ -102,6 +103,8 @@ def test_recipes_lie_below_settings():
         ({"reward_funcs": ["exact"], "reward_weights": 0.5}, "reward_weights is 0.5: give a list"),
         ({"reward_funcs": ["exact"], "reward_weights": [float("nan")]}, "reward_weights is .nan.: give a list"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_funcs": {"mine": score}}, "functions are given as a list, with reward_weights"),
+        ({"reward_funcs": {score: 1.0}}, "functions are given as a list, with reward_weights"),
         ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
         ({"reward_funcs": "nowhere.py:score"}, "--reward_fn: nowhere.py does not exist"),
         ({"model": 3}, "model is a int: give a hub name, a folder"),
@@ -258,3 +261,20 @@ def test_loaded_model_without_its_processor_is_refused():
 
     with pytest.raises(ConfigError, match="comes with its processor"):
         GRPOTrainer(Model(), score, ROWS).fit()
+
+
+def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkeypatch, tmp_path):
+    """One that ends first takes its folder away, and its processor may be another."""
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+
+    class Loaded:
+        components = {}
+
+        def save_pretrained(self, folder):
+            (folder / "config.json").write_text("{}")
+
+    with saved(Loaded()) as one:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        with saved(Loaded()) as other:
+            assert other != one
+        assert (one / "config.json").is_file() and not other.exists()

@@ -245,8 +245,12 @@ class CheckpointManager:
             raise CheckpointError(f"no checkpoint can be written into {self.root}: {error}") from error
 
     def _prepare(self, staging: Path, name: str, numbered: bool) -> None:
-        self.check_target(name)
         self.root.mkdir(parents=True, exist_ok=True)
+        target = self.root / name
+        if numbered and target.is_dir() and not (target / MANIFEST).exists():  # half a copy, over which a run resumed
+            aside = target.with_name(f"{name}.incomplete-{time.time_ns()}")
+            logger.warning("%s has no %s: it is now %s", target, MANIFEST, target.replace(aside).name)
+        self.check_target(name)
         self._finish_replacements()
         # Only what a run of this folder left: a named save may go to a folder that other runs share.
         patterns = (f"{STAGING}{PREFIX}*", f"{STAGING}{REMOVED}*") if numbered else (staging.name,)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+from lightrft_visual.runtime.checkpoint.manifest import MANIFEST
 from lightrft_visual.runtime.files import check_space
 
 
@@ -123,6 +124,16 @@ def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
     manager.save(1, write_files, name="new")
     manager.save(2, lambda folder: (folder / "x").write_text("2"), name="new")
     assert verify(tmp_path / "new")["step"] == 2
+
+
+def test_half_a_checkpoint_over_which_a_run_resumed_is_put_aside_when_its_step_is_saved(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+    (tmp_path / "checkpoint-000002" / MANIFEST).unlink()
+    assert manager.find_latest().name == "checkpoint-000001"
+    manager.save(2, write_files)
+    assert verify(tmp_path / "checkpoint-000002")["step"] == 2
+    (aside,) = tmp_path.glob("checkpoint-000002.incomplete-*")
+    assert any(aside.iterdir())
 
 
 def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints(tmp_path):
