@@ -124,11 +124,11 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     if isinstance(rewards, Mapping):
         numbers = all(isinstance(each, int | float) for each in rewards.values())
         try:
-            recipe = json.dumps(rewards)
+            text = json.dumps(rewards)
         except TypeError as error:
             told = "a mapping holds names and numbers; functions are given as a list, with reward_weights"
             raise ConfigError(f"reward_funcs: {told} ({error})") from error
-        return {"components": dict(rewards)} if numbers else {"reward_recipe": recipe}
+        return {"components": dict(rewards)} if numbers else {"reward_recipe": text}
     if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
         return {"reward_recipe": rewards}
     listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
