@@ -17,27 +17,12 @@ def runs(request) -> tuple[Path, Path]:
     return folder / name, folder / f"{name}_resumed"
 
 
-def test_metrics_are_equal(runs):
-    whole, resumed = map(rows, runs)
-    assert len(whole) == len(resumed) == 4
-    assert whole == resumed
-
-
-def test_evaluation_is_equal(runs):
-    whole, resumed = (rows(run, "eval_metrics.csv") for run in runs)
-    assert whole == resumed
-
-
-def test_sampled_tokens_are_equal(runs):
-    whole, resumed = map(rollouts, runs)
-    assert [len(step) for step in whole] == [32] * 4
-    assert whole == resumed
-
-
-def test_weights_are_equal_and_have_moved(runs):
+def test_metrics_evaluation_tokens_and_weights_are_equal(runs):
     whole, resumed = runs
-    assert weights(whole) == weights(resumed)
-    assert (resumed / "checkpoint-000002").is_dir()
+    assert rows(whole) == rows(resumed) and len(rows(whole)) == 4
+    assert rows(whole, "eval_metrics.csv") == rows(resumed, "eval_metrics.csv")
+    assert rollouts(whole) == rollouts(resumed) and [len(step) for step in rollouts(whole)] == [32] * 4
+    assert weights(whole) == weights(resumed) and (resumed / "checkpoint-000002").is_dir()
 
 
 @pytest.mark.parametrize("name,column", [("grpo_3", "learning_rate"), ("ppo_2", "critic_learning_rate")])

@@ -1,4 +1,4 @@
-"""What a run says while it starts, and what it does not import."""
+"""What a run says while it starts and what it does not import; what others print goes to its log, an error last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lightrft_visual.runtime.start_up import importing, log_stage, seldom_collecting
+from lightrft_visual.runtime.start_up import cleaned, importing, log_stage, seldom_collecting
 
 OF_A_RUN = (
     "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
@@ -55,3 +55,60 @@ def test_the_garbage_collector_looks_seldom_while_a_run_is_built():
     with seldom_collecting():
         assert gc.get_threshold() == (10_000, *before[1:])
     assert gc.get_threshold() == before
+
+
+RUN = """
+import logging, os, sys
+from pathlib import Path
+from lightrft_visual.runtime import start_up
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+start_up.foreign_lines_aside(Path(sys.argv[1]))
+print("by a library")
+os.write(2, b"by native code\\n")
+logging.getLogger("distutils").info("by its logger")
+sys.stderr.write("\\r  0%\\r100%|##|\\x1b[0m\\n")
+start_up.log_stage("a stage")
+logging.getLogger("lightrft_visual.x").warning("a warning of ours")
+if sys.argv[2] == "fails":
+    print("more of it")
+    start_up.say_last("error: it failed")
+    os._exit(1)
+start_up.start_is_over()
+start_up.start_is_over()
+assert start_up.screen() is sys.stdout
+print("a user's own line", file=start_up.screen())
+print("another")
+logging.info("and another")
+assert "torch" not in sys.modules
+"""
+
+
+def started(folder, ends: str) -> tuple[list[str], str]:
+    command = [sys.executable, "-c", RUN, str(folder), ends]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    return done.stdout.splitlines(), (folder / "log.txt").read_text()
+
+
+def test_foreign_lines_of_a_start_are_in_the_log_and_ours_on_the_screen(tmp_path):
+    shown, log = started(tmp_path / "run", "well")
+    assert shown[0].endswith("a stage") and shown[1] == "a warning of ours"
+    assert sorted(shown[2:]) == ["a user's own line", "and another", "another"]
+    assert sorted(log.splitlines()) == ["100%|##|", "by a library", "by its logger", "by native code"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["log.txt"]
+
+
+def test_an_error_of_a_start_is_the_last_line_on_the_screen(tmp_path):
+    shown, log = started(tmp_path / "run", "fails")
+    assert shown[-1] == "error: it failed" and not any("library" in line for line in shown)
+    assert "more of it" in log
+
+
+def test_where_no_log_can_be_written_everything_is_shown(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-c", RUN, str(tmp_path / "file" / "run"), "well"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "by a library" in done.stdout
+
+
+def test_a_log_has_no_control_characters():
+    assert cleaned("a\x1b[31mred\x1b[0m\x07\n\n 10%\r 50%\r100%\r\nb") == "ared\n100%\nb\n"

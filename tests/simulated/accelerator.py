@@ -42,44 +42,6 @@ class SimAccelerator(CPU_Accelerator):
     def on_accelerator(self, tensor):
         return tensor.device.type == NAME
 
-    def _tensor_class(self, dtype):
-        """What `torch.cuda.FloatTensor` and its like are: a tensor of the device from a list, or of a given size."""
-
-        def make(*content):
-            if content and not isinstance(content[0], int):
-                return torch.tensor(content[0], dtype=dtype, device=NAME)
-            return torch.empty(*content, dtype=dtype, device=NAME)
-
-        return make
-
-    @property
-    def FloatTensor(self):
-        return self._tensor_class(torch.float32)
-
-    @property
-    def DoubleTensor(self):
-        return self._tensor_class(torch.float64)
-
-    @property
-    def BFloat16Tensor(self):
-        return self._tensor_class(torch.bfloat16)
-
-    @property
-    def HalfTensor(self):
-        return self._tensor_class(torch.float16)
-
-    @property
-    def ByteTensor(self):
-        return self._tensor_class(torch.uint8)
-
-    @property
-    def IntTensor(self):
-        return self._tensor_class(torch.int32)
-
-    @property
-    def LongTensor(self):
-        return self._tensor_class(torch.int64)
-
     def memory_allocated(self, device_index=None):
         return self._native.allocated()
 
@@ -94,6 +56,24 @@ class SimAccelerator(CPU_Accelerator):
 
     def available_memory(self, device_index=None):
         return self.total_memory() - self._native.allocated()
+
+
+def _tensor_class(dtype: torch.dtype) -> property:
+    """What `torch.cuda.FloatTensor` and its like are: a tensor of the device from a list, or of a given size."""
+
+    def make(*content):
+        if content and not isinstance(content[0], int):
+            return torch.tensor(content[0], dtype=dtype, device=NAME)
+        return torch.empty(*content, dtype=dtype, device=NAME)
+
+    return property(lambda self: make)
+
+
+for _name, _dtype in (
+    ("Float", torch.float32), ("Double", torch.float64), ("BFloat16", torch.bfloat16), ("Half", torch.float16),
+    ("Byte", torch.uint8), ("Int", torch.int32), ("Long", torch.int64),
+):  # fmt: skip
+    setattr(SimAccelerator, f"{_name}Tensor", _tensor_class(_dtype))
 
 
 class _Done(dist._Work):
@@ -187,23 +167,8 @@ class SimProcessGroup(dist.ProcessGroup):
             self.reduce_scatter_single(output, given, opts)
         return _Done(None)
 
-    def gather(self, outputs, inputs, opts=None):
-        return self._run("gather", self._host(outputs), self._host(inputs), opts or c10d.GatherOptions())
-
-    def scatter(self, outputs, inputs, opts=None):
-        return self._run("scatter", self._host(outputs), self._host(inputs), opts or c10d.ScatterOptions())
-
     def all_to_all_single(self, output, given, output_sizes, input_sizes, opts=None):
         return self._run("alltoall_base", self._host(output), self._host(given), output_sizes, input_sizes)
-
-    def alltoall(self, outputs, inputs, opts=None):
-        return self._run("alltoall", self._host(outputs), self._host(inputs))
-
-    def send(self, tensors, rank: int, tag: int = 0):
-        return self._run("send", self._host(tensors), rank, tag)
-
-    def recv(self, tensors, rank: int, tag: int = 0):
-        return self._run("recv", self._host(tensors), rank, tag)
 
     def barrier(self, opts=None):
         return self._run("barrier", c10d.BarrierOptions())
