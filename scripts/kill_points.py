@@ -23,13 +23,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in (".", "faults", "distributed"))]
 
+import forked  # noqa: E402
 from kill_points import (  # noqa: E402
     EPISODES_TWO_FLAGS,
     FLOW_GRPO_TWO_FLAGS,
     READING_TWO_FLAGS,
     KilledRuns,
     differences,
-    forkserver,
     gain,
     last_checkpoint,
 )
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="where runs and logs are kept")
     arguments = parser.parse_args()
     out = arguments.out or Path(tempfile.mkdtemp(prefix="kill_points_"))
-    cache, processes, good = Path(os.environ.get("LIGHTRFT_CACHE", out / "cache")), forkserver(), True
+    cache, processes, good = Path(os.environ.get("LIGHTRFT_CACHE", out / "cache")), forked.server(), True
     kinds = {
         "grpo": (False, READING_TWO_FLAGS, READING_TWO),
         "episodes": (False, EPISODES_TWO_FLAGS, EPISODES_TWO),

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ import psutil
 import torch
 import torch.multiprocessing
 from waiting import polls
+
+from lightrft_visual.runtime.host_memory import free_port
 
 PRELOADED = [
     "forked",
@@ -44,12 +45,6 @@ def spawn(work: Callable[..., None], ranks: int, *arguments: object) -> None:
     """work(rank, *arguments) in as many processes; its first error is raised."""
     server()
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ranks_environment(environment: dict[str, str], ranks: int) -> list[dict[str, str]]:

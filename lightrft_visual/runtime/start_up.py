@@ -77,7 +77,6 @@ def _ours(record: logging.LogRecord) -> bool:
 LOG_NAME = "log.txt"
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _foreign: ForeignLines | None = None
-_screen: TextIO | None = None
 
 
 def cleaned(text: str) -> str:
@@ -88,26 +87,23 @@ def cleaned(text: str) -> str:
 
 def foreign_lines_aside(folder: Path) -> None:
     """From here to `start_is_over` they are in the folder's log.txt; where it cannot be written, they are shown."""
-    global _foreign, _screen
+    global _foreign
     if _foreign is None:
-        try:
+        with contextlib.suppress(OSError):  # the folder's own check says it better
             _foreign = ForeignLines(folder)
-        except OSError:  # the folder's own check says it better
-            return
-        _screen = _foreign.screen
 
 
 def start_is_over() -> None:
     """Everybody prints where they like. Again it does nothing."""
-    global _foreign, _screen
+    global _foreign
     if _foreign is not None:
-        ended, _foreign, _screen = _foreign, None, None
+        ended, _foreign = _foreign, None
         ended.end()
 
 
 def screen() -> TextIO:
     """Where people look: the standard output, and while foreign lines are put aside what it was before."""
-    return _screen or sys.stdout
+    return _foreign.screen if _foreign is not None else sys.stdout
 
 
 def say_last(text: str) -> None:

@@ -9,13 +9,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-from forked import run_on_ranks
+from forked import free_port, run_on_ranks
 from waiting import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,12 +39,6 @@ def environment(cache: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:

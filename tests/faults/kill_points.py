@@ -14,7 +14,7 @@ import forked
 import killed_run
 from killed_run import Place
 from waiting import polls
-from whole_runs import SMALL, environment, free_port, rows
+from whole_runs import SMALL, environment, rows
 
 LIMIT = 300.0
 READING_FLAGS = [
@@ -36,11 +36,6 @@ READING_TWO_FLAGS = [
 EPISODES_TWO_FLAGS = [*READING_TWO_FLAGS, *"--prompt_data embedded_zoom".split()]
 FLOW_GRPO_TWO_FLAGS = [*DRAWING_FLAGS, *"--diffusion_algorithm flow_grpo --micro_rollout_batch_size 2".split()]
 FLOW_GRPO_TWO_FLAGS += "--max_eval_samples 2 --eval_steps 1 --report true".split()
-
-
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """The context that the ranks are started from."""
-    return forked.server()
 
 
 @dataclass
@@ -70,13 +65,10 @@ class KilledRuns:
             f"--load_checkpoint {str(any(folder.glob('checkpoint-0*'))).lower()}"
         )
         logs = [folder.with_name(f"{folder.name}_{rank}.log") for rank in range(self.ranks)]
-        port, started = str(free_port()), []
-        for rank, log in enumerate(logs):
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
-            known = environment(self.cache) | {name: str(value) for name, value in world.items()}
-            known |= {"LOCAL_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started = []
+        for rank, known in enumerate(forked.ranks_environment(environment(self.cache), self.ranks)):
             here = place if rank in dying else None
-            arguments = (self.draws, here, [*self.flags, *own.split()], known, str(log), self.number)
+            arguments = (self.draws, here, [*self.flags, *own.split()], known, str(logs[rank]), self.number)
             started.append(self.processes.Process(target=killed_run.main, args=arguments))
             started[-1].start()
         for _ in polls(LIMIT):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from kill_points import NFT, READING_FLAGS, READING_TWO_FLAGS, KilledRuns, differences, forkserver, last_checkpoint
+from kill_points import NFT, READING_FLAGS, READING_TWO_FLAGS, KilledRuns, differences, last_checkpoint
 from killed_run import DRAWING, READING, READING_TWO, Place
 from safetensors.torch import load_file
 from small_pipeline import given_flags
@@ -28,7 +29,7 @@ TWO = {"rewards computed": (1,), "folder renamed": (0,)}  # and the ranks that d
 
 @pytest.fixture(scope="module")
 def processes():
-    return forkserver()
+    return forked.server()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Run by two ranks: bytes of the device while a model is divided, while states are away, and around a guest."""
+"""Run by two ranks: bytes of the device while states are away, and around a guest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from launched import leave
 from simulated.accelerator import install
 
-from lightrft_visual.config.vl import DistributedConfig, ModelConfig
-from lightrft_visual.models.loading import load_transformer
+from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from lightrft_visual.runtime.offload import OffloadedModule
@@ -24,23 +23,6 @@ from lightrft_visual.runtime.offload import OffloadedModule
 def allocated() -> int:
     gc.collect()
     return get_accelerator().memory_allocated()
-
-
-def divided(folder: str) -> dict[str, int]:
-    """Loading a model that is divided, and one of which the device gets everything."""
-    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
-    strategy.setup_distributed()
-    before = allocated()
-    get_accelerator().reset_peak_memory_stats()
-    with strategy.loading():
-        model = load_transformer(folder, ModelConfig(), torch.float32)
-    peak = get_accelerator().max_memory_allocated() - before
-    whole = load_transformer(folder, ModelConfig(), torch.float32)
-    own = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in whole.modules()]
-    total = sum(parameter.nbytes for parameter in whole.parameters())
-    held = allocated() - before
-    assert held > 0 and model is not None
-    return {"peak": peak, "held": held, "total": total, "module": max(own)}
 
 
 def trained(stage: int) -> dict[str, int]:
@@ -81,9 +63,10 @@ def visited() -> dict[str, int]:
     return {"home": home, "inside": inside, "again": allocated() - before, "size": 512 * 513 * 4}
 
 
-def main(folder: str, out: str) -> None:
+def main(out: str) -> None:
     install()
-    results = {"divided": divided(folder), "guest": visited()}
+    DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    results = {"guest": visited()}
     results |= {f"stage_{stage}": trained(stage) for stage in (2, 3)}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from launched import run_ranks
-from tiny_models import checkpoint_of
 
 SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective needs
 
@@ -15,18 +14,10 @@ SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective ne
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     root = tmp_path_factory.mktemp("memory")
-    path = checkpoint_of(root, "qwen2_5_vl").path
     run_ranks(
-        "memory_ranks.py", path, str(root), timeout=840, folder=Path(__file__).parent, fresh=True
+        "memory_ranks.py", str(root), timeout=840, folder=Path(__file__).parent, fresh=True
     )  # may compile the device
     return [json.loads((root / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def test_a_divided_model_is_never_whole_on_the_device(ranks):
-    for rank in ranks:
-        seen = rank["divided"]
-        assert seen["total"] / 2 <= seen["held"] <= seen["total"] / 2 + SLACK
-        assert seen["peak"] <= seen["total"] / 2 + 1.5 * seen["module"] + SLACK < seen["total"]
 
 
 @pytest.mark.parametrize("stage", (2, 3))

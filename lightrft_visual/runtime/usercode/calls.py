@@ -93,7 +93,6 @@ class ScoringFailed(Exception):
     """A scorer gave no scores for a whole call; its samples become invalid, the run goes on."""
 
 
-log = logging.getLogger(__name__)
 SLOW_SECONDS = 30.0  # after this long, then after twice as long each time, a line says what is still running
 TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so that its step can still be done
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns

@@ -84,12 +84,6 @@ def score(number, how, data="", seconds=0.0):
 SPOILED = "sent what is no answer to this call"
 
 
-def framed(answer: dict) -> str:
-    """A whole message of multiprocessing's connections."""
-    text = json.dumps(answer).encode()
-    return (len(text).to_bytes(4, "big") + text).decode("latin-1")
-
-
 def line(request: int, **answer) -> str:
     """A whole message of ours."""
     return json.dumps({"request": request, **answer}) + "\n"
@@ -125,7 +119,6 @@ def test_error_raised_in_a_forked_child_is_no_answer(worker):
 @pytest.mark.parametrize(
     "data",
     [
-        framed({"result": 9}),
         line(1, result=9),
         line(7, result=9),
         line(1, result=9)[:-5],
@@ -134,7 +127,7 @@ def test_error_raised_in_a_forked_child_is_no_answer(worker):
         "[1]\n",
         "\xff",
     ],
-    ids=["framed", "duplicate", "of another call", "torn", "text", "empty line", "no object", "no text"],
+    ids=["duplicate", "of another call", "torn", "text", "empty line", "no object", "no text"],
 )
 def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, data):
     with pytest.raises(RewardError, match=f"reward function score: its process {SPOILED}"):
@@ -143,7 +136,7 @@ def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, da
     assert [call(worker, number) for number in (3, 4, 5)] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("data", [framed({"result": 9}), line(1, result=9), line(1, place=", at x"), "text"])
+@pytest.mark.parametrize("data", [line(1, result=9), line(1, place=", at x"), "text"])
 @pytest.mark.parametrize("how", ["writes late", "a child writes late"])
 def test_bytes_that_come_after_the_answer_fail_the_next_call(worker, how, data):
     assert call(worker, 1, how, data, seconds=0.3) == 1
@@ -161,7 +154,7 @@ def test_torn_reply_of_a_process_that_dies_is_no_answer(worker):
 
 @pytest.mark.parametrize("request_number", [1, 2])
 def test_reply_to_a_call_that_timed_out_reaches_no_later_call(worker, request_number):
-    late = line(request_number, result=9) + framed({"result": 9})
+    late = line(request_number, result=9)
     with pytest.raises(CallTimeout, match="no result within 1 s"):
         call(worker, 1, "a child writes late, and this hangs", late, seconds=2.5, limit=1.0)
     assert call(worker, 2) == 2
@@ -177,7 +170,7 @@ def test_what_the_function_prints_is_no_answer(worker, capfd):
 
 @pytest.mark.parametrize("how", ["closes low files", "writes to low files"])
 def test_pipe_is_out_of_the_way_of_code_that_handles_files_by_number(worker, how):
-    assert call(worker, 1, how, framed({"result": 9})) == 1 and call(worker, 2) == 2
+    assert call(worker, 1, how, line(1, result=9)) == 1 and call(worker, 2) == 2
 
 
 def test_programs_that_the_function_starts_do_not_hold_the_pipe(worker):
