@@ -21,6 +21,45 @@ from lightrft_visual.rollout.environments import Environment
 steps_in_this_process = 0  # an episode that finds another's count here has leaked
 
 
+RAISED = {
+    "raises": KeyError("gone"), "base_exception": BaseException("below everything"), "memory": MemoryError(),
+    "keyboard_interrupt": KeyboardInterrupt(), "generator_exit": GeneratorExit(), "sys_exit": SystemExit(0),
+}  # fmt: skip
+
+
+def _deep() -> list:
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    return deep
+
+
+def _itself() -> dict:
+    info: dict = {}
+    info["info"] = info
+    return info
+
+
+GIVEN = {  # what is no answer
+    "none": lambda: "text alone",
+    "three": lambda: ("a", 0.0, False),
+    "nan": lambda: ("a", float("nan"), False, {}),
+    "infinite": lambda: ("a", float("inf"), False, {}),
+    "reward_text": lambda: ("a", "1", False, {}),
+    "done_text": lambda: ("a", 0.0, "no", {}),
+    "info_list": lambda: ("a", 0.0, False, [1]),
+    "object": lambda: (object(), 0.0, False, {}),
+    "info_object": lambda: ("a", 0.0, False, {"x": object()}),
+    "huge_image": lambda: (Image.new("L", (60_000, 1_000)), 0.0, False, {}),
+    "endless_text": lambda: ("a" * 5_000_000, 0.0, False, {}),
+    "many_images": lambda: ([Image.new("RGB", (4_000, 4_000))] * 10, 0.0, False, {}),
+    "deep": lambda: ("a", 0.0, False, {"deep": _deep()}),
+    "itself": lambda: ("a", 0.0, False, _itself()),
+    "assistant": lambda: ({"role": "assistant", "content": "I say this myself"}, 0.0, False, {}),
+    "broken_image": lambda: ({"type": "image"}, 0.0, False, {}),
+}
+
+
 class Bad(Environment):
     def reset(self, row):
         self.row, self.kind = row, row.get("kind", "good")
@@ -29,6 +68,10 @@ class Bad(Environment):
     def step(self, action):
         global steps_in_this_process
         steps_in_this_process += 1
+        if self.kind in RAISED:
+            raise RAISED[self.kind]
+        if self.kind in GIVEN:
+            return GIVEN[self.kind]()
         bad = getattr(self, f"step_{self.kind}", None)
         given = bad(action) if bad else None
         return self.good(action) if given is None else given
@@ -57,21 +100,6 @@ class Bad(Environment):
         os._exit(3)
 
     # raises
-    def step_raises(self, action):
-        raise KeyError("gone")
-
-    def step_base_exception(self, action):
-        raise BaseException("below everything")
-
-    def step_keyboard_interrupt(self, action):
-        raise KeyboardInterrupt
-
-    def step_generator_exit(self, action):
-        raise GeneratorExit
-
-    def step_sys_exit(self, action):
-        sys.exit(0)
-
     def step_error_of_error(self, action):
         class Odd(Exception):
             def __str__(self):
@@ -81,9 +109,6 @@ class Bad(Environment):
 
     def step_recursion(self, action):
         return self.step_recursion(action)
-
-    def step_memory(self, action):
-        raise MemoryError
 
     async def step_async_raises(self, action):
         await asyncio.sleep(0.01)
@@ -127,60 +152,7 @@ class Bad(Environment):
     def step_kills_group(self, action):
         os.killpg(0, signal.SIGKILL)
 
-    # gives what is no answer
-    def step_none(self, action):
-        return "text alone"
-
-    def step_three(self, action):
-        return "a", 0.0, False
-
-    def step_nan(self, action):
-        return "a", float("nan"), False, {}
-
-    def step_infinite(self, action):
-        return "a", float("inf"), False, {}
-
-    def step_reward_text(self, action):
-        return "a", "1", False, {}
-
-    def step_done_text(self, action):
-        return "a", 0.0, "no", {}
-
-    def step_info_list(self, action):
-        return "a", 0.0, False, [1]
-
-    def step_object(self, action):
-        return object(), 0.0, False, {}
-
-    def step_info_object(self, action):
-        return "a", 0.0, False, {"x": object()}
-
-    def step_huge_image(self, action):
-        return Image.new("L", (60_000, 1_000)), 0.0, False, {}
-
-    def step_endless_text(self, action):
-        return "a" * 5_000_000, 0.0, False, {}
-
-    def step_many_images(self, action):
-        return [Image.new("RGB", (4_000, 4_000))] * 10, 0.0, False, {}
-
-    def step_deep(self, action):
-        deep = []
-        for _ in range(100_000):
-            deep = [deep]
-        return "a", 0.0, False, {"deep": deep}
-
-    def step_itself(self, action):
-        info = {}
-        info["info"] = info
-        return "a", 0.0, False, info
-
-    def step_assistant(self, action):
-        return {"role": "assistant", "content": "I say this myself"}, 0.0, False, {}
-
-    def step_broken_image(self, action):
-        return {"type": "image"}, 0.0, False, {}
-
+    # sends what is no answer
     def step_writes_on_its_socket(self, action):
         for number in range(3, 1024):
             try:
@@ -249,7 +221,7 @@ class WithoutStep:
 def kinds() -> list[str]:
     """Every way to be bad."""
     names = [name.partition("_")[2] for name in vars(Bad) if name.startswith(("reset_", "step_"))]
-    return [*names, "close_hangs", "close_raises"]
+    return [*names, *RAISED, *GIVEN, "close_hangs", "close_raises"]
 
 
 SECONDS = 4.0

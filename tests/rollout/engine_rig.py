@@ -9,7 +9,7 @@ from typing import TypeVar
 from unittest.mock import patch
 
 import torch
-from tiny_models import perturb
+from tiny_models import actor_of, mixed_prompts, perturb, text_prompts
 
 from lightrft_visual.experience.rollouts import PromptBatch, Rollout, SamplingSettings, collate
 from lightrft_visual.experience.types import ModelInputs
@@ -123,6 +123,77 @@ class Rig:
             return self.token_ids(batch, settings)
 
         return decided(generate, seeds=1 if settings.greedy else 50)
+
+
+def hf_rig(checkpoint: Checkpoint, micro_batch_size: int = 8, **actor) -> Rig:
+    """With engine hf. actor: of `actor_of`."""
+    made = actor_of(checkpoint, **actor)
+    return Rig(checkpoint, made, hf.TransformersEngine(made, checkpoint.tokenizer, micro_batch_size))
+
+
+@contextmanager
+def vllm_rig(
+    checkpoint: Checkpoint, banned: list[int] | None = None, actor: Actor | None = None, **settings
+) -> Iterator[Rig]:
+    """With vLLM, which is closed at the end. settings: of `VLLMSettings`."""
+    from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer) if banned is None else banned
+    usual = {"max_model_len": 1024, "max_videos": 2, "max_num_seqs": 64, "vision": checkpoint.vision}
+    with environment_restored():
+        engine = VLLMEngine(VLLMSettings(checkpoint.path, banned_ids=banned, **(usual | settings)))
+        try:
+            yield Rig(checkpoint, actor or actor_of(checkpoint, banned), engine)
+        finally:
+            engine.close()
+
+
+def check_parity(rig: Rig, batch: PromptBatch, settings: SamplingSettings, scale: float = 0.02, most: float = 1e-5):
+    """As loaded, and after each of two updates that are handed over."""
+    found = [rig.difference(batch, settings)]
+    for _ in range(2):
+        rig.move(scale)
+        rig.sync()
+        found.append(rig.difference(batch, settings))
+    assert max(found) <= most, found
+
+
+FEW = (50, 60)  # the only tokens that `enders` leaves, beside the end token
+
+
+def enders(checkpoint: Checkpoint) -> list[int]:
+    """Banned tokens that leave three, the end token one of them, so that turns end."""
+    allowed = {*FEW, checkpoint.tokenizer.eos_token_id}
+    return [index for index in range(checkpoint.config.get_text_config().vocab_size) if index not in allowed]
+
+
+def check_ends(few: Rig, settings: SamplingSettings) -> None:
+    """Responses end at the end token, or are cut and say so. few: draws what `enders` leaves alone."""
+    tokenizer = few.checkpoint.tokenizer
+    eos, rollouts = tokenizer.eos_token_id, few.stage.generate(text_prompts(), settings)
+    assert {token for rollout in rollouts for token in rollout.token_ids} == {*FEW, eos}
+    for rollout in rollouts:
+        assert eos not in rollout.token_ids[:-1] and len(rollout.token_ids) == len(rollout.log_probs)
+        assert rollout.truncated == (rollout.token_ids[-1] != eos)
+        assert len(rollout.token_ids) == settings.max_new_tokens or not rollout.truncated
+        shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
+        assert rollout.text == tokenizer.decode(shown)
+    assert {rollout.truncated for rollout in rollouts} == {True, False}
+    assert few.apart(rollouts, settings) <= 1e-5
+
+
+def check_least_length(few: Rig, temperature: float) -> None:
+    """The end token is banned up to the least length, for engine and trainer."""
+    settings = SamplingSettings(n=20, temperature=temperature, max_new_tokens=5, min_new_tokens=3)
+    rollouts = few.stage.generate(text_prompts(), settings)
+    assert min(len(rollout.token_ids) for rollout in rollouts) >= 4 and few.apart(rollouts, settings) <= 1e-5
+
+
+def check_truncated_sampling(rig: Rig) -> None:
+    """It has no log-probs, and the gate works all the same."""
+    settings = SamplingSettings(n=2, top_p=0.5, top_k=20, max_new_tokens=4)
+    assert all(rollout.log_probs is None for rollout in rig.stage.generate(mixed_prompts(), settings))
+    assert rig.gate().check(mixed_prompts()) <= 1e-5
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_rig import Rig
-from tiny_models import actor_of, picture
+from engine_rig import Rig, enders, hf_rig
+from tiny_models import picture
 
 from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.models.loading import Checkpoint
@@ -13,7 +13,6 @@ from lightrft_visual.rollout.conversation import ObservationRenderer
 from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.rollout.environments import Environment
 from lightrft_visual.rollout.episodes import EpisodeLimits, EpisodeStage
-from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 USER = "<|im_start|>user\n"
@@ -53,12 +52,6 @@ def most_begun(stage: EpisodeStage) -> list[int]:
     return counts
 
 
-def enders(checkpoint: Checkpoint) -> list[int]:
-    """Banned tokens that leave three, the end token one of them, so that turns end."""
-    allowed = {50, 60, checkpoint.tokenizer.eos_token_id}
-    return [index for index in range(checkpoint.config.get_text_config().vocab_size) if index not in allowed]
-
-
 def batch_of(turns: list[int], images: bool = True) -> PromptBatch:
     """A prompt for each number of turns."""
     media = "<|vision_start|><|image_pad|><|vision_end|>" if images else ""
@@ -69,9 +62,8 @@ def batch_of(turns: list[int], images: bool = True) -> PromptBatch:
     )
 
 
-def rig_of(checkpoint: Checkpoint, size: int = 8, **kwargs) -> Rig:
-    actor = actor_of(checkpoint, banned=enders(checkpoint), **kwargs)
-    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, size))
+def rig_of(checkpoint: Checkpoint, size: int = 8) -> Rig:
+    return hf_rig(checkpoint, size, banned=enders(checkpoint))
 
 
 def stage_of(

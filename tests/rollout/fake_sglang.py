@@ -16,6 +16,11 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 INTERFACE = json.loads((Path(__file__).parents[1] / "plugins" / "sglang" / "interface.json").read_text())
+DONE = True, "Success"
+ANSWERS = {  # of methods that do nothing else
+    "begin_weight_update": DONE, "end_weight_update": DONE, "flush_cache": SimpleNamespace(success=True, message=""),
+    "release_memory_occupation": None, "resume_memory_occupation": None, "shutdown": None,
+}  # fmt: skip
 
 
 def signature(name: str) -> inspect.Signature:
@@ -78,10 +83,6 @@ class Fake:
         await asyncio.sleep(0)
         return outputs
 
-    def begin_weight_update(self, *args, **kwargs):
-        self.bound("Engine.begin_weight_update", *args, **kwargs)
-        return True, "Success"
-
     def update_weights_from_tensor(self, *args, **kwargs):
         asked = self.bound("Engine.update_weights_from_tensor", *args, **kwargs)
         assert asked["load_format"] == "flattened_bucket"
@@ -92,22 +93,15 @@ class Fake:
             self.loaded[name] = payload["flattened_tensor"][start:end].view(dtype).reshape(shape)
         return True, "Success"
 
-    def end_weight_update(self, *args, **kwargs):
-        self.bound("Engine.end_weight_update", *args, **kwargs)
-        return True, "Success"
+    def __getattr__(self, name: str):
+        if name not in ANSWERS:
+            raise AttributeError(name)
 
-    def flush_cache(self, *args, **kwargs):
-        self.bound("Engine.flush_cache", *args, **kwargs)
-        return SimpleNamespace(success=True, message="")
+        def call(*args, **kwargs):
+            self.bound(f"Engine.{name}", *args, **kwargs)
+            return ANSWERS[name]
 
-    def release_memory_occupation(self, *args, **kwargs) -> None:
-        self.bound("Engine.release_memory_occupation", *args, **kwargs)
-
-    def resume_memory_occupation(self, *args, **kwargs) -> None:
-        self.bound("Engine.resume_memory_occupation", *args, **kwargs)
-
-    def shutdown(self, *args, **kwargs) -> None:
-        self.bound("Engine.shutdown", *args, **kwargs)
+        return call
 
     # -- what is imported ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Run by two ranks: one engine over both, each with prompts of its own; what came back goes into a file per rank."""
+"""One vLLM engine of two tensor-parallel ranks; what came of it goes to files.
+
+Run by two ranks, each with prompts of its own, or by one process (`own`) whose engine starts both ranks by itself.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +22,35 @@ from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, own: bool) -> None:
     torch.set_num_threads(1)
-    DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    if not own:
+        DeepspeedStrategy(DistributedConfig()).setup_distributed()
     rank = collectives.rank()
     checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     actor = actor_of(checkpoint)
     engine = VLLMEngine(
         VLLMSettings(
-            model=folder, max_model_len=1024, max_videos=2, max_num_seqs=64, tensor_parallel_size=2,
+            model=folder, max_model_len=1024, max_videos=2, max_num_seqs=64, tensor_parallel_size=2, own_ranks=own,
             banned_ids=actor.banned_ids.tolist(),
         )
     )  # fmt: skip
     rig = Rig(checkpoint, actor, engine)
     mine = mixed_prompts().select([[0, 1, 5], [2, 6]][rank])
     settings = SamplingSettings(n=2, max_new_tokens=6)
-    figures = [rig.difference(mine, settings)]
-    rig.move()
-    rig.sync()
-    figures.append(rig.difference(mine, settings))
+    figures, tokens = [rig.difference(mine, settings)], []
+    for _ in range(2):
+        rig.move()
+        rig.sync()
+        figures.append(rig.difference(mine, settings))
+        tokens.append(rig.token_ids(mine, settings))
     # A rank without prompts takes part all the same.
     rest = rig.stage.generate(mine if rank == 0 else mine.select([]), settings)
     figures.append(rig.apart(rest, settings) if rest else 0.0)
-    facts = {"figures": figures, "responses": len(rig.token_ids(mine, settings)), "rest": len(rest)}
-    Path(out, f"{rank}.json").write_text(json.dumps(facts))
+    Path(out, f"{rank}.json").write_text(json.dumps({"figures": figures, "tokens": tokens, "rest": len(rest)}))
     engine.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3], own="own" in sys.argv)
     leave()

@@ -64,27 +64,29 @@ def test_a_scalar_and_a_per_sample_sigma_agree(rule):
         torch.testing.assert_close(left, right)
 
 
-def test_flow_grpo_by_hand():
-    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
-    step = sde_step(x, v, 0.5, 0.25, 1.0, rule="flow_grpo", noise=torch.tensor([[1.0]], dtype=torch.float64))
-    # std_t = sqrt(.5/.5) = 1; mean = 2 (1 - .25) + 1 (1 + .5) (-.25) = 1.125; s = sqrt(.25) = .5
-    assert step.mean.item() == pytest.approx(1.125, abs=1e-14)
-    assert step.std.item() == 0.5
-    assert step.prev.item() == pytest.approx(1.625, abs=1e-14)
+@pytest.mark.parametrize(
+    ("rule", "level", "wanted", "deviation"),
+    [
+        # std_t = sqrt(.5/.5) = 1; mean = 2 (1 - .25) + 1 (1 + .5) (-.25) = 1.125; s = sqrt(.25)
+        ("flow_grpo", 1.0, 1.125, 0.5),
+        # x0 = 1.5, score = -(2 - .75) / .25 = -5, mean = 2 - .25 - .5 * .16 * -5 * -.25
+        ("dance", 0.4, 1.65, 0.2),
+        # x0 = 1.5, x1 = 2.5; std = .25 sin(pi/3); mean = .75 x0 + .25 cos(pi/3) x1 = 1.125 + .3125
+        ("cps", 2 / 3, 1.4375, 0.25 * math.sin(math.pi / 3)),
+    ],
+)
+def test_a_step_by_hand(rule, level, wanted, deviation):
+    x, v, noise = (torch.tensor([[value]], dtype=torch.float64) for value in (2.0, 1.0, 1.0))
+    step = sde_step(x, v, 0.5, 0.25, level, rule=rule, noise=noise)
+    assert step.mean.item() == pytest.approx(wanted, abs=1e-14)
+    assert step.std.item() == pytest.approx(deviation, abs=1e-14)
+    assert step.prev.item() == pytest.approx(wanted + deviation, abs=1e-14)
 
 
 def test_flow_grpo_at_sigma_one_divides_by_the_next():
     x, v, noise = latents(dtype=torch.float64)
     step = sde_step(x, v, 1.0, 0.75, 0.7, rule="flow_grpo", noise=noise)
     assert step.std.flatten()[0].item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
-
-
-def test_dance_by_hand():
-    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
-    mean, std = transition(x, v, 0.5, 0.25, 0.4, rule="dance")
-    # x0 = 1.5, score = -(2 - .75) / .25 = -5, mean = 2 - .25 - .5 * .16 * -5 * -.25 = 1.65
-    assert mean.item() == pytest.approx(1.65, abs=1e-14)
-    assert std.item() == pytest.approx(0.2, abs=1e-14)
 
 
 @pytest.mark.parametrize("eta", (0.3, 1.0))
@@ -98,14 +100,6 @@ def test_ddim_is_the_stochastic_step_of_the_stock_scheduler(eta):
     sigma, sigma_next = (float((1 - scheduler.alphas_cumprod[t].double()).sqrt()) for t in (time, time - 20))
     ours = sde_step(x, eps, sigma, sigma_next, eta, rule="ddim", noise=noise).prev
     torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-6)  # the scheduler holds alphas in fp32
-
-
-def test_cps_by_hand():
-    x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
-    mean, std = transition(x, v, 0.5, 0.25, 2 / 3, rule="cps")
-    # x0 = 1.5, x1 = 2.5; std = .25 sin(pi/3); mean = .75 x0 + .25 cos(pi/3) x1 = 1.125 + .3125
-    assert mean.item() == pytest.approx(1.4375, abs=1e-14)
-    assert std.item() == pytest.approx(0.25 * math.sin(math.pi / 3), abs=1e-14)
 
 
 def test_reflow_noises_the_predicted_data_anew():

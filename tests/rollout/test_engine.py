@@ -12,8 +12,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.engine import check_engine, engine_in_words
 
 
-def test_a_run_says_which_engine_it_has_and_why(tmp_path):
-    kinds = {kind: checkpoint_of(tmp_path, kind) for kind in ("janus", "qwen2")}
+def test_a_run_says_which_engine_it_has_and_why(root):
+    kinds = {kind: checkpoint_of(root, kind) for kind in ("janus", "qwen2")}
     said = {
         (engine, kind): engine_in_words(parse_run(RunConfig, ["--engine_type", engine]).config, checkpoint)
         for engine in ("vllm", "hf")
@@ -34,16 +34,16 @@ def writer():
     registry.engines.remove("writer")
 
 
-def test_an_engine_that_only_writes_is_refused_for_a_model_that_draws(tmp_path, writer):
+def test_an_engine_that_only_writes_is_refused_for_a_model_that_draws(root, writer):
     config = parse_run(RunConfig, ["--engine_type", writer]).config
     with pytest.raises(ConfigError, match="engine writer only writes, and this model also draws: use --engine_type hf"):
-        check_engine(config, checkpoint_of(tmp_path, "janus"))
-    check_engine(config, checkpoint_of(tmp_path, "qwen2"))
+        check_engine(config, checkpoint_of(root, "janus"))
+    check_engine(config, checkpoint_of(root, "qwen2"))
 
 
-def test_a_response_that_may_be_an_image_is_made_at_once(tmp_path):
+def test_a_response_that_may_be_an_image_is_made_at_once(root):
     words = ["--engine_type", "hf", "--placement", "split", "async.max_staleness=1", "async.partial_rollouts=true"]
     config = parse_run(RunConfig, words).config
     with pytest.raises(ConfigError, match="partial_rollouts are for responses in text, and this model draws"):
-        check_engine(config, checkpoint_of(tmp_path, "janus"))
-    check_engine(config, checkpoint_of(tmp_path, "qwen2"))
+        check_engine(config, checkpoint_of(root, "janus"))
+    check_engine(config, checkpoint_of(root, "qwen2"))

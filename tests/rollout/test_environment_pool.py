@@ -1,107 +1,106 @@
-"""Environments in processes of their own: what bad ones can do, and what they cannot."""
+"""Environments in processes of their own: what bad ones can do to an episode, and what they cannot."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bad_environment import SECONDS, TOLD, kinds
+from episode_rig import batch_of, rig_of, stage_of
 from PIL import Image
+from tiny_models import checkpoint_of
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.data.media import Video
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.rollout.environment_pool import ProcessHost, runs_apart
 from lightrft_visual.rollout.environment_process import pack, unpack
 from lightrft_visual.rollout.environments import Action, EnvironmentFailure, Observation, StepResult, ToolCall
+from lightrft_visual.rollout.episodes import EpisodeLimits
 
 FILE = Path(__file__).with_name("bad_environment.py")
+SETTINGS = SamplingSettings(n=1, max_new_tokens=60)  # so that turns end by themselves
 
 
-class Outcome:
-    """Of one episode: what it failed with, or what its steps gave."""
-
-    def __init__(self) -> None:
-        self.failure: str | None = None
-        self.steps: list[StepResult] = []
+KINDS = [name for kind in TOLD for name in (kind, "good")]  # each beside a good one
 
 
 def row_of(kind: str) -> dict:
     return {"kind": kind, "seed": 7, "messages": [{"role": "user", "content": []}], "images": [Image.new("L", (9, 9))]}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    """All kinds at once, each beside a good episode, for two steps; and how long it took to end them."""
+def episodes_of(rig, kinds: list[str], on_error: str = "mask") -> tuple[list[Rollout], float]:
+    """An episode of three turns with an environment of each kind; and the seconds that it took to end them all."""
     before = os.getcwd(), dict(os.environ)
     host = ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad", env_timeout=SECONDS))
-    names = [name for kind in TOLD for name in (kind, f"good beside {kind}")]
-    found, rows = {name: Outcome() for name in names}, [row_of(name.split()[0]) for name in names]
-    actions = [Action("seen", [1, 2, 3]) for _ in names]
-    waiting = [host.reset(episode, row) for episode, row in enumerate(rows)]
-    for turn in range(3):
-        for episode, (name, future) in enumerate(zip(names, waiting)):
-            outcome = found[name]
-            if outcome.failure is None:
-                try:
-                    result = future.result(timeout=60)
-                    outcome.steps += [result] if turn else []
-                except EnvironmentFailure as failure:
-                    outcome.failure = str(failure)
-                    host.end(episode)
-        if turn < 2:
-            waiting = [
-                None if found[name].failure else host.step(episode, action)
-                for episode, (name, action) in enumerate(zip(names, actions))
-            ]
-    assert all(row["messages"] for row in rows) and all(action.token_ids == [1, 2, 3] for action in actions)
-    started = time.monotonic()
-    host.close()
-    found["ending"] = Outcome()
-    found["ending"].failure = f"{time.monotonic() - started}"
+    stage = stage_of(rig, limits=EpisodeLimits(3, 400, on_error))
+    stage.host = host
+    messages = [[{"role": "user", "content": [{"type": "text", "text": kind}]}] for kind in kinds]
+    batch = replace(batch_of([0] * len(kinds), images=False), messages=messages)
+    try:
+        made = stage.generate(replace(batch, metadata=[{"kind": kind} for kind in kinds]), SETTINGS)
+    finally:
+        started = time.monotonic()
+        host.close()
     assert (os.getcwd(), dict(os.environ)) == before
-    return found
+    assert all(own and each.token_ids for own, each in zip(messages, made, strict=True))
+    return made, time.monotonic() - started
+
+
+@pytest.fixture(scope="module")
+def rig(root):
+    return rig_of(checkpoint_of(root, "qwen2_vl"), size=64)
+
+
+@pytest.fixture(scope="module")
+def episodes(rig) -> tuple[list[Rollout], float]:
+    return episodes_of(rig, KINDS)
+
+
+def good(episodes) -> list[Rollout]:
+    return [each for kind, each in zip(KINDS, episodes[0]) if kind == "good"]
 
 
 def test_every_kind_is_told():
-    assert set(TOLD) == set(kinds()) and len(TOLD) >= 40
+    assert set(TOLD) == set(kinds()) and sum(told is not None for told in TOLD.values()) >= 40
 
 
 @pytest.mark.parametrize("kind", TOLD)
-def test_bad_environment_fails_alone_with_its_reason_or_goes_on(outcomes, kind):
-    outcome = outcomes[kind]
+def test_bad_environment_masks_its_own_sample_with_its_reason_or_goes_on(episodes, kind):
+    made = episodes[0][KINDS.index(kind)]
     if TOLD[kind] is None:
-        assert outcome.failure is None and [step.reward for step in outcome.steps] == [0.5, 0.5]
+        assert made.valid and [turn.reward for turn in made.episode.turns] == [0.5] * 3
     else:
-        assert TOLD[kind] in outcome.failure and not outcome.steps and len(outcome.failure) < 4000
-    assert outcomes[f"good beside {kind}"].failure is None
+        assert TOLD[kind] in made.episode.failure and len(made.episode.failure) < 4000
+        assert not made.valid and not made.episode.reward
 
 
-def test_no_state_reaches_another_episode(outcomes):
-    texts = {
-        tuple(step.observation.messages[0]["content"][0]["text"] for step in outcome.steps)
-        for name, outcome in outcomes.items()
-        if name.startswith("good beside")
-    }
-    assert texts == {("seen 1", "seen 2")}
+def test_no_state_reaches_another_episode_and_each_draws_its_own_numbers(episodes):
+    assert all(each.valid and each.episode.failure is None for each in good(episodes))
+    for each in good(episodes):
+        texts = [turn.observation[0]["content"][0]["text"] for turn in each.episode.turns[:2]]
+        assert [text.rpartition(" ")[2] for text in texts] == ["1", "2"]
+    assert len({each.episode.turns[0].info["drawn"] for each in good(episodes)}) == len(TOLD)
 
 
-def test_random_numbers_of_an_episode_depend_on_its_seed_alone(outcomes):
-    drawn = {outcome.steps[0].info["drawn"] for name, outcome in outcomes.items() if name.startswith("good beside")}
-    assert len(drawn) == 1
+def test_what_numpy_has_comes_back_as_plain_values(episodes):
+    info = episodes[0][KINDS.index("numpy")].episode.turns[0].info
+    assert info["b"] == 2 and info["a"].tolist() == [0, 1, 2]
 
 
-def test_what_numpy_has_comes_back_as_plain_values(outcomes):
-    step = outcomes["numpy"].steps[0]
-    assert step.info["b"] == 2 and step.info["a"].tolist() == [0, 1, 2] and step.done is False
+def test_ending_waits_for_a_close_that_hangs_no_longer_than_its_limit(episodes):
+    assert episodes[1] < 20
 
 
-def test_ending_waits_for_a_close_that_hangs_no_longer_than_its_limit(outcomes):
-    assert float(outcomes["ending"].failure) < 20
+def test_bad_environment_stops_the_run_where_the_policy_says_so(rig):
+    with pytest.raises(RolloutError, match="(?s)KeyError.*on_environment_error stop"):
+        episodes_of(rig, ["good", "raises"], on_error="stop")
 
 
 def test_environment_that_kills_its_parent_costs_itself_only(tmp_path):
@@ -206,13 +205,16 @@ def test_what_is_sent_comes_back_as_it_was():
     assert (back.videos[0].frames == frames).all() and back.videos[0].metadata == {"fps": 2.0}
 
 
-def test_episode_beyond_the_limit_of_open_files_fails_and_says_so():
+def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_the_limit_of_files_fails():
     host = ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad"))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        host.reset(0, row_of("good")).result(timeout=60)
+        for episode in (0, 1):
+            host.reset(episode, row_of("good")).result(timeout=60)
+        steps = [host.step(episode, Action("a")).result(timeout=60) for episode in (0, 1)]
+        assert steps[0].info["drawn"] == steps[1].info["drawn"]
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limit[1]))
-        failing = host.reset(1, row_of("good"))
+        failing = host.reset(2, row_of("good"))
         with pytest.raises(EnvironmentFailure, match="ulimit -n"):
             failing.result(timeout=60)
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -52,11 +52,17 @@ def test_the_observation_of_a_last_step_is_not_read():
 
 
 @pytest.mark.parametrize(
-    "given",
-    [None, ("a", 1.0, True), ("a", "1", False, {}), ("a", float("nan"), True, {}), ("a", 1, 1, {}), ("a", 1, True, 3)],
-)
-def test_a_step_of_another_form_is_a_failure_of_the_environment(given):
-    with pytest.raises(EnvironmentFailure):
+    ("given", "told"),
+    [
+        (None, "step gave NoneType"), (("a", 1.0, True), "step gave 3 values"),
+        (("a", "1", False, {}), "finite number"), (("a", float("nan"), True, {}), "finite number"),
+        (("a", 1e30, False, {}), "finite number within"),
+        (("a", 10**6000, False, {}), "finite number within"), (("a", 1, 1, {}), "true or false"),
+        (("a", 1.0, None, {}), "true or false"), (("a", 1, True, 3), "info is"),
+    ],
+)  # fmt: skip
+def test_a_step_of_another_form_is_a_failure_of_the_environment(given, told):
+    with pytest.raises(EnvironmentFailure, match=told):
         StepResult.of(given)
 
 

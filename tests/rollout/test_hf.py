@@ -6,53 +6,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_rig import Rig, decided
+from engine_rig import Rig, check_ends, check_least_length, check_truncated_sampling, decided, enders, hf_rig
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
     ALL_KINDS,
     VIDEO,
-    actor_of,
     checkpoint_of,
     clip,
     mixed_prompts,
     perturb,
     prompts_for,
     text_prompts,
-    turn,
 )  # fmt: skip
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft_visual.errors import NonFiniteError, RolloutError
-from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
-from lightrft_visual.models.loading import Checkpoint
+from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 
 
-def rig_of(checkpoint: Checkpoint, micro_batch_size: int = 8, **kwargs) -> Rig:
-    actor = actor_of(checkpoint, **kwargs)
-    engine = TransformersEngine(actor, checkpoint.tokenizer, micro_batch_size)
-    return Rig(checkpoint, actor, engine)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @pytest.fixture(scope="module")
 def rig(root) -> Rig:
-    return rig_of(checkpoint_of(root, "qwen2_5_vl"))
+    return hf_rig(checkpoint_of(root, "qwen2_5_vl"))
 
 
 @pytest.fixture(scope="module")
 def few(root) -> Rig:
     """Only three tokens can be drawn, the end token one of them."""
     checkpoint = checkpoint_of(root, "qwen2")
-    allowed = {50, 60, checkpoint.tokenizer.eos_token_id}
-    return rig_of(checkpoint, banned=[i for i in range(checkpoint.config.vocab_size) if i not in allowed])
+    return hf_rig(checkpoint, banned=enders(checkpoint))
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -62,7 +47,7 @@ def few(root) -> Rig:
     ids=["plain", "fire"],
 )
 def test_log_probs_are_the_trainers(root, kind, settings):
-    rig = rig_of(checkpoint_of(root, kind))
+    rig = hf_rig(checkpoint_of(root, kind))
     assert rig.difference(prompts_for(rig.checkpoint), settings) <= 1e-5
     assert rig.gate().check(prompts_for(rig.checkpoint)) <= 1e-5
 
@@ -142,31 +127,13 @@ def test_greedy_equals_transformers_own_generation(rig):
         assert theirs[0, ids.shape[1] :].tolist() == rollout.token_ids
 
 
-def test_responses_end_at_the_end_token(few):
-    eos = few.checkpoint.tokenizer.eos_token_id
-    rollouts = few.stage.generate(text_prompts(), SamplingSettings(n=40, temperature=3.0, max_new_tokens=4))
-    assert {token for rollout in rollouts for token in rollout.token_ids} == {50, 60, eos}
-    for rollout in rollouts:
-        assert eos not in rollout.token_ids[:-1]
-        assert rollout.truncated == (rollout.token_ids[-1] != eos)
-        assert len(rollout.token_ids) == len(rollout.log_probs) and (
-            not rollout.truncated or len(rollout.token_ids) == 4
-        )
-        shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
-        assert rollout.text == few.checkpoint.tokenizer.decode(shown)
-    assert {rollout.truncated for rollout in rollouts} == {True, False}
-
-
-def test_the_minimum_length_bans_the_end_token_on_both_sides(few):
-    settings = SamplingSettings(n=20, temperature=3.0, max_new_tokens=5, min_new_tokens=3)
-    lengths = {len(ids) for ids in few.token_ids(text_prompts(), settings)}
-    assert min(lengths) >= 4 and few.difference(text_prompts(), settings) <= 1e-5
+def test_responses_end_at_the_end_token_and_not_before_the_least_length(few):
+    check_ends(few, SamplingSettings(n=40, temperature=3.0, max_new_tokens=4))
+    check_least_length(few, temperature=3.0)
 
 
 def test_truncated_sampling_has_no_log_probs_and_the_gate_works_all_the_same(rig):
-    settings = SamplingSettings(n=2, top_p=0.5, top_k=20, max_new_tokens=4)
-    assert all(rollout.log_probs is None for rollout in rig.stage.generate(mixed_prompts(), settings))
-    assert rig.gate().check(mixed_prompts()) <= 1e-5
+    check_truncated_sampling(rig)
 
 
 def test_a_rank_without_prompts_generates_nothing(rig):
@@ -178,7 +145,7 @@ def test_adapters_count(root):
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
 
-    rig = rig_of(checkpoint_of(root, "qwen2_5_vl"), wrap=with_lora)
+    rig = hf_rig(checkpoint_of(root, "qwen2_5_vl"), wrap=with_lora)
     plain = rig.token_ids(text_prompts(), PLAIN)
     with torch.no_grad():
         for name, parameter in rig.actor.model.named_parameters():
@@ -239,18 +206,12 @@ def test_truncation_keeps_the_smallest_set(top_k, top_p, kept):
 
 
 def test_dropout_and_checkpointing_do_not_reach_generation(root):
-    rig = rig_of(checkpoint_of(root, "qwen2"))
+    rig = hf_rig(checkpoint_of(root, "qwen2"))
     before = rig.token_ids(text_prompts(), PLAIN)
     rig.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
     rig.actor.train()
     assert rig.token_ids(text_prompts(), PLAIN) == before
     assert rig.actor.training
-
-
-def test_long_and_short_prompts_together(rig):
-    batch = PromptBatch.of([turn("a"), turn("how many " * 80)])
-    both = rig.decided_token_ids(batch, PLAIN)
-    assert both == rig.token_ids(batch.select([0]), PLAIN) + rig.token_ids(batch.select([1]), PLAIN)
 
 
 def test_a_response_goes_on_as_it_was_begun(rig):
@@ -280,10 +241,9 @@ def test_a_response_goes_on_as_it_was_begun(rig):
 
 @pytest.mark.parametrize("settings", [PLAIN, SamplingSettings(n=1, max_new_tokens=2, temperature=0.0)])
 def test_a_policy_whose_weights_are_not_finite_is_named_with_the_weight(root, settings):
-    actor = actor_of(checkpoint_of(root, "qwen2"))
+    rig = hf_rig(checkpoint_of(root, "qwen2"))
     with torch.no_grad():
-        name, weight = next((n, w) for n, w in actor.named_parameters() if "layers.1" in n and "down_proj" in n)
+        name, weight = next((n, w) for n, w in rig.actor.named_parameters() if "layers.1" in n and "down_proj" in n)
         weight[0, 0] = float("nan")
-    rig = Rig(checkpoint_of(root, "qwen2"), actor, TransformersEngine(actor, checkpoint_of(root, "qwen2").tokenizer))
     with pytest.raises(NonFiniteError, match=rf"samples from hold NaN .*{name} holds some.*--actor_learning_rate"):
         rig.stage.generate(text_prompts(), settings)

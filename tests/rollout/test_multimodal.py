@@ -5,21 +5,17 @@ from __future__ import annotations
 import base64
 import io
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from tiny_models import IMAGE, VIDEO, clip, picture, turn
 
 from lightrft_visual.data.media import Video
-from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_processor, build_tokenizer
 from lightrft_visual.rollout import multimodal
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 KEYS = {
     "all_prompt_token_ids", "all_prompts", "all_images", "all_videos", "all_images_num", "all_videos_num",
     "all_images_pixel_values", "all_videos_pixel_values", "all_images_grid_thw", "all_videos_grid_thw",
@@ -35,19 +31,6 @@ def tokenizer():
 @pytest.fixture(scope="module", params=QWEN_FAMILIES)
 def data(request, tokenizer):
     return MultimodalDataProcessor(tokenizer, build_processor(request.param, tokenizer), 512)
-
-
-def picture(seed, width=56, height=56):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def clip(seed, frames=4):
-    return load_video([picture(seed + turn, 64, 64) for turn in range(frames)])
-
-
-def turn(text):
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 MIXED = [

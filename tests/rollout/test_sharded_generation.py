@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 
-from engine_rig import Rig
+from engine_rig import hf_rig
 from launched import run_ranks
-from tiny_models import actor_of, checkpoint_of, mixed_prompts
+from tiny_models import checkpoint_of, mixed_prompts
 
 from lightrft_visual.experience.rollouts import SamplingSettings
-from lightrft_visual.rollout.hf import TransformersEngine
 
 
-def test_ranks_with_different_prompts_sample_as_one_rank_does(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    actor = actor_of(checkpoint)
-    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer))
+def test_ranks_with_different_prompts_sample_as_one_rank_does(root, tmp_path):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    rig = hf_rig(checkpoint)
     alone = rig.decided_token_ids(mixed_prompts(), SamplingSettings(n=2, max_new_tokens=6))
     run_ranks("sharded_ranks.py", checkpoint.path, str(tmp_path), str(rig.stage.run_seed), timeout=180)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

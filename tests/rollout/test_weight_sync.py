@@ -19,11 +19,6 @@ from lightrft_visual.rollout.weight_sync import EngineWeights, gathered_state_di
 from lightrft_visual.runtime.train_engine import TrainEngine
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 def engine_of(actor) -> TrainEngine:
     return TrainEngine(SimpleNamespace(module=actor), zero_stage=0, max_norm=1.0)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_rig import Rig, decided
-from tiny_models import actor_of, checkpoint_of, inputs_of, perturb, picture, prompts_for, rollouts_of, turn
+from engine_rig import Rig, decided, hf_rig
+from tiny_models import checkpoint_of, inputs_of, perturb, picture, prompts_for, rollouts_of, turn
 from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
@@ -21,7 +21,6 @@ from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import add_lora
 from lightrft_visual.plugins.unified.family import Janus
 from lightrft_visual.rollout.engine import check_engine
-from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.checkpoint.export import export_hf
 from lightrft_visual.trainer.vl.parts import prompt_batch
@@ -41,9 +40,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rig(root) -> Rig:
-    checkpoint = checkpoint_of(root, "janus")
-    actor = actor_of(checkpoint)
-    return Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    return hf_rig(checkpoint_of(root, "janus"))
 
 
 def mixed(rig: Rig) -> PromptBatch:
@@ -60,8 +57,7 @@ def drawn_rollouts(rig: Rig, settings: SamplingSettings) -> list:
 @pytest.mark.parametrize("kind", ["janus", "janus+tied"])
 def test_answers_in_text_are_scored_as_sampled(root, kind):
     checkpoint = checkpoint_of(root, kind)
-    actor = actor_of(checkpoint)
-    own = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    own = hf_rig(checkpoint)
     assert own.difference(prompts_for(checkpoint), PLAIN) <= CLOSE
     rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
     alone = [own.score(inputs_of(checkpoint, [rollout]), ScoringRule())[0] for rollout in rollouts]
@@ -97,11 +93,10 @@ def test_drawn_tokens_are_scored_as_sampled(rig, settings):
 
 @pytest.mark.parametrize("kind", ["janus", "janus+lora"])
 def test_large_guidance_does_not_part_engine_and_trainer(root, kind):
-    checkpoint = checkpoint_of(root, "janus")
     lora = ModelConfig(lora_rank=4)
-    actor = actor_of(checkpoint, wrap=(lambda model: add_lora(model, lora)) if "lora" in kind else lambda model: model)
-    perturb(actor.model, 7, 0.05)
-    own = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    wrap = (lambda model: add_lora(model, lora)) if "lora" in kind else (lambda model: model)
+    own = hf_rig(checkpoint_of(root, "janus"), wrap=wrap)
+    perturb(own.actor.model, 7, 0.05)
     sharp = SamplingSettings(n=4, max_new_tokens=6, guidance_scale=5.0)
     assert own.difference(mixed(own), sharp) <= CLOSE
 
@@ -199,11 +194,10 @@ def test_an_exported_model_writes_and_draws_in_transformers(rig, tmp_path):
 
 def test_adapters_leave_the_heads_that_score(rig):
     model = ModelConfig(lora_rank=4)
-    actor = actor_of(rig.checkpoint, wrap=lambda transformer: add_lora(transformer, model))
-    adapted = {name.rpartition(".lora_")[0] for name, _ in actor.named_parameters() if "lora_" in name}
+    lora = hf_rig(rig.checkpoint, wrap=lambda transformer: add_lora(transformer, model))
+    adapted = {name.rpartition(".lora_")[0] for name, _ in lora.actor.named_parameters() if "lora_" in name}
     assert any("generation_aligner" in name for name in adapted)
     assert not any(name.endswith(("vision_head", "lm_head")) for name in adapted)
-    lora = Rig(rig.checkpoint, actor, TransformersEngine(actor, rig.checkpoint.tokenizer, 8))
     assert lora.difference(mixed(lora), GUIDED) <= CLOSE
 
 

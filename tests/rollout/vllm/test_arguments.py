@@ -30,11 +30,6 @@ from lightrft_visual.rollout.vllm.arguments import (
 KINDS = (*VISION_FAMILIES, "qwen2")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @pytest.fixture(autouse=True)
 def vllm_environment():
     with environment_restored():

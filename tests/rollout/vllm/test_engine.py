@@ -10,13 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_rig import Rig, environment_restored
-from peft import LoraConfig, get_peft_model
+from engine_rig import (
+    Rig,
+    check_ends,
+    check_least_length,
+    check_parity,
+    check_truncated_sampling,
+    enders,
+    environment_restored,
+    vllm_rig,
+)
 from tiny_models import (
     ALL_KINDS,
     IMAGE,
     ROUND,
-    actor_of,
     checkpoint_of,
     mixed_prompts,
     picture,
@@ -38,30 +45,12 @@ from lightrft_visual.trainer.vl.trainer import VLTrainer
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 FIRE = SamplingSettings(n=4, temperature=0.7, max_new_tokens=5, first_token_temperature=10.0)
 DEFAULT = "qwen2_5_vl"
-FEW = (50, 60)  # the only tokens of the `few` rig, beside the end token
-
-
-def settings_for(checkpoint, banned, **extra):
-    return VLLMSettings(
-        model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64, banned_ids=banned,
-        vision=checkpoint.vision, extra=extra,
-    )  # fmt: skip
 
 
 def loaded(root, kind, banned=None):
     kind, _, code = kind.partition(" by ")
-    checkpoint = checkpoint_of(root, kind)
-    if banned is None:
-        banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    with environment_restored():
-        engine = VLLMEngine(settings_for(checkpoint, banned, **({"model_impl": code} if code else {})))
-        yield Rig(checkpoint, actor_of(checkpoint, banned), engine)
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
+    with vllm_rig(checkpoint_of(root, kind), banned, extra={"model_impl": code} if code else {}) as rig:
+        yield rig
 
 
 # As vLLM runs models of which it has no code of its own.
@@ -90,35 +79,13 @@ only_by_transformers = pytest.mark.parametrize("any_rig", BY_TRANSFORMERS, indir
 
 
 def test_parity_as_loaded_and_after_each_sync(any_rig):
-    batch = prompts_for(any_rig.checkpoint)
-    figures = [any_rig.difference(batch, PLAIN)]
-    for _ in range(2):
-        any_rig.move()
-        any_rig.sync()
-        figures.append(any_rig.difference(batch, PLAIN))
-    assert max(figures) <= 1e-5, figures
+    check_parity(any_rig, prompts_for(any_rig.checkpoint), PLAIN)
 
 
 @only_default
 @pytest.mark.parametrize("settings", [FIRE, SamplingSettings(n=3, max_new_tokens=6, min_new_tokens=4)])
 def test_parity_of_other_ways_to_sample(rig, settings):
     assert rig.difference(mixed_prompts(), settings) <= 1e-5
-
-
-@only_default
-def test_adapters_are_merged_into_the_sync(rig, root):
-    def with_lora(model):
-        torch.manual_seed(0)
-        return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
-
-    actor = actor_of(rig.checkpoint, wrap=with_lora)
-    with torch.no_grad():
-        for name, parameter in actor.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    rig.engine.update_weights(rig.weights(actor))
-    assert rig.difference(mixed_prompts(), PLAIN, actor) <= 1e-5
-    assert rig.difference(mixed_prompts(), PLAIN) > 1e-2
 
 
 @pytest.mark.parametrize("any_rig", [DEFAULT, f"{DEFAULT}+tied", ROUND], indirect=True)
@@ -171,11 +138,6 @@ def test_vllm_leaves_the_class_of_the_trainers_model_alone(any_rig):
 
 
 @only_default
-def test_the_gate_passes_and_gives_the_figure(rig):
-    assert 0 < rig.gate().check(mixed_prompts()) <= 1e-5
-
-
-@only_default
 @pytest.mark.parametrize("cache", ["reset_prefix_cache", "all"])
 def test_a_skipped_cache_reset_is_named(rig, monkeypatch, cache):
     # Longer than a block of the prefix cache, which keeps whole blocks alone.
@@ -211,9 +173,7 @@ def test_another_expansion_is_named(rig):
 
 @only_default
 def test_truncated_sampling_has_no_log_probs_but_the_gate_still_checks(rig):
-    settings = SamplingSettings(n=2, top_p=0.5, top_k=20, max_new_tokens=4)
-    assert all(rollout.log_probs is None for rollout in rig.stage.generate(mixed_prompts(), settings))
-    rig.gate().check(mixed_prompts())
+    check_truncated_sampling(rig)
     rig.engine.update_weights((name, 1.01 * tensor) for name, tensor in rig.weights())
     with pytest.raises(RolloutError, match="parity gate"):
         rig.gate().check(mixed_prompts())
@@ -254,13 +214,6 @@ def test_more_prompt_tokens_than_one_forward_takes_are_generated_for(rig):
     assert rig.difference(batch.select([0, 40, 63]), PLAIN) <= 1e-5
 
 
-@only_default
-def test_greedy_agrees_with_the_transformers_engine(rig):
-    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=6)
-    ours = rig.token_ids(mixed_prompts(), greedy)
-    assert ours == beside(rig).decided_token_ids(mixed_prompts(), greedy)
-
-
 def beside(rig: Rig) -> Rig:
     """The same model by engine hf."""
     other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer))
@@ -271,29 +224,12 @@ def beside(rig: Rig) -> Rig:
 @pytest.fixture(scope="module")
 def few(root):
     """A text model that can draw three tokens, the end token one of them."""
-    checkpoint = checkpoint_of(root, "qwen2")
-    allowed = {*FEW, checkpoint.tokenizer.eos_token_id}
-    yield from loaded(root, "qwen2", [i for i in range(checkpoint.config.vocab_size) if i not in allowed])
+    yield from loaded(root, "qwen2", enders(checkpoint_of(root, "qwen2")))
 
 
-def test_responses_end_at_the_end_token_or_are_marked_as_truncated(few):
-    eos = few.checkpoint.tokenizer.eos_token_id
-    settings = SamplingSettings(n=40, temperature=2.0, max_new_tokens=4)
-    rollouts = few.stage.generate(text_prompts(), settings)
-    assert {token for rollout in rollouts for token in rollout.token_ids} == {*FEW, eos}
-    for rollout in rollouts:
-        assert eos not in rollout.token_ids[:-1]
-        assert rollout.truncated == (rollout.token_ids[-1] != eos)
-        shown = rollout.token_ids if rollout.truncated else rollout.token_ids[:-1]
-        assert rollout.text == few.checkpoint.tokenizer.decode(shown)
-    assert {rollout.truncated for rollout in rollouts} == {True, False}
-    assert few.difference(text_prompts(), settings) <= 1e-5
-
-
-def test_the_minimum_length_bans_the_end_token_on_both_sides(few):
-    settings = SamplingSettings(n=20, temperature=2.0, max_new_tokens=5, min_new_tokens=3)
-    assert min(len(ids) for ids in few.token_ids(text_prompts(), settings)) >= 4
-    assert few.difference(text_prompts(), settings) <= 1e-5
+def test_responses_end_at_the_end_token_and_not_before_the_least_length(few):
+    check_ends(few, SamplingSettings(n=40, temperature=2.0, max_new_tokens=4))
+    check_least_length(few, temperature=2.0)
 
 
 def test_a_failure_of_vllm_is_said_and_the_engine_is_not_used_again(few, monkeypatch):
@@ -313,8 +249,7 @@ def test_a_failure_of_vllm_is_said_and_the_engine_is_not_used_again(few, monkeyp
 
 
 def test_tensor_parallel_groups_need_as_many_ranks(root):
-    settings = settings_for(checkpoint_of(root, "qwen2"), [])
-    settings.tensor_parallel_size = 2
+    settings = VLLMSettings(checkpoint_of(root, "qwen2").path, max_model_len=64, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"engine_tp_size 2 does not divide 1 rank"):
         VLLMEngine(settings)
 

@@ -6,30 +6,21 @@ import time
 from dataclasses import replace
 
 import pytest
-from engine_rig import Rig, environment_restored
-from episode_rig import Scripted, batch_of, enders, most_begun, stage_of
-from tiny_models import IMAGE, actor_of, checkpoint_of, inputs_of
+from engine_rig import enders, vllm_rig
+from episode_rig import Scripted, batch_of, most_begun, stage_of
+from tiny_models import IMAGE, checkpoint_of, inputs_of
 
 from lightrft_visual.experience.rollouts import SamplingSettings, collate
 from lightrft_visual.rollout.episodes import EpisodeLimits
-from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
 SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
 def rig(request, root):
     checkpoint = checkpoint_of(root, request.param)
-    banned = enders(checkpoint)
-    with environment_restored():
-        engine = VLLMEngine(VLLMSettings(checkpoint.path, max_model_len=1024, banned_ids=banned, max_num_seqs=64))
-        yield Rig(checkpoint, actor_of(checkpoint, banned), engine)
-        engine.close()
+    with vllm_rig(checkpoint, enders(checkpoint)) as rig:
+        yield rig
 
 
 def episodes_of(rig, turns, images=True):

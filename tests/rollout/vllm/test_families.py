@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_rig import Rig, environment_restored
+from engine_rig import check_parity, vllm_rig
 from stock_families import claimed, stock_checkpoint, stock_prompts
 
 from lightrft_visual.config.vl import ModelConfig
@@ -12,7 +12,6 @@ from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
 
 @pytest.mark.parametrize("name", sorted({*claimed("vllm")} - {*VISION_FAMILIES}))
@@ -20,13 +19,5 @@ def test_parity_as_loaded_and_after_a_sync(tmp_path, name):
     checkpoint = stock_checkpoint(tmp_path, name)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     actor = Actor(load_transformer(checkpoint.path, ModelConfig(), torch.float32), banned, checkpoint.eos_ids).eval()
-    settings = VLLMSettings(checkpoint.path, max_model_len=1024, max_num_seqs=16, banned_ids=banned, vision=True)
-    with environment_restored():
-        rig = Rig(checkpoint, actor, VLLMEngine(settings))
-        sampling = SamplingSettings(n=2, max_new_tokens=6)
-        found = [rig.difference(stock_prompts(checkpoint), sampling)]
-        rig.move(0.01)
-        rig.sync()
-        found.append(rig.difference(stock_prompts(checkpoint), sampling))
-        rig.engine.close()
-    assert max(found) <= 2e-5, found
+    with vllm_rig(checkpoint, banned, actor, max_num_seqs=16) as rig:
+        check_parity(rig, stock_prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6), scale=0.01, most=2e-5)

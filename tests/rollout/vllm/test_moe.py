@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine_rig import Rig, environment_restored
+from engine_rig import check_parity, environment_restored, vllm_rig
 from moe import moe_checkpoint
-from tiny_models import actor_of, mixed_prompts
+from tiny_models import mixed_prompts
 
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.rollout.parity import ParityGate
 from lightrft_visual.rollout.vllm.arguments import VLLMSettings, check_engine, engine_arguments, prepare_environment
-from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
 PLAIN = SamplingSettings(n=2, max_new_tokens=6)
 
@@ -28,14 +27,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rig(checkpoint):
-    with environment_restored():
-        settings = VLLMSettings(
-            model=checkpoint.path, max_model_len=1024, max_videos=2, max_num_seqs=64,
-            banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
-        )  # fmt: skip
-        engine = VLLMEngine(settings)
-        yield Rig(checkpoint, actor_of(checkpoint), engine)
-        engine.close()
+    with vllm_rig(checkpoint) as rig:
+        yield rig
 
 
 def config_of(mode: str, **model) -> RunConfig:
@@ -47,12 +40,7 @@ def config_of(mode: str, **model) -> RunConfig:
 
 def test_fused_experts_follow_the_trainer_as_loaded_and_after_each_sync(rig):
     """What the trainer holds is [experts, out, in], what vLLM's loader takes [experts, in, out]."""
-    found = [rig.difference(mixed_prompts(), PLAIN)]
-    for _ in range(2):
-        rig.move()
-        rig.sync()
-        found.append(rig.difference(mixed_prompts(), PLAIN))
-    assert max(found) <= 1e-5, found
+    check_parity(rig, mixed_prompts(), PLAIN)
 
 
 def test_a_recorded_reply_of_vllms_is_what_the_trainer_replays(rig):

@@ -38,20 +38,20 @@ def test_engines_are_sent_what_they_read_of_a_prompt():
     assert prompt.vision is vision and prompt.reference == "b"
 
 
-def test_two_ranks_are_one_engine(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
+def test_two_ranks_are_one_engine(root, tmp_path):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
     with left_behind(SHARED_MEMORY):
         run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path), fresh=True)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
-    assert (first["responses"], first["rest"]) == (6, 6) and (second["responses"], second["rest"]) == (4, 0)
+    assert (len(first["tokens"][0]), first["rest"]) == (6, 6) and (len(second["tokens"][0]), second["rest"]) == (4, 0)
 
 
-def test_an_engine_in_one_process_starts_ranks_of_its_own(tmp_path):
+def test_an_engine_in_one_process_starts_ranks_of_its_own(root, tmp_path):
     """As in a rollout worker: both ranks get each version of the weights, and draw at them."""
-    checkpoint, out = checkpoint_of(tmp_path, "qwen2_5_vl"), tmp_path / "out.json"
-    run_ranks("own_ranks.py", checkpoint.path, str(out), ranks=1, timeout=400, fresh=True)
-    found = json.loads(out.read_text())
-    assert len(found["figures"]) == 3 and max(found["figures"]) <= 1e-5
+    folder = checkpoint_of(root, "qwen2_5_vl").path
+    run_ranks("tensor_parallel_ranks.py", folder, str(tmp_path), "own", ranks=1, timeout=400, fresh=True)
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert len(found["figures"]) == 4 and max(found["figures"]) <= 1e-5
     first, second = found["tokens"]
     assert len(first) == 6 and first != second

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from worker_processes import KILL, STOP, Member, named
+from worker_processes import KILL, STOP, Member, equal, named
 
 from lightrft_visual.config.placement import ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
@@ -55,12 +55,6 @@ def sent(sender: WeightSender, number: int, tensors) -> bool:
     passed = list(sender.through(tensors.items()))
     assert [name for name, _ in passed] == list(tensors)
     return sender.finish()
-
-
-def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return list(found) == list(wanted) and all(
-        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found.items()
-    )
 
 
 def test_the_same_bytes_come_as_by_the_host(members):

@@ -130,15 +130,3 @@ def test_after_an_error_the_workers_go_on_with_other_batches():
         bad.result(60)
     assert len(good.result(60)[0][0][0].token_ids) == 4
     pool.close()
-
-
-def test_an_error_reaches_who_asks():
-    class Broken(Handle):
-        def call(self, *_):
-            raise RolloutError("out of order")
-
-    pool = WorkerPool([Broken()])
-    (future,) = PartialRollouts(pool, Tokenizer(), 2, 8).begin(prompts(4), SamplingSettings(n=2, max_new_tokens=4))
-    with pytest.raises(RolloutError, match="out of order"):
-        future.result(60)
-    pool.close()

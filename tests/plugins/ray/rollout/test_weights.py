@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worker_processes import named
+from worker_processes import TestedWorker, equal, named
 
-from lightrft_visual.plugins.ray.rollout.worker import Worker
 from lightrft_visual.rollout import weight_sync as weights
 from lightrft_visual.rollout.weight_sync import MappedFiles, WeightPost, WeightsRefused, received, take_over
 
 
-def equal(found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> bool:
-    return [name for name, _ in found] == list(wanted) and all(
-        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found
-    )
+def same(found: list[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> bool:
+    return equal(dict(found), wanted)
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -33,17 +30,17 @@ def test_versions_arrive_in_buckets(stored):
     assert (first.number, second.number) == (1, 2) and len(first.buckets) > 1
     assert first.bytes >= sum(tensor.nbytes for tensor in named().values())
     for posted, scale in ((first, 1.0), (second, 2.0)):
-        assert equal(received(posted, kept.__getitem__ if stored else None), named(scale))
+        assert same(received(posted, kept.__getitem__ if stored else None), named(scale))
 
 
 def test_mapped_files_are_kept_and_a_larger_version_is_mapped_anew():
     post, files = WeightPost(), MappedFiles()
     for scale in (1.0, 2.0, 3.0, 4.0):
-        assert equal(received(post.post(named(scale).items()), files=files), named(scale))
+        assert same(received(post.post(named(scale).items()), files=files), named(scale))
     assert len(files._known) == post.turns
     larger = {name: tensor.repeat(3) if tensor.dim() == 1 else tensor for name, tensor in named(5.0).items()}
     larger["more"] = torch.arange(100_000.0)
-    assert equal(received(post.post(larger.items()), files=files), larger)
+    assert same(received(post.post(larger.items()), files=files), larger)
 
 
 def test_on_another_host_the_trainers_path_may_be_of_something_else():
@@ -54,36 +51,22 @@ def test_on_another_host_the_trainers_path_may_be_of_something_else():
     assert weights.reachable(bucket.file) and not weights.reachable(replace(bucket.file, path="/proc/1/fd/99999"))
     elsewhere = replace(bucket, file=replace(bucket.file, path=weights.MemoryFile(64).at.path))
     assert not weights.reachable(elsewhere.file)
-    assert equal(received(replace(posted, buckets=(elsewhere,)), kept.__getitem__, files), named())
+    assert same(received(replace(posted, buckets=(elsewhere,)), kept.__getitem__, files), named())
     assert not files._known  # it was fetched
     with pytest.raises(WeightsRefused, match="cannot be mapped: lightrft_weights_.* is not there"):
         received(replace(posted, buckets=(replace(elsewhere, stored=None),)), files=files)
 
 
-def bare_worker() -> Worker:
-    """One without a process and environment of its own; its engine is a dict."""
-    worker = Worker.__new__(Worker)
-    held: dict[str, torch.Tensor] = {}
-
-    class Engine:
-        def update_weights(self, tensors):
-            held.update({name: tensor.clone() for name, tensor in tensors})
-
-    worker.fetch, worker.files, worker.version, worker.caches = None, MappedFiles(), 0, 0
-    worker.engine, worker.held = Engine(), held
-    return worker
-
-
 def test_a_wrong_checksum_is_refused_and_nothing_is_taken_over():
-    post, worker = WeightPost(bucket_bytes=200), bare_worker()
+    post, worker = WeightPost(bucket_bytes=200), TestedWorker()
     first = post.post(named(1.0).items())
     assert worker.load(first) == 1
     second = post.post(named(2.0).items())
     damaged = replace(second.buckets[-1], checksum=second.buckets[-1].checksum ^ 1)
     with pytest.raises(WeightsRefused, match="version 2 has the checksum"):
         worker.load(replace(second, buckets=(*second.buckets[:-1], damaged)))
-    assert worker.version == 1 and equal(list(worker.held.items()), named(1.0))
-    assert worker.load(second) == 2 and equal(list(worker.held.items()), named(2.0))
+    assert worker.version == 1 and equal(worker.held(), named(1.0))
+    assert worker.load(second) == 2 and equal(worker.held(), named(2.0))
 
 
 def test_a_byte_that_changes_on_the_way_is_noticed():
@@ -102,7 +85,7 @@ def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(m
     for scale in (1.0, 2.0, 3.0):  # the third is written where the first one was
         posted = post.post(named(scale).items())
         hashed.clear()
-        assert all(equal(received(posted, files=files), named(scale)) for files in mapped)
+        assert all(same(received(posted, files=files), named(scale)) for files in mapped)
         assert len(hashed) == len(posted.buckets) > 1
     other = replace(posted.buckets[0], checksum=posted.buckets[0].checksum ^ 1)  # passed, but not with this one
     with pytest.raises(WeightsRefused, match="bucket 0 of weight version 3"):
@@ -118,7 +101,7 @@ def test_what_a_worker_began_to_check_and_did_not_finish_is_checked_by_another()
     post, files = WeightPost(bucket_bytes=200), MappedFiles()
     posted = post.post(named().items())
     assert all(files.content(bucket)[1].begin() for bucket in posted.buckets)
-    assert equal(received(posted, files=files), named())
+    assert same(received(posted, files=files), named())
     assert all(files.content(bucket)[1].passed(bucket.checksum) for bucket in posted.buckets)
 
 
@@ -129,7 +112,7 @@ def test_tensors_larger_than_a_chunk_arrive_whole_and_are_hashed_as_they_lie():
         "odd": torch.arange(chunk + 7, dtype=torch.int32).to(torch.uint8),
         "turned": torch.arange(chunk, dtype=torch.float32).view(2, -1).t(),
     }
-    assert equal(received(WeightPost().post(wanted.items())), wanted)
+    assert same(received(WeightPost().post(wanted.items())), wanted)
 
 
 def test_a_parameter_takes_over_the_trainers_memory_and_the_next_version_in_it_is_a_whole_one():
@@ -157,7 +140,7 @@ def test_a_version_that_did_not_come_by_the_host_leaves_the_trainers_memory_alon
     assert parameter.is_shared()
     take_over(parameter, named(2.0)["big"])
     assert torch.equal(parameter, named(2.0)["big"]) and not parameter.is_shared()
-    assert equal(received(posted), {"big": named()["big"]})
+    assert same(received(posted), {"big": named()["big"]})
 
 
 def test_without_shared_memory_values_are_copied():

@@ -32,6 +32,12 @@ def named(scale: float = 1.0) -> dict[str, torch.Tensor]:
     }
 
 
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(wanted) and all(
+        value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]) for name, value in found.items()
+    )
+
+
 class HoldsTensors:
     """An engine that keeps what it is given. at: what it does when the tensor of that name comes."""
 
