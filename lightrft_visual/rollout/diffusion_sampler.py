@@ -30,9 +30,6 @@ from ..runtime.seeding import derive_seed
 T = torch.Tensor
 
 
-RULES = ("flow_grpo", "dance", "reflow", "cps", "ddim")
-
-
 class Step(NamedTuple):
     """prev (B, …) the next latents; log_prob (B); mean (B, …); std (B, 1, …) of the transition."""
 
@@ -159,8 +156,7 @@ def _ddim(x: T, eps: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T,
 
 
 _TRANSITIONS = {"flow_grpo": _flow_grpo, "dance": _dance, "reflow": _reflow, "cps": _cps, "ddim": _ddim}
-
-
+RULES = tuple(_TRANSITIONS)
 FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "reflow", "dance": "dance", "cps": "cps"}
 
 
@@ -215,10 +211,8 @@ def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -
     if move in ("slide", "cycle"):
         moved, positions = noise.window_stride * (step // noise.window_interval), end - start - size + 1
         return start + (min(moved, positions - 1) if move == "slide" else moved % positions)
-    seed, window_size = derive_seed(run_seed, "window", step), size
-    return start + int(
-        torch.randint(end - start - window_size + 1, (1,), generator=torch.Generator().manual_seed(seed))
-    )
+    generator = torch.Generator().manual_seed(derive_seed(run_seed, "window", step))
+    return start + int(torch.randint(end - start - size + 1, (1,), generator=generator))
 
 
 class DiffusionSampler:

@@ -24,9 +24,8 @@ from ...rollout.engine import Finished
 from ...rollout.resident import ResidentEngine
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
-from . import weights
 from .arguments import SGLangSettings, prepare_environment, require_package, server_arguments
-from .mapping import completion, request, within_context
+from .mapping import buckets, completion, request, within_context
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
 
@@ -115,7 +114,7 @@ class SGLangEngine(ResidentEngine):
         """
         if self.asleep:
             self.wake()
-        weights.send(self.engine, named_tensors)
+        _send(self.engine, named_tensors)
         self.lacks_weights = False
         if not self.lacks_cache:
             self.reset_caches()
@@ -161,3 +160,31 @@ def _process_as_it_was() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         multiprocessing.set_start_method(method, force=True)
+
+
+def _send(engine: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give `sglang.Engine` new weights; its caches stay. Raises RolloutError where it refuses them."""
+    from sglang.srt.utils.common import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        monkey_patch_torch_reductions()  # the other process may count devices otherwise: named by their uuid
+    device = accelerator.current_device_name()
+    _accepted(engine.begin_weight_update())
+    try:
+        for bucket in buckets(named_tensors):
+            flat = FlattenedTensorBucket(named_tensors=[(name, tensor.to(device)) for name, tensor in bucket])
+            handed = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+            payload = MultiprocessingSerializer.serialize(handed)
+            _accepted(engine.update_weights_from_tensor([payload], load_format="flattened_bucket", flush_cache=False))
+    finally:
+        ended = engine.end_weight_update()
+    _accepted(ended)
+
+
+def _accepted(answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise RolloutError(f"SGLang refuses the weights: {message}")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
+
+import torch
 
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
+from ...rollout.weight_sync import BUCKET_BYTES, in_buckets
 from ...runtime.seeding import derive_seed
 
+T = torch.Tensor
 NEVER = -1e9  # added to the logit of a token that must not be drawn
 IMAGE_TENSORS = ("pixel_values", "image_grid_thw")
 _PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # transformers' names in memory: SGLang's
@@ -113,3 +118,15 @@ def sglang_name(name: str) -> str:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name
+
+
+def buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], most: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Neighbours of one dtype and together at most `most` bytes, or one tensor that is larger, by SGLang's names.
+
+    A bucket is one row of bytes: of several dtypes some would not start at a multiple of their size.
+    """
+    for _, alike in groupby(named_tensors, lambda each: each[1].dtype):
+        for bucket in in_buckets(alike, most, lambda each: each[1].nbytes):
+            yield [(sglang_name(name), tensor) for name, tensor in bucket]

@@ -10,11 +10,13 @@ pair itself was held out (captions of a colour and a shape alone), a model learn
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from ...config.vl import ModelConfig, RunConfig
 from ...errors import ConfigError
 from ...runtime.files import cache_folder
 from ..embedded.captions import caption_split
@@ -22,6 +24,7 @@ from ..embedded.drawn_shapes import placed_captions
 from ..embedded.task import HELD_OUT
 from ..embedded.warmup import built_once, embedded_task
 
+logger = logging.getLogger(__name__)
 VERSION = 5  # of the rows and of the split
 EVAL_ROWS = 240  # of each kind
 
@@ -68,6 +71,21 @@ def unified_task(root: Path | None = None) -> UnifiedTask:
             _write(folder / f"{split}.jsonl", [row for pair in pairs for row in pair])
 
     return UnifiedTask(built_once(root / "data" / f"unified-v{VERSION}-{task.folder.name}", build))
+
+
+def checkpoint(model: ModelConfig) -> str:
+    """The folder of the embedded Janus, built at its first use."""
+    from .tiny_janus import UnifiedWarmUp, embedded_janus  # with transformers
+
+    return str(embedded_janus(UnifiedWarmUp(), report=logger.info))
+
+
+def place(config: RunConfig) -> None:
+    """Put the files of questions and captions in the place of their name; held-out ones where no others are named."""
+    task, split = unified_task(), config.data.eval_split
+    held_out = task.held_out(split)
+    config.data.prompt_data = task.train(split)
+    config.data.eval_data = config.data.eval_data or str(held_out)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

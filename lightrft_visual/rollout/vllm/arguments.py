@@ -29,6 +29,10 @@ DECIDED_BY = {
     "max_num_batched_tokens": "engine_max_num_batched_tokens", "kv_cache_dtype": "engine_kv_cache_dtype",
     "quantization": "engine_quantization", "enable_return_routed_experts": "routing_replay rollout",
 }  # fmt: skip
+SAME_NAMES = (  # of settings and of vLLM's arguments
+    "model", "dtype", "max_model_len", "tensor_parallel_size", "max_num_seqs", "kv_cache_dtype", "quantization", "seed",
+    "trust_remote_code",
+)  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
@@ -164,22 +168,13 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     from vllm import EngineArgs
 
     s, known = settings, {each.name for each in fields(EngineArgs)}
-    arguments: dict[str, Any] = {
-        "model": s.model,
-        "dtype": s.dtype,
-        "max_model_len": s.max_model_len,
-        "tensor_parallel_size": s.tensor_parallel_size,
+    arguments: dict[str, Any] = {name: getattr(s, name) for name in SAME_NAMES} | {
         "distributed_executor_backend": "mp" if s.starts_ranks else "external_launcher",
         "gpu_memory_utilization": s.memory_utilization,
         "enable_sleep_mode": s.enable_sleep and not on_cpu,
         "enforce_eager": s.enforce_eager or on_cpu,
-        "max_num_seqs": s.max_num_seqs,
         "max_num_batched_tokens": s.max_num_batched_tokens or max(FEWEST_BATCHED_TOKENS, s.max_model_len),
-        "kv_cache_dtype": s.kv_cache_dtype,
-        "quantization": s.quantization,
         "logprobs_mode": "processed_logprobs",
-        "seed": s.seed,
-        "trust_remote_code": s.trust_remote_code,
         "disable_log_stats": True,
     }
     if s.tells_experts:

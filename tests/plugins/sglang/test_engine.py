@@ -62,7 +62,7 @@ def fake(monkeypatch):
     with environment_restored():
         fake = Fake(stop)
         fake.install(monkeypatch)
-        for name in ("plugins.sglang.engine", "plugins.sglang.weights", "rollout.resident"):
+        for name in ("plugins.sglang.engine", "rollout.resident"):
             found = import_module(f"lightrft_visual.{name}")
             monkeypatch.setattr(found, "get_accelerator", lambda: Accelerator("cuda"))
         yield fake

@@ -8,8 +8,14 @@ import torch
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
 from lightrft_visual.experience.vision import VisionTensors
-from lightrft_visual.plugins.sglang.mapping import NEVER, completion, request, sampling_parameters, sglang_name
-from lightrft_visual.plugins.sglang.weights import buckets
+from lightrft_visual.plugins.sglang.mapping import (
+    NEVER,
+    buckets,
+    completion,
+    request,
+    sampling_parameters,
+    sglang_name,
+)
 
 EOS = [9]
 

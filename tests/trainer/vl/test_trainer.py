@@ -112,7 +112,7 @@ class ReadsInBuckets(ReadsAfterTheEnd):
     """As SGLang gets them."""
 
     def update_weights(self, named_tensors) -> None:
-        buckets = pytest.importorskip("lightrft_visual.plugins.sglang.weights").buckets
+        buckets = pytest.importorskip("lightrft_visual.plugins.sglang.mapping").buckets
         self.held = self.copied(each for bucket in buckets(named_tensors, most=100) for each in bucket)
 
 

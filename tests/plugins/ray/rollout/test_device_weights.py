@@ -45,8 +45,18 @@ def members(processes):
     return processes
 
 
-def sender_to(members, limit: float = 20.0, **settings) -> WeightSender:
-    return WeightSender(SimpleNamespace(workers=members), "127.0.0.1", limit=limit, bucket_bytes=200, **settings)
+@pytest.fixture
+def sender_to():
+    made: list[WeightSender] = []
+
+    def make(members, limit: float = 20.0, **settings) -> WeightSender:
+        workers = SimpleNamespace(workers=members)
+        made.append(WeightSender(workers, "127.0.0.1", limit=limit, bucket_bytes=200, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 def sent(sender: WeightSender, number: int, tensors) -> bool:
@@ -57,7 +67,7 @@ def sent(sender: WeightSender, number: int, tensors) -> bool:
     return sender.finish()
 
 
-def test_the_same_bytes_come_as_by_the_host(members):
+def test_the_same_bytes_come_as_by_the_host(sender_to, members):
     sender, post = sender_to(members), WeightPost(bucket_bytes=200)
     for number in (1, 2):
         assert sent(sender, number, named(number))
@@ -65,10 +75,9 @@ def test_the_same_bytes_come_as_by_the_host(members):
         assert all(equal(each.call("held"), by_host) and equal(by_host, named(number)) for each in members)
         assert [each.call("describe")["version"] for each in members] == [number, number]
     assert not dist.is_initialized()
-    sender.close()
 
 
-def test_at_most_two_buckets_are_alive(members, monkeypatch):
+def test_at_most_two_buckets_are_alive(sender_to, members, monkeypatch):
     alive, most = [], []
     broadcast, finish = Group.broadcast, Group.finish
 
@@ -88,10 +97,9 @@ def test_at_most_two_buckets_are_alive(members, monkeypatch):
     for _ in sender.through(named().items()):
         pass
     assert sender.finish() and not alive and len(most) > 3 and max(most) == 2
-    sender.close()
 
 
-def test_tensors_are_read_while_earlier_ones_are_under_way(members):
+def test_tensors_are_read_while_earlier_ones_are_under_way(sender_to, members):
     """What gathers under ZeRO-3 runs beside the sending."""
     sender, under_way = sender_to(members), []
     assert sender.ready(1)
@@ -104,11 +112,10 @@ def test_tensors_are_read_while_earlier_ones_are_under_way(members):
     for _ in sender.through(tensors()):
         pass
     assert sender.finish() and sender._store.check(["bucket/1/0"])
-    sender.close()
 
 
 @pytest.mark.parametrize("name", ["big", "last"])
-def test_a_worker_that_dies_on_the_way_is_told_in_time_and_the_host_hands_the_version_over(members, name, caplog):
+def test_a_worker_that_dies_on_the_way_is_told_in_time_and_the_host_hands_over(sender_to, members, name, caplog):
     first, second = members
     sender, post = sender_to(members, LIMIT), WeightPost()
     assert sent(sender, 1, named(1))
@@ -126,10 +133,9 @@ def test_a_worker_that_dies_on_the_way_is_told_in_time_and_the_host_hands_the_ve
     assert second.call("load", posted) == 2
     assert sent(sender, 3, named(3)) and sender.failures == 0  # joined anew
     assert all(equal(each.call("held"), named(3)) for each in members)
-    sender.close()
 
 
-def test_a_worker_that_does_not_answer_on_the_way_is_started_again(members, monkeypatch):
+def test_a_worker_that_does_not_answer_on_the_way_is_started_again(sender_to, members, monkeypatch):
     monkeypatch.setattr(device_weights, "GRACE_SECONDS", 1.0)
     _, second = members
     sender, ended = sender_to(members, LIMIT), second.ended
@@ -139,19 +145,17 @@ def test_a_worker_that_does_not_answer_on_the_way_is_started_again(members, monk
     assert not sent(sender, 1, tensors)
     assert time.monotonic() - began < BOUND and second.ended == ended + 1
     assert sender.failure == f"worker second does not answer (nothing moved for {LIMIT:g} s)"
-    sender.close()
 
 
-def test_a_worker_that_was_started_again_before_a_version_joins_anew(members):
+def test_a_worker_that_was_started_again_before_a_version_joins_anew(sender_to, members):
     sender = sender_to(members)
     assert sent(sender, 1, named(1))
     members[0].wait_until_back()
     assert sent(sender, 2, named(2))
     assert all(equal(each.call("held"), named(2)) for each in members)
-    sender.close()
 
 
-def test_what_was_damaged_on_the_way_is_refused(members):
+def test_what_was_damaged_on_the_way_is_refused(sender_to, members):
     first, second = members
     sender = sender_to(members)
     second.call("damage")
@@ -163,7 +167,7 @@ def test_what_was_damaged_on_the_way_is_refused(members):
     second.kill()
 
 
-def test_weights_that_cannot_be_read_are_given_up_for_all(members):
+def test_weights_that_cannot_be_read_are_given_up_for_all(sender_to, members):
     sender = sender_to(members)
 
     def tensors():
@@ -176,20 +180,18 @@ def test_weights_that_cannot_be_read_are_given_up_for_all(members):
     assert "did not read all" in sender.failure and not sender._calls.wait(BOUND)
     assert all(each.call("describe")["version"] in (TORN, 0) for each in members)
     assert sent(sender, 2, named(2))
-    sender.close()
 
 
-def test_a_worker_that_is_not_back_yet_does_not_end_the_sending(members):
+def test_a_worker_that_is_not_back_yet_does_not_end_the_sending(sender_to, members):
     sender = sender_to(members)
     assert sent(sender, 1, named(1))
     members[1].kill()
     assert not any(sender.ready(number) for number in range(2, 2 + MOST_FAILURES)) and sender.failures == 0
     members[1].wait_until_back()
     assert sent(sender, 9, named(9))
-    sender.close()
 
 
-def test_transfers_that_break_one_after_the_other_end_the_sending(members, monkeypatch):
+def test_transfers_that_break_one_after_the_other_end_the_sending(sender_to, members, monkeypatch):
     sender = sender_to(members)
     assert sent(sender, 1, named(1))
     monkeypatch.setattr(sender, "_send", broken)
@@ -210,14 +212,14 @@ class Away:
         raise RolloutError("no route to host")
 
 
-def test_an_address_of_another_host_is_a_failure_and_no_error(members, caplog):
+def test_an_address_of_another_host_is_a_failure_and_no_error(sender_to, members, caplog):
     sender = sender_to(members, limit=1.0)
     sender.address = "192.0.2.1"
     assert not sender.ready(1) and "this version goes through host memory, also all later ones" in caplog.text
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_workers_that_cannot_be_reached_are_tried_once_or_are_an_error(required, caplog):
+def test_workers_that_cannot_be_reached_are_tried_once_or_are_an_error(sender_to, required, caplog):
     sender = sender_to([Away()], required=required)
     if required:
         with pytest.raises(RolloutError, match="worker away: no route to host.*use weight_transfer host, or auto"):
@@ -242,14 +244,24 @@ class Weights:
         return iter(named(self.scale).items())
 
 
-def workers_of(members, limit: float = LIMIT) -> Workers:
-    made = Workers.__new__(Workers)
-    made.pool, made.post, made.version = WorkerPool(members), WeightPost(bucket_bytes=200), 0
-    made.sender = WeightSender(made.pool, "127.0.0.1", limit=limit, bucket_bytes=200)
-    return made
+@pytest.fixture
+def workers_of():
+    made: list[Workers] = []
+
+    def make(members, limit: float = LIMIT) -> Workers:
+        own = Workers.__new__(Workers)
+        own.pool, own.post, own.version = WorkerPool(members), WeightPost(bucket_bytes=200), 0
+        own.sender = WeightSender(own.pool, "127.0.0.1", limit=limit, bucket_bytes=200)
+        made.append(own)
+        return own
+
+    yield make
+    for each in made:
+        each.pool.close()
+        each.sender.close()
 
 
-def test_a_run_goes_on_by_the_host_where_a_worker_dies_on_the_way(members):
+def test_a_run_goes_on_by_the_host_where_a_worker_dies_on_the_way(workers_of, members):
     workers, weights = workers_of(members), Weights()
     workers.update(weights.of(1))
     assert weights.passes == [1] and not workers.pool.copied
@@ -261,22 +273,18 @@ def test_a_run_goes_on_by_the_host_where_a_worker_dies_on_the_way(members):
     members[0].make_ready()  # also if it was asked for nothing
     workers.update(weights.of(3))
     assert weights.passes == [1, 2, 2, 3] and all(equal(each.call("held"), named(3)) for each in members)
-    workers.pool.close()
-    workers.sender.close()
 
 
-def test_what_a_worker_held_that_was_started_again_is_done_by_those_that_have_the_weights(members):
+def test_what_a_worker_held_that_was_started_again_is_done_by_those_that_have_the_weights(workers_of, members):
     first, second = members
     workers = workers_of(members)
     workers.update(Weights().of(1))
     first.kill()
     made = {workers.pool.submit().result(BOUND) for _ in range(6)}
     assert made == {(second.process.pid, 1)}
-    workers.pool.close()
-    workers.sender.close()
 
 
-def test_a_run_without_a_worker_that_has_the_weights_ends_with_its_name(members):
+def test_a_run_without_a_worker_that_has_the_weights_ends_with_its_name(workers_of, members):
     workers = workers_of(members)
     workers.update(Weights().of(1))
     for each in members:
@@ -284,18 +292,15 @@ def test_a_run_without_a_worker_that_has_the_weights_ends_with_its_name(members)
     with pytest.raises(RolloutError, match="no rollout worker has the present weights.*worker (first|second) was st"):
         for _ in range(6):
             workers.pool.submit().result(BOUND)
-    workers.sender.close()
 
 
-def test_one_worker_alone_finds_a_copy_on_the_host(members):
+def test_one_worker_alone_finds_a_copy_on_the_host(workers_of, members):
     workers = workers_of(members[:1])
     workers.update(Weights().of(1))
     assert workers.pool.copied and workers.pool.posted.number == 1
     members[0].kill()
     assert workers.pool.submit().result(BOUND) == (members[0].process.pid, 1)
     assert equal(members[0].call("held"), named(1))
-    workers.pool.close()
-    workers.sender.close()
 
 
 def test_checksums_tell_order_and_value():

@@ -17,7 +17,6 @@ from lightrft_visual.experience.vision import InParts, VisionTensors
 from lightrft_visual.plugins.ray.rollout.engine import RemoteEngine
 from lightrft_visual.plugins.ray.rollout.episodes import HeldEpisode
 from lightrft_visual.plugins.ray.rollout.in_flight import Begun, InFlight, asked_for
-from lightrft_visual.plugins.ray.rollout.pool import WorkerPool
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 
 SETTINGS = SamplingSettings(n=2, temperature=0.7, max_episode_tokens=13)
@@ -82,7 +81,7 @@ def test_responses_come_back_as_they_were_from_a_file(tmp_path):
     ],
     ids=["temperature", "number", "seed", "tokens"],
 )
-def test_what_is_asked_otherwise_is_drawn_again(prompts, settings):
+def test_what_is_asked_otherwise_is_drawn_again(pool_of, prompts, settings):
     asked, drawn = [], [[Completion([9], [0.0], "new", False, [])] * 2]
 
     class Handle:
@@ -92,16 +91,15 @@ def test_what_is_asked_otherwise_is_drawn_again(prompts, settings):
             asked.extend(arguments[0])
             return drawn * len(arguments[0]), 1
 
-    pool = WorkerPool([Handle()])
+    pool = pool_of([Handle()])
     engine = RemoteEngine(SimpleNamespace(pool=pool), ahead=True)
     engine.load_state_dict({"begun": [{"asked": asked_for(PROMPTS, SETTINGS), "made": []}]})
     engine.begin(prompts, settings)
     assert [each.text for own in engine.generate(prompts, settings) for each in own] == ["new"] * 2 * len(prompts)
     assert len(asked) == len(prompts) and not engine._kept
-    pool.close()
 
 
-def test_a_batch_that_failed_or_has_lost_its_images_is_drawn_again_and_the_next_one_is_kept():
+def test_a_batch_that_failed_or_has_lost_its_images_is_drawn_again_and_the_next_one_is_kept(pool_of):
     broken: Future = Future()
     broken.set_exception(RuntimeError("no server"))
     used = held()
@@ -114,13 +112,12 @@ def test_a_batch_that_failed_or_has_lost_its_images_is_drawn_again_and_the_next_
     ]
     state = InFlight(batches, lambda own, _: own)
     assert [each is None for each in state["begun"]] == [True, True, False]
-    pool = WorkerPool([])
+    pool = pool_of([])
     engine = RemoteEngine(SimpleNamespace(pool=pool), ahead=True)
     engine.load_state_dict(state)
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
         engine.begin(prompts, SETTINGS)
     assert [each.text for each in engine.generate(PROMPTS[1:], SETTINGS)[0]] == ["kept"] * 2
-    pool.close()
 
 
 def test_responses_are_waited_for_when_the_state_is_read_and_not_before():

@@ -10,7 +10,6 @@ from waiting import polls
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from lightrft_visual.plugins.ray.rollout.partial import PartialRollouts
-from lightrft_visual.plugins.ray.rollout.pool import WorkerPool
 
 END = 9
 
@@ -47,9 +46,9 @@ def prompts(*lengths: int) -> list[PromptFeatures]:
     return [PromptFeatures("", [1, 2], group_id=group, label=str(each)) for group, each in enumerate(lengths)]
 
 
-def test_segments_make_whole_responses():
+def test_segments_make_whole_responses(pool_of):
     handle = Handle()
-    pool = WorkerPool([handle])
+    pool = pool_of([handle])
     partial = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8)
     (future,) = partial.begin(prompts(2, 7, 9), SamplingSettings(n=2, max_new_tokens=8))
     made, _ = future.result(60)
@@ -58,17 +57,16 @@ def test_segments_make_whole_responses():
     assert made[1][1].token_ids == [1, 1, 1, 1, 1, 1, END] and made[1][1].text == "1 1 1 1 1 1"
     assert made[2][0].token_ids == [0, 2, 0, 2, 0, 2, 0, 2] and len(made[2][0].log_probs) == 8
     assert [len(call) for call in handle.calls] == [6, 4, 4]
-    pool.close()
 
 
-def test_an_image_is_one_segment_however_short_texts_are():
+def test_an_image_is_one_segment_however_short_texts_are(pool_of):
     class Drawer(Handle):
         def one(self, prompt, settings):
             if prompt.caption is None:
                 return super().one(prompt, settings)
             return Completion([7] * 16, [-0.5] * 16, "", False, prompt.token_ids, image=prompt.caption)
 
-    pool = WorkerPool([Drawer()])
+    pool = pool_of([Drawer()])
     asked = prompts(7, 1)
     asked[1].caption = "a red circle"
     (future,) = PartialRollouts(pool, Tokenizer(), tokens=3, slots=8).begin(
@@ -77,13 +75,12 @@ def test_an_image_is_one_segment_however_short_texts_are():
     (text,), (drawn,) = future.result(60)[0]
     assert len(text.token_ids) == 7 and drawn.token_ids == [7] * 16 and len(drawn.log_probs) == 16
     assert (drawn.image, drawn.text, drawn.truncated, drawn.versions) == ("a red circle", "", False, [0] * 16)
-    pool.close()
 
 
-def test_weights_change_and_prompts_join_between_segments():
+def test_weights_change_and_prompts_join_between_segments(pool_of):
     handle = Handle()
     handle.hold = threading.Event()
-    pool = WorkerPool([handle])
+    pool = pool_of([handle])
     partial = PartialRollouts(pool, Tokenizer(), tokens=2, slots=8)
     settings = SamplingSettings(n=1, max_new_tokens=8)
     (long,) = partial.begin(prompts(6), settings)
@@ -94,11 +91,10 @@ def test_weights_change_and_prompts_join_between_segments():
     assert long.result(60)[0][0][0].versions == [0, 0, 1, 1, 1, 1]
     assert short.result(60)[0][0][0].versions == [1, 1]
     assert handle.calls[:2] == [[(0, 0)], [(0, 2), (0, 0)]]  # the second prompt joined the first one's second segment
-    pool.close()
 
 
 @pytest.mark.parametrize("fault", ["too few", "no text"])
-def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(fault):
+def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(pool_of, fault):
     class Short(Handle):
         def call(self, method, order, arguments):
             made, version = super().call(method, order, arguments)
@@ -108,25 +104,23 @@ def test_an_answer_that_cannot_be_used_is_an_error_and_nobody_waits_for_it(fault
         def decode(self, ids, skip_special_tokens):
             raise ValueError("no text for these tokens")
 
-    pool = WorkerPool([Short()])
+    pool = pool_of([Short()])
     tokenizer = Tokenizer() if fault == "too few" else Mute()
     (future,) = PartialRollouts(pool, tokenizer, 4, 8).begin(prompts(3, 3), SamplingSettings(n=1, max_new_tokens=4))
     with pytest.raises(ValueError, match="argument 2 is shorter" if fault == "too few" else "no text"):
         future.result(60)
-    pool.close()
 
 
-def test_after_an_error_the_workers_go_on_with_other_batches():
+def test_after_an_error_the_workers_go_on_with_other_batches(pool_of):
     class Choosy(Handle):
         def call(self, method, order, arguments):
             if any(prompt.label == "1" for prompt in arguments[0]):
                 raise RolloutError("not this one")
             return super().call(method, order, arguments)
 
-    pool = WorkerPool([Choosy()])
+    pool = pool_of([Choosy()])
     partial, settings = PartialRollouts(pool, Tokenizer(), 2, slots=1), SamplingSettings(n=1, max_new_tokens=4)
     (bad,), (good,) = partial.begin(prompts(1), settings), partial.begin(prompts(4), settings)
     with pytest.raises(RolloutError, match="not this one"):
         bad.result(60)
     assert len(good.result(60)[0][0][0].token_ids) == 4
-    pool.close()

@@ -45,7 +45,7 @@ class Handle:
         self.restarts += 1
 
 
-def test_whoever_is_free_takes_the_next_piece():
+def test_whoever_is_free_takes_the_next_piece(pool_of):
     begun, rest_done = threading.Event(), threading.Event()
 
     def work(handle, order, arguments):
@@ -59,15 +59,14 @@ def test_whoever_is_free_takes_the_next_piece():
         return arguments[0] * 10
 
     handles = [Handle("slow", work), Handle("quick", work)]
-    pool = WorkerPool(handles)
+    pool = pool_of(handles)
     futures = [pool.submit(number) for number in range(6)]
     assert [future.result(60) for future in futures] == [(number * 10, 0) for number in range(6)]
     assert [len(handle.done) for handle in handles] == [1, 5]
     assert 0 < pool.busy_share() <= 1
-    pool.close()
 
 
-def test_what_a_dead_worker_held_is_done_by_another_once():
+def test_what_a_dead_worker_held_is_done_by_another_once(pool_of):
     deaths = iter([True, True])
 
     def work(handle, order, arguments):
@@ -76,12 +75,11 @@ def test_what_a_dead_worker_held_is_done_by_another_once():
         return arguments[0]
 
     handles = [Handle("a", work), Handle("b", work)]
-    pool = WorkerPool(handles)
+    pool = pool_of(handles)
     futures = [pool.submit(number) for number in range(5)]
     assert [future.result(60)[0] for future in futures] == list(range(5))
     counted = Counter(number for handle in handles for (number,) in handle.done)
     assert counted == Counter(range(5)) and pool.deaths == 2
-    pool.close()
 
 
 def test_work_that_kills_every_worker_ends_with_an_error():
@@ -97,7 +95,7 @@ def test_work_that_kills_every_worker_ends_with_an_error():
         pool.submit(1).result(60)
 
 
-def test_a_worker_that_does_not_come_back_is_left_out():
+def test_a_worker_that_does_not_come_back_is_left_out(pool_of):
     def work(handle, order, arguments):
         if handle.name == "lost":
             raise WorkerDied("host gone")
@@ -108,9 +106,8 @@ def test_a_worker_that_does_not_come_back_is_left_out():
 
     handles = [Handle("lost", work), Handle("kept", work)]
     handles[0].wait_until_back = gone
-    pool = WorkerPool(handles)
+    pool = pool_of(handles)
     assert [pool.submit(number).result(60)[0] for number in range(8)] == ["made"] * 8
-    pool.close()
 
 
 def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog):
@@ -135,9 +132,9 @@ def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog)
     assert "it is started again" in caplog.text and "does not come back" not in caplog.text
 
 
-def test_no_work_waits_for_workers_that_are_gone():
+def test_no_work_waits_for_workers_that_are_gone(pool_of):
     """Also what is submitted in the moment in which the last one is given up."""
-    pool = WorkerPool([])
+    pool = pool_of([])
     put = pool._queue.put
 
     def put_late(piece):  # after a look at whether all is well
@@ -155,7 +152,7 @@ def test_no_work_waits_for_workers_that_are_gone():
 
 
 @pytest.mark.parametrize("reads_patches", [False, True])
-def test_workers_are_sent_what_their_engines_read(reads_patches):
+def test_workers_are_sent_what_their_engines_read(pool_of, reads_patches):
     sent = []
 
     def work(handle, order, arguments):
@@ -163,7 +160,7 @@ def test_workers_are_sent_what_their_engines_read(reads_patches):
         sent.extend(prompts)
         return [[] for _ in prompts]
 
-    pool = WorkerPool([Handle("a", work)])
+    pool = pool_of([Handle("a", work)])
     engine = RemoteEngine(SimpleNamespace(pool=pool), reads_patches=reads_patches)
     patches = VisionTensors.of(pixel_values=torch.ones(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
     own = PromptFeatures("", [1], 0, reference="x", metadata={"huge": "y"}, images=["image"], vision=patches, seed=3)
@@ -171,16 +168,15 @@ def test_workers_are_sent_what_their_engines_read(reads_patches):
     (each,) = sent
     assert (each.seed, each.images, each.reference, each.metadata) == (3, ["image"], None, {})
     assert bool(each.vision.names) == reads_patches and own.vision.names and own.metadata
-    pool.close()
 
 
-def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all():
+def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all(pool_of):
     def call(method, *arguments):
         raise ConfigError("the worker's model has no such weight")
 
     handle = Handle("a", None)
     handle.call = call
-    pool = WorkerPool([handle], shared=True)
+    pool = pool_of([handle], shared=True)
     pool.give_weights(1, Posted(1, ()), at_once=False)
     pool._threads[0].join(60)
     with pytest.raises(ConfigError, match="no such weight"):
@@ -295,7 +291,7 @@ def test_workers_that_the_cluster_cannot_place_are_told_with_what_it_has_left():
         cluster._wait()
 
 
-def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks():
+def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks(pool_of):
     loaded = threading.Event()
 
     def call(method, *arguments):
@@ -305,11 +301,10 @@ def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks():
 
     handle = Handle("a", None)
     handle.call = call
-    pool = WorkerPool([handle], shared=True)
+    pool = pool_of([handle], shared=True)
     for number in (1, 2):
         pool.give_weights(number, Posted(number, ()), at_once=False)
     assert loaded.wait(LOOK_SECONDS)
-    pool.close()
 
 
 def test_a_worker_is_not_called_once_the_run_has_left_ray():
