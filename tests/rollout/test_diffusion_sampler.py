@@ -156,13 +156,17 @@ def test_the_stock_schedule_is_that_of_the_stock_scheduler(shift):
     assert (inherited.schedule(Gaussian(), (2,))[1][-1] == sigmas[-1]) == (shift == 3.0)  # the model's own
 
 
-def test_given_schedules():
-    config = SamplingConfig(2, sigmas=[1.0, 0.4])
-    result = DiffusionSampler(config).sample(Gaussian(), batch(), generator=torch.Generator())
-    assert result.timesteps.tolist() == [1000.0, 400.0]
-    config = SamplingConfig(2, timesteps=[900.0, 300.0])
-    result = DiffusionSampler(config).sample(Gaussian(), batch(), generator=torch.Generator())
-    torch.testing.assert_close(result.sigmas, torch.tensor([0.9, 0.3]))
+@pytest.mark.parametrize(
+    "given,timesteps,sigmas",
+    (
+        ({"sigmas": [1.0, 0.4]}, [1000.0, 400.0], [1.0, 0.4]),
+        ({"timesteps": [900.0, 300.0]}, [900.0, 300.0], [0.9, 0.3]),
+        ({"timesteps": [999, 500, 500], "sigmas": [1.0, 0.5, 0.4]}, [999.0, 500.0, 500.0], [1.0, 0.5, 0.4]),
+    ),
+)
+def test_given_schedules_are_what_the_model_is_told(given, timesteps, sigmas):
+    result = DiffusionSampler(SamplingConfig(**given)).sample(Gaussian(), batch(), generator=torch.Generator())
+    assert result.timesteps.tolist() == timesteps and result.sigmas.tolist() == pytest.approx(sigmas)
 
 
 @pytest.mark.parametrize("mapping", ({"timesteps": [900, 300, 10]}, {"num_steps": 8, "sigmas": [0.9, 0.3, 0.01]}))
@@ -187,14 +191,6 @@ def test_a_closing_0_is_a_step_of_no_length():
     assert torch.equal(with_zero.latents, without.latents) and with_zero.trajectory.shape[1] == 5
     assert with_zero.stochastic.tolist() == [True, True, False, False]
     assert torch.equal(with_zero.log_probs[:, :3], without.log_probs) and not with_zero.log_probs[:, 3].any()
-
-
-def test_timesteps_beside_sigmas_are_what_the_model_is_told():
-    result = DiffusionSampler(SamplingConfig(timesteps=[999, 500, 500], sigmas=[1.0, 0.5, 0.4])).sample(
-        Gaussian(), batch(), generator=torch.Generator()
-    )
-    assert result.timesteps.tolist() == [999.0, 500.0, 500.0]
-    assert result.sigmas.tolist() == pytest.approx([1.0, 0.5, 0.4])
 
 
 @pytest.mark.parametrize("settings", ({"sigmas": [0.9, 0.0]}, {"sigmas": [0.9]}, {"num_steps": 1}))
@@ -230,14 +226,11 @@ def test_wrong_configs_are_refused(mapping, message):
         SamplingConfig.from_mapping(mapping)
 
 
-@pytest.mark.parametrize("trajectory", ("sde", "sde_reflow", "cps"))
-def test_sde_without_noise_is_refused(trajectory):
+@pytest.mark.parametrize(
+    "trajectory,level",
+    (("sde", 0.0), ("sde_reflow", 0.0), *(("cps", level) for level in (0.0, 2.0, 3.0, float("nan"), float("inf")))),
+)
+def test_noise_that_is_none_or_has_no_deviation_is_refused(trajectory, level):
     with pytest.raises(ConfigError, match="noise_level"):
-        DiffusionSampler(SamplingConfig(trajectory=trajectory), NoiseConfig(noise_level=0.0))
-
-
-@pytest.mark.parametrize("level", (2.0, 3.0, float("nan"), float("inf")))
-def test_noise_without_a_spread_is_refused(level):
-    with pytest.raises(ConfigError, match="noise_level"):
-        DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=level))
+        DiffusionSampler(SamplingConfig(trajectory=trajectory), NoiseConfig(noise_level=level))
     assert DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=1.5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,16 +110,13 @@ def test_environment_that_kills_its_parent_costs_itself_only(tmp_path):
         "        if action.text == 'kill':\n            os.kill(os.getppid(), signal.SIGKILL)\n"
         "        return 'alive', 0.0, False, {}\n"
     )
-    host = ProcessHost(EpisodeConfig(environment=f"{tmp_path}/killer.py:Killer", env_timeout=10.0))
-    try:
+    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/killer.py:Killer", env_timeout=10.0))) as host:
         for text in ("kill", "go on"):
             host.reset(0, {}).result(timeout=60)
             assert (
                 host.step(0, Action(text)).result(timeout=60).observation.messages[0]["content"][0]["text"] == "alive"
             )
             host.end(0)
-    finally:
-        host.close()
 
 
 def test_slow_environments_run_beside_each_other(tmp_path):
@@ -126,16 +124,13 @@ def test_slow_environments_run_beside_each_other(tmp_path):
         "import time\nclass Slow:\n    def step(self, action):\n        time.sleep(1.0)\n"
         "        return 'done', 0.0, True, {}\n"
     )
-    host = ProcessHost(EpisodeConfig(environment=f"{tmp_path}/slow.py:Slow", env_timeout=20.0))
-    try:
+    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/slow.py:Slow", env_timeout=20.0))) as host:
         for future in [host.reset(episode, {}) for episode in range(16)]:
             future.result(timeout=60)
         started = time.monotonic()
         for future in [host.step(episode, Action("x")) for episode in range(16)]:
             future.result(timeout=60)
         assert time.monotonic() - started < 8.0  # one after the other they take 16 s
-    finally:
-        host.close()
 
 
 @pytest.mark.parametrize(
@@ -149,12 +144,9 @@ def test_environment_that_is_not_there_is_refused_at_the_start(name, told):
 
 @pytest.mark.parametrize(("name", "told"), [("RaisesWhenMade", "not today"), ("WithoutStep", "has no step")])
 def test_environment_that_cannot_be_made_fails_at_reset(name, told):
-    host = ProcessHost(EpisodeConfig(environment=f"{FILE}:{name}"))
-    try:
+    with closing(ProcessHost(EpisodeConfig(environment=f"{FILE}:{name}"))) as host:
         with pytest.raises(EnvironmentFailure, match=told):
             host.reset(0, {}).result(timeout=60)
-    finally:
-        host.close()
 
 
 def test_environment_whose_file_fails_is_refused_with_its_line(tmp_path):
@@ -170,12 +162,9 @@ def test_tools_by_path_run_apart(tmp_path):
     )
     config = EpisodeConfig(tools=f"{tmp_path}/mine.py:double")
     assert runs_apart(config)
-    host = ProcessHost(config)
-    try:
+    with closing(ProcessHost(config)) as host:
         host.reset(3, {"seed": 1}).result(timeout=60)
         step = host.step(3, Action("", [], [ToolCall("double", {"number": 21})])).result(timeout=60)
-    finally:
-        host.close()
     assert step.observation.messages == [{"role": "tool", "content": [{"type": "text", "text": "42"}]}]
     assert step.info == {"tool_calls": {"double": 1}, "tool_errors": 0}
 

@@ -6,7 +6,6 @@ import asyncio
 import enum
 import functools
 import json
-import random
 
 import numpy as np
 import pytest
@@ -217,10 +216,8 @@ GARBAGE = ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name":', '"argume
            "<|im_end|>", "None(", "=", ":"]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_garbage_is_read_without_an_exception(seed):
-    rng = random.Random(seed)
-    text = "".join(rng.choice(GARBAGE) for _ in range(rng.randrange(60)))
+@given(st.lists(st.sampled_from(GARBAGE), max_size=60).map("".join))
+def test_garbage_is_read_without_an_exception(text):
     for form in ("auto", *CALL_FORMS):
         for call in parse_tool_calls(text, form):
             assert isinstance(call.name, str) and isinstance(call.arguments, dict)

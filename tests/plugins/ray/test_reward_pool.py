@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -63,8 +63,7 @@ def test_user_function_hang_and_exception_on_ray(cluster, tmp_path):
         "    if completions[0] == 'raise':\n     raise ValueError('what went wrong')\n"
         "    return [float(len(c)) for c in completions]\n"
     )
-    source = RaySource("mine", f"{path}:score", timeout=4.0)
-    try:
+    with closing(RaySource("mine", f"{path}:score", timeout=4.0)) as source:
         ask = lambda word: source.score(batch_from_samples([make_samples([word, "bb"])]), Call())  # noqa: E731
         assert ask("aaa").values.tolist() == [3, 2]
         late = ask("hang")
@@ -77,8 +76,6 @@ def test_user_function_hang_and_exception_on_ray(cluster, tmp_path):
             f'  File "{path}", line 6, in score',
             "    raise ValueError('what went wrong')",
         ]
-    finally:
-        source.close()
 
 
 def test_samples_that_a_function_on_ray_fails_on_are_left_out_by_the_policy(cluster, tmp_path):
@@ -111,12 +108,9 @@ def test_without_ray_the_error_says_what_to_install():
 
 
 def test_generated_flag_survives(cluster):
-    source = RaySource("pixel", "pixel", {"rule": "red"})
-    try:
+    with closing(RaySource("pixel", "pixel", {"rule": "red"})) as source:
         batch = batch_from_media(["a"], [Image.new("RGB", (4, 4), "red")])
         assert source.score(batch, Call()).values.tolist() == [1]
-    finally:
-        source.close()
 
 
 def test_a_scorer_of_a_plugin_goes_along(cluster, tmp_path, monkeypatch):
@@ -126,12 +120,9 @@ def test_a_scorer_of_a_plugin_goes_along(cluster, tmp_path, monkeypatch):
     text += "def mine_long(prompts):\n    return [FACTOR * len(prompt) for prompt in prompts]\n"
     (tmp_path / "mine.py").write_text(text)
     load_plugins(str(tmp_path / "mine.py"))
-    source = RaySource("mine_long", "mine_long")
-    try:
+    with closing(RaySource("mine_long", "mine_long")) as source:
         batch = batch_from_media(["ab"], [Image.new("RGB", (4, 4), "red")])
         assert source.score(batch, Call()).values.tolist() == [6]
-    finally:
-        source.close()
 
 
 def test_the_http_client_is_whole_before_its_first_request():
