@@ -30,7 +30,7 @@ SLOW = (
     "models/diffusion/test_compile.py", "models/diffusion/test_context_parallel.py",
     "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
     "models/vlm/test_proven.py", "plugins/memory_plan/test_plans.py", "trainer/features/test_compiled_blocks.py",
-    "plugins/embedded/test_shape_judge.py", "plugins/embedded/test_warmup_sd3.py",
+    "plugins/embedded/test_shape_judge.py", "plugins/embedded/test_warmup_drawing.py",
     "plugins/unified/test_tiny_janus.py", "observe/report/test_browser.py", "scripts/", "examples/",
 )  # fmt: skip
 # Begun first, the longest before the others: what begins last should be short, as one worker waits for it alone.

@@ -393,7 +393,7 @@ entry(
 )  # fmt: skip
 
 entry = differentiable_rewards.below(PLUGINS)
-entry("shape_match", "embedded.scorers.shape_match:embedded_shape_match", "the embedded captions")
+entry("shape_match", "embedded.scorers.shape_match:EmbeddedShapeMatch", "the embedded captions")
 entry("face_similarity", "face.reward:face_similarity", "the face of the first frame")
 
 

@@ -14,7 +14,7 @@ from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIE
 from whole_runs import run_plan
 
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
-from lightrft_visual.plugins.embedded.questions import build_embedded_task
+from lightrft_visual.plugins.embedded.warmup import embedded_task
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +42,14 @@ def one_rank(tmp_path_factory, cache_root, made_elsewhere, late_rewards) -> Path
 
 def embedded_flags(cache_root: Path) -> list[str]:
     """What the embedded model's preset sets beside `SMALL`, for a model given by its folder."""
-    task = build_embedded_task(cache_root / "data")
+    task = embedded_task(cache_root)
     return ["--prompt_data", str(task.train), "--generate_max_len", "8", "--prompt_max_len", "256"]
 
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    task = build_embedded_task(cache_root / "data")
+    task = embedded_task(cache_root)
     rows = rows_apart(task.train, folder / "mixed.jsonl")
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root), **late_rewards}
     runs = filled(TWO_RANKS, rows=rows, **others)
@@ -58,7 +58,7 @@ def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
 
 def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
     """Untrained models that draw, rows for them, and the reward of these runs."""
-    task = build_embedded_task(cache_root / "data")
+    task = embedded_task(cache_root)
     both = folder / "both.jsonl"
     both.write_text("".join(json.dumps(row) + "\n" for row in [TEXT_ROW, DRAWN_ROW] * 4))
     return {
@@ -69,7 +69,7 @@ def unified(folder: Path, cache_root: Path) -> dict[str, Path]:
 
 
 def hostile_rows(folder: Path, cache_root: Path) -> Path:
-    return hostile.write(folder / "hostile_data", build_embedded_task(cache_root / "data").train, HOSTILE_ROWS)
+    return hostile.write(folder / "hostile_data", embedded_task(cache_root).train, HOSTILE_ROWS)
 
 
 def filled(runs: dict[str, list[str]], **paths: Path) -> dict[str, list[str]]:

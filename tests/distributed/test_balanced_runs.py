@@ -6,13 +6,13 @@ import pytest
 from plans import rows_apart, small
 from whole_runs import rollouts, rows, run_plan, weights
 
-from lightrft_visual.plugins.embedded.questions import build_embedded_task
+from lightrft_visual.plugins.embedded.warmup import embedded_task
 
 
 @pytest.mark.slow
 def test_two_ranks_that_generate_for_each_other_train_the_same_weights(tmp_path, cache_root):
     """Rank 0 meets images alone and rank 1 text, whose responses have other lengths."""
-    data = rows_apart(build_embedded_task(cache_root / "data").train, tmp_path / "mixed.jsonl", steps=8)
+    data = rows_apart(embedded_task(cache_root).train, tmp_path / "mixed.jsonl", steps=8)
     run = small(
         f"--engine_type hf --zero_stage 2 --prompt_data {data} --max_steps 3 --generate_max_len 12 --temperature 2.5"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...runtime.files import write_atomic
 from .drawn_shapes import ShapeCaption, all_captions, held_out
 from .task import HELD_OUT
 
@@ -32,9 +32,7 @@ def embedded_prompts(root: Path, split: str = "test") -> tuple[Path, Path]:
     for path, prompts in zip(paths, (train, kept * EVAL_REPEATS)):
         if not path.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(f".{os.getpid()}")
-            scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-            os.replace(scratch, path)
+            write_atomic(path, "".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     return paths
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from ...rollout.builtin.click import Click
 from ...rollout.environments import ToolCall
 from ...rollout.tools import render_tool_call
-from .task import Question, TaskSource, belongs
+from .task import Question, TaskSource
 from .zoom import GROUNDS, HALF, QUARTERS, SIDE
 
 VERSION = 4
@@ -28,28 +28,16 @@ SHIFT = 3.0  # pixels that a button is off the middle of its quarter at most
 Box = list[float]
 
 
-def draw_question(row: int, split: str, rng: random.Random) -> Question:
-    """A question that belongs to the split: drawn again until it does."""
-    make = _placed if split == "demonstrations" and row % 2 else _button
-    while True:
-        question = make(rng)
-        if belongs(question, split):
-            return question
-
-
-def _button(rng: random.Random) -> Question:
-    """Which button is lit; its demonstration clicks on any."""
+def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+    """Which button is lit, its demonstration a click on any; of demonstrations every other one asks where it is."""
     buttons, lit = make_buttons(rng), rng.randrange(len(QUARTERS))
+    image = draw_screen(buttons, lit)
+    if split == "demonstrations" and row % 2:
+        x, y = middle_of(buttons[lit])
+        return Question("placed", OF_PLACE, [image], f"{x} {y}")
     turns = [("assistant", call_text(*middle_of(rng.choice(buttons))))]
     columns = {"target": [round(each, 1) for each in buttons[lit]]}
-    return Question("button", QUESTION, [draw_screen(buttons, lit)], str(lit + 1), turns=turns, columns=columns)
-
-
-def _placed(rng: random.Random) -> Question:
-    """Where it is."""
-    buttons, lit = make_buttons(rng), rng.randrange(len(QUARTERS))
-    x, y = middle_of(buttons[lit])
-    return Question("placed", OF_PLACE, [draw_screen(buttons, lit)], f"{x} {y}")
+    return Question("button", QUESTION, [image], str(lit + 1), turns=turns, columns=columns)
 
 
 def make_buttons(rng: random.Random) -> list[Box]:
@@ -92,7 +80,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "click",
     VERSION,
-    lambda row, split, rng, size: draw_question(row, split, rng),
+    draw_question,
     "embedded click",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},

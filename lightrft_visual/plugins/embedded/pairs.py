@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from PIL import Image
 
 from ...data.media import to_pil
+from .cached import built_once
 from .captions import embedded_prompts
 from .drawn_shapes import COLOURS, SHAPES, ShapeCaption, parse_caption, random_images
 
@@ -28,14 +27,7 @@ def embedded_pairs(root: Path, split: str = "test") -> Path:
     texts = [json.loads(line)["prompt"] for line in train.read_text().splitlines()]
     digest = hashlib.sha256(repr((texts, PAIRS_A_CAPTION, SIZE)).encode()).hexdigest()[:12]
     folder = root / "data" / f"drawn-pairs-v1-{digest}"
-    if not (folder / "pairs.jsonl").is_file():
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        _write(scratch, texts)
-        try:
-            os.rename(scratch, folder)
-        except OSError:  # another process was first
-            shutil.rmtree(scratch)
-    return folder / "pairs.jsonl"
+    return built_once(folder, lambda aside: _write(aside, texts)) / "pairs.jsonl"
 
 
 def _write(folder: Path, texts: Sequence[str]) -> None:

@@ -17,14 +17,14 @@ other splits every look.
 from __future__ import annotations
 
 import json
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from .task import EmbeddedTask, Question, TaskSource, belongs, build_task
+from ...runtime.files import write_atomic
+from .task import Question, TaskSource
 
 VERSION = 7  # part of the folder's name and of every draw: a change of the drawing must change it
 BACKGROUND = (32, 32, 32)  # darker than every colour: what has the brightness of the ground is hard to see
@@ -65,39 +65,22 @@ class Scene:
     shape: str
 
 
-def build_embedded_task(
-    folder: str | os.PathLike,
-    seed: int = 0,
-    n_train: int = 4096,
-    n_eval: int = 256,
-    size: int = 56,
-    n_demonstrations: int = 1536,
-) -> EmbeddedTask:
-    """This task below `folder`, see `task.build_task`."""
-    return build_task(SOURCE, folder, seed, n_train, n_eval, size, n_demonstrations)
-
-
 def text_questions(split: Path) -> Path:
     """A split's questions without images, for models of text alone: a file beside it that is written once."""
     target = split.with_suffix(".text.jsonl")
     if not target.is_file():
         rows = [line for line in split.read_text(encoding="utf-8").splitlines(True) if not json.loads(line)["images"]]
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        scratch.write_text("".join(rows), encoding="utf-8")
-        os.replace(scratch, target)
+        write_atomic(target, "".join(rows))
     return target
 
 
 def draw_question(kind: str, split: str, rng: random.Random, size: int) -> Question:
-    """A question of this kind that belongs to the split: drawn again until it does."""
+    """A question of this kind; of demonstrations with looks that they show."""
     while True:
         prompt, scenes, answer = make_question(kind, rng)
         looks = {(scene.colour, scene.shape) for scene in scenes}
-        if split == "demonstrations" and not looks <= SHOWN_LOOKS:
-            continue
-        question = Question(kind, prompt, [draw_scene(scene, size) for scene in scenes], answer, looks)
-        if belongs(question, split):
-            return question
+        if split != "demonstrations" or looks <= SHOWN_LOOKS:
+            return Question(kind, prompt, [draw_scene(scene, size) for scene in scenes], answer, looks)
 
 
 def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str]:

@@ -12,11 +12,10 @@ for. The others leave out tags or the chain, or count again and again and are cu
 
 from __future__ import annotations
 
-import os
 import random
 
 from .questions import COLOURS, Scene, draw_scenes
-from .task import EmbeddedTask, Question, TaskSource, belongs, build_task
+from .task import Question, TaskSource
 
 VERSION = 1
 KINDS = {"one": 1, "two": 2, "three": 3}  # label -> colours that are asked for
@@ -33,26 +32,12 @@ _FORMS = tuple(form for form, share in FORMS.items() for _ in range(share))
 REWARD = '{"*": [["rule", "exact", 0.8, {"tagged": true}], ["rule", "format", 0.2]]}'  # a recipe: answer, and form
 
 
-def build_reasoning_task(
-    folder: str | os.PathLike,
-    seed: int = 0,
-    n_train: int = 4096,
-    n_eval: int = 256,
-    size: int = 56,
-    n_demonstrations: int = 1536,
-) -> EmbeddedTask:
-    """This task below `folder`, see `task.build_task`."""
-    return build_task(SOURCE, folder, seed, n_train, n_eval, size, n_demonstrations)
-
-
-def draw_question(kind: str, split: str, rng: random.Random, size: int) -> Question:
-    """A question of this kind that belongs to the split: drawn again until it does."""
-    while True:
-        prompt, scenes, chain, answer = make_question(kind, rng)
-        response = rng.choice(_FORMS).format(chain=chain, answer=answer)
-        question = Question(kind, prompt, [draw_scenes(scenes, size)], answer, demonstration=response)
-        if belongs(question, split):
-            return question
+def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+    """Of the kind whose turn it is, with a demonstration of any form."""
+    kind = tuple(KINDS)[row % len(KINDS)]
+    prompt, scenes, chain, answer = make_question(kind, rng)
+    response = rng.choice(_FORMS).format(chain=chain, answer=answer)
+    return Question(kind, prompt, [draw_scenes(scenes, size)], answer, demonstration=response)
 
 
 def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str, str]:
@@ -63,7 +48,10 @@ def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str,
     colours = [rng.choice(asked) for _ in range(wanted)]
     colours += [rng.choice(others) for _ in range(rng.randint(0, len(QUARTERS) - wanted))]
     centres = rng.sample(QUARTERS, len(colours))
-    scenes = [_square_at(centre, colour, rng) for centre, colour in zip(centres, colours)]
+    scenes = []
+    for centre, colour in zip(centres, colours):
+        x, y = (each + rng.uniform(-0.04, 0.04) for each in centre)
+        scenes.append(Scene(((x, y),), rng.uniform(0.17, 0.2), colour, "square"))
     chain, counted = [], 0
     for colour in asked:
         chain.append(colour)
@@ -78,11 +66,6 @@ def question_text(colours: list[str]) -> str:
     return f"how many {' and '.join(colours)} shapes?"
 
 
-def _square_at(centre: tuple[float, float], colour: str, rng: random.Random) -> Scene:
-    x, y = (each + rng.uniform(-0.04, 0.04) for each in centre)
-    return Scene(((x, y),), rng.uniform(0.17, 0.2), colour, "square")
-
-
 def vocabulary_texts() -> list[str]:
     """Texts that together hold every word, digit and sign of the task; a tokenizer trained on them knows it all."""
     counts = " ".join(["", *COLOURS, *map(str, range(len(QUARTERS) + 1))])
@@ -92,7 +75,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "reasoning",
     VERSION,
-    lambda row, split, rng, size: draw_question(tuple(KINDS)[row % len(KINDS)], split, rng, size),
+    draw_question,
     "embedded reasoning",
     vocabulary_texts,
     {"until_loss": 0.24},

@@ -92,8 +92,7 @@ def pipeline_shape(name: str, family: str) -> tuple[Any, int]:
 
 def embedded_folder(family: str = "auto") -> Path:
     """The embedded pipeline of a family. Raises ConfigError where there is none."""
-    from .warmup_sd3 import embedded_diffusion_folder
-    from .warmup_sd15 import embedded_sd15_folder
+    from .warmup_drawing import embedded_diffusion_folder, embedded_sd15_folder
 
     folders = {"auto": embedded_diffusion_folder, "sd3": embedded_diffusion_folder, "sd15": embedded_sd15_folder}
     if family not in folders:

@@ -7,12 +7,10 @@ several shapes, other colours), which it learns to call neither: an image that o
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
-import os
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...runtime.files import cache_folder
+from .cached import built_once
 from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
 
 logger = logging.getLogger(__name__)
@@ -270,28 +269,19 @@ def kinds_of(judge: ShapeJudge, images: T) -> T:
 
 
 def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | None = None) -> Path:
-    """The judge's weights, beside the embedded models; trained at the first call, and its own accuracy said and kept.
-
-    The file appears by one rename; one process of a host trains, the others wait for it.
-    """
+    """The judge's weights, beside the embedded models; trained at the first call, its own accuracy said and kept."""
     settings = settings or JudgeSettings()
     text = json.dumps(asdict(settings), sort_keys=True)
     root = Path(cache_dir) if cache_dir else cache_folder() / "models"
-    path = root / f"shape-judge-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
-    if path.is_file():
-        return path
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f".{path.stem}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.is_file():
-            logger.info("training the judge of the embedded drawings once: a quarter of a minute of one core")
-            judge = train_judge(settings)
-            accuracy = measure(judge, settings)
-            logger.info("  it names %.1f %% of fresh drawings rightly", 100 * accuracy.drawings)
-            scratch = path.with_suffix(f".{os.getpid()}")
-            save_file(judge.state_dict(), scratch, {"accuracy": json.dumps(asdict(accuracy))})
-            os.replace(scratch, path)
-    return path
+
+    def build(path: Path) -> None:
+        judge = train_judge(settings)
+        accuracy = measure(judge, settings)
+        logger.info("  it names %.1f %% of fresh drawings rightly", 100 * accuracy.drawings)
+        save_file(judge.state_dict(), path, {"accuracy": json.dumps(asdict(accuracy))})
+
+    told = "training the judge of the embedded drawings once: a quarter of a minute of one core"
+    return built_once(root / f"shape-judge-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors", build, told)
 
 
 @cache

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from PIL import Image
 from ...errors import ConfigError, DataError
 from ...rollout.environments import Environment
 from ...runtime.seeding import derive_seed
+from .cached import built_once
 
 SPLITS = ("demonstrations", "train", "dev", "test")
 HELD_OUT = ("dev", "test")
@@ -85,7 +85,7 @@ class TaskSource:
     """How the questions of a task are drawn.
 
     name, version: part of the folder's name, so a change of the drawing must change the version. draw: a question from
-    (row, split, random numbers of this row, side of the images), which belongs to the split. stream: names the random
+    (row, split, random numbers of this row, side of the images). stream: names the random
     numbers; a row's follow from it, the task's seed and version, the split and the row. vocabulary_texts: hold every
     word, digit and sign of the task; a tokenizer trained on them knows it all. warm_up: settings of its base that
     differ from the usual. environment: makes the one that conversations are held with.
@@ -115,9 +115,8 @@ def build_task(
 ) -> EmbeddedTask:
     """Write the task below `folder`, or find it there, and return its paths.
 
-    The sub-folder is named after all arguments and appears in one rename, so it is complete or absent: several
-    processes may call this at once. n_eval: questions of dev and of test each. size: side of the square images in
-    pixels. Raises DataError for sizes that cannot be drawn.
+    The sub-folder is named after all arguments; several processes may call this at once. n_eval: questions of dev and
+    of test each. size: side of the square images in pixels. Raises DataError for sizes that cannot be drawn.
     """
     if min(n_train, n_demonstrations) < 1 or n_eval < 0 or size < 16:
         raise DataError(
@@ -126,23 +125,13 @@ def build_task(
         )
     sizes = f"{n_demonstrations}-{n_train}-{n_eval}-{size}px"
     target = Path(folder) / f"{source.name}-v{source.version}-seed{seed}-{sizes}"
-    if not target.is_dir():
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.rmtree(scratch, ignore_errors=True)
+
+    def build(aside: Path) -> None:
         for split, rows in zip(SPLITS, (n_demonstrations, n_train, n_eval, n_eval)):
-            _write_split(source, scratch, split, rows, seed, size)
-        publish(scratch, target)
+            _write_split(source, aside, split, rows, seed, size)
+
+    built_once(target, build)
     return EmbeddedTask(target, *(target / f"{split}.jsonl" for split in SPLITS))
-
-
-def publish(scratch: Path, target: Path) -> None:
-    """Rename a finished folder to its place, unless another process was first."""
-    try:
-        os.rename(scratch, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(scratch)  # another process was first; its bytes are the same
 
 
 def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: int, size: int) -> None:
@@ -150,7 +139,7 @@ def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: 
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for index in range(rows):
             own = derive_seed(seed, source.stream, source.version, split, index)
-            question = source.draw(index, split, random.Random(own), size)
+            question = _drawn(source, index, split, random.Random(own), size)
             names = [f"images/{split}/{index:06d}-{place}.png" for place in range(len(question.images))]
             for name, image in zip(names, question.images):
                 image.save(folder / name)
@@ -163,6 +152,14 @@ def _write_split(source: TaskSource, folder: Path, split: str, rows: int, seed: 
                     _stored(turn, folder, f"{names[0][:-4]}-{i}.png") for i, turn in enumerate(question.turns)
                 ]
             file.write(json.dumps(row) + "\n")
+
+
+def _drawn(source: TaskSource, row: int, split: str, rng: random.Random, size: int) -> Question:
+    """A question of this row that belongs to the split: drawn again until it does."""
+    while True:
+        question = source.draw(row, split, rng, size)
+        if belongs(question, split):
+            return question
 
 
 def _stored(turn: tuple[str, str | Image.Image], folder: Path, name: str) -> list[str]:

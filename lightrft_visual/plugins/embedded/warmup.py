@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,6 +30,7 @@ from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
 from . import click, questions, reasoning, zoom
+from .cached import built_once
 from .task import EmbeddedTask, SupervisedPair, TaskSource, build_task, supervised_pairs
 
 SOURCES = {
@@ -83,10 +82,7 @@ def source_of(task: str) -> TaskSource:
 
 
 def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
-    """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it.
-
-    It appears in one rename, so it is complete or absent, and several processes may build it at once.
-    """
+    """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it."""
     source = source_of(settings.task)
     made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": source.version}
     text = json.dumps(made_of, sort_keys=True)
@@ -106,23 +102,6 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
             warm_up(folder, embedded_task(root, settings.task), settings)
 
     return built_once(root / "models" / f"{settings.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}", build)
-
-
-def built_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """`target`, which `build` writes elsewhere where it is missing; it appears in one rename."""
-    if target.is_dir():
-        return target
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    with torch.random.fork_rng(devices=[]):  # a run draws the same numbers, whether it builds or finds
-        build(scratch)
-    try:
-        os.rename(scratch, target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(scratch)  # another process was first
-    return target
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:

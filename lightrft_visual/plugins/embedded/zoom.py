@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 from ...rollout.environments import ToolCall
 from ...rollout.tools import ToolEnvironment, render_tool_call
 from .questions import COLOURS
-from .task import Question, TaskSource, belongs
+from .task import Question, TaskSource
 
 VERSION = 4
 QUESTION = "what colour is the mark?"
@@ -106,14 +106,10 @@ def closer(scene: dict[str, Any], part: int) -> Image.Image:
     return _draw(scene, tuple(each - SIDE / SCALE / 2 for each in middle), SCALE)
 
 
-def draw_question(row: int, split: str, rng: random.Random) -> Question:
-    """A question that belongs to the split: drawn again until it does."""
+def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+    """Of demonstrations half ask something else."""
     makes = (_unseen, _seen, _unseen, _placed)
-    make = makes[row % len(makes)] if split == "demonstrations" else _unseen
-    while True:
-        question = make(rng)
-        if belongs(question, split):
-            return question
+    return (makes[row % len(makes)] if split == "demonstrations" else _unseen)(rng)
 
 
 def _unseen(rng: random.Random) -> Question:
@@ -171,7 +167,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "zoom",
     VERSION,
-    lambda row, split, rng, size: draw_question(row, split, rng),
+    draw_question,
     "embedded zoom",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},

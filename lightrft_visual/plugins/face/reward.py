@@ -17,9 +17,8 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
-from ...rewards.imaging import to_pil
 from ...runtime.usercode.calls import load_reward_fn
-from .scorer import REFERENCE_COLUMNS, FaceDetector
+from .scorer import REFERENCE_COLUMNS, FaceDetector, KnownReferences
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"
@@ -108,7 +107,7 @@ class DifferentiableFaceSimilarity:
 
     def __init__(self, model: nn.Module, finder: FaceFinder | None = None, size: int = 112, scale: float = 127.5):
         self.model, self.finder, self.size, self.scale = model, finder, size, scale
-        self._known: dict[str, T | None] = {}
+        self._references = KnownReferences(self._embedding_of)
 
     def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
         """(scores (B) with gradient, valid (B) bool)."""
@@ -124,26 +123,15 @@ class DifferentiableFaceSimilarity:
         return any(metadata.get(column) is not None for column in REFERENCE_COLUMNS)
 
     def _score(self, frames: T, row: dict[str, Any]) -> T | None:
-        wanted = self._reference(row, frames.device)
+        wanted = self._references.find(None, row, frames.device)
         if wanted is None:
             return None
         faces = self._faces(frames)
         return None if faces is None else (self._embed(faces) @ wanted).mean()
 
     @torch.no_grad()
-    def _reference(self, row: dict[str, Any], device: torch.device) -> T | None:
-        given = next((row[column] for column in REFERENCE_COLUMNS if row.get(column) is not None), None)
-        if given is None:
-            return None
-        if not isinstance(given, (str, Path)):
-            return self._embedding_of(to_pil(given), device)
-        if str(given) not in self._known:
-            with Image.open(given) as image:
-                self._known[str(given)] = self._embedding_of(image, device)
-        return self._known[str(given)]
-
     def _embedding_of(self, picture: Image.Image, device: torch.device) -> T | None:
-        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).to(device).permute(2, 0, 1).float() / 255
+        pixels = torch.from_numpy(np.array(picture)).to(device).permute(2, 0, 1).float() / 255
         faces = self._faces(pixels[None])
         return None if faces is None else self._embed(faces)[0]
 

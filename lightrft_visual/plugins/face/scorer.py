@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,27 @@ from ...rewards.imaging import to_pil
 from ...runtime.offload import on_device
 
 REFERENCE_COLUMNS = ("reference_image", "face_image", "input_image")
+
+
+class KnownReferences:
+    """Embeddings of reference faces, kept by path. embed: (D) of unit length of an RGB image; None without a face."""
+
+    def __init__(self, embed: Callable[[Image.Image, Any], torch.Tensor | None]):
+        self._embed = embed
+        self._known: dict[str, torch.Tensor | None] = {}
+
+    def find(self, given: Any, row: dict[str, Any], device: Any) -> torch.Tensor | None:
+        """Of an image or path, else of one in the row's REFERENCE_COLUMNS; None without an image or a face in it."""
+        if given is None:
+            given = next((row[column] for column in REFERENCE_COLUMNS if row.get(column) is not None), None)
+        if given is None:
+            return None
+        if not isinstance(given, (str, Path)):
+            return self._embed(to_pil(given).convert("RGB"), device)
+        if str(given) not in self._known:
+            with Image.open(given) as image:
+                self._known[str(given)] = self._embed(image.convert("RGB"), device)
+        return self._known[str(given)]
 
 
 class FaceSimilarity:
@@ -41,14 +63,14 @@ class FaceSimilarity:
         self.size, self.scale, self.offload = size, scale, offload
         self._embed = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
         self._detector = None if detector is None else FaceDetector(detector, size)
-        self._known: dict[str, torch.Tensor | None] = {}
+        self._references = KnownReferences(self._embedding_of)
 
     def __call__(
         self, frames: list[list[Any]], references: list[Any], metadata: list[dict[str, Any]], device: Any
     ) -> list[float | None]:
         scores: list[float | None] = []
         for images, reference, row in zip(frames, references, metadata):
-            wanted = self._reference(reference, row, device)
+            wanted = self._references.find(reference, row, device)
             scores.append(None if wanted is None else self._similarity(images, wanted, device))
         return scores
 
@@ -58,18 +80,6 @@ class FaceSimilarity:
             return None
         cosines = self._embeddings(faces, device) @ wanted
         return float(cosines.clamp(min=0).mean())
-
-    def _reference(self, reference: Any, row: dict[str, Any], device: Any) -> torch.Tensor | None:
-        """(D) unit embedding of the reference face, kept by path; None without an image or a face in it."""
-        given = reference if reference is not None else next((row[c] for c in REFERENCE_COLUMNS if row.get(c)), None)
-        if given is None:
-            return None
-        if not isinstance(given, (str, Path)):
-            return self._embedding_of(to_pil(given), device)
-        if str(given) not in self._known:
-            with Image.open(given) as image:
-                self._known[str(given)] = self._embedding_of(image.convert("RGB"), device)
-        return self._known[str(given)]
 
     def _embedding_of(self, picture: Image.Image, device: Any) -> torch.Tensor | None:
         face = self._face(picture)

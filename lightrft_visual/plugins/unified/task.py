@@ -19,10 +19,11 @@ from typing import Any
 from ...config.vl import ModelConfig, RunConfig
 from ...errors import ConfigError
 from ...runtime.files import cache_folder
+from ..embedded.cached import built_once
 from ..embedded.captions import caption_split
 from ..embedded.drawn_shapes import placed_captions
 from ..embedded.task import HELD_OUT
-from ..embedded.warmup import built_once, embedded_task
+from ..embedded.warmup import embedded_task
 
 logger = logging.getLogger(__name__)
 VERSION = 5  # of the rows and of the split

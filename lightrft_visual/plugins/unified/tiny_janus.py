@@ -32,10 +32,11 @@ from ...models.vlm.actor import Actor
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
 from ..embedded import questions
+from ..embedded.cached import built_once
 from ..embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from ..embedded.questions import vocabulary_texts
 from ..embedded.task import EmbeddedTask, SupervisedPair, supervised_pairs
-from ..embedded.warmup import PairEncoder, built_once, embedded_task
+from ..embedded.warmup import PairEncoder, embedded_task
 from . import descriptions
 
 T = torch.Tensor

@@ -14,7 +14,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.models.tiny.vlm import build_tokenizer
 from lightrft_visual.plugins.embedded import questions, reasoning
-from lightrft_visual.plugins.embedded.task import SPLITS, split_of, supervised_pairs
+from lightrft_visual.plugins.embedded.task import SPLITS, build_task, split_of, supervised_pairs
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.recipe import load_recipe
 from lightrft_visual.trainer.vl.build import with_reward
@@ -25,7 +25,7 @@ ROWS = 60
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reasoning")
-    return reasoning.build_reasoning_task(folder, seed=2, n_train=ROWS, n_eval=30, n_demonstrations=ROWS)
+    return build_task(reasoning.SOURCE, folder, seed=2, n_train=ROWS, n_eval=30, n_demonstrations=ROWS)
 
 
 def read(path):

@@ -15,8 +15,9 @@ from lightrft_visual.models.tiny.diffusion import WORDS
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES as SEEING
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
-from lightrft_visual.plugins.embedded.questions import build_embedded_task
+from lightrft_visual.plugins.embedded.questions import SOURCE
 from lightrft_visual.plugins.embedded.resolve import DRAWING_FAMILIES, VISION_FAMILIES, place_questions
+from lightrft_visual.plugins.embedded.task import build_task
 from lightrft_visual.plugins.embedded.warmup import embedded_task
 
 
@@ -46,7 +47,7 @@ def test_a_model_of_text_alone_is_given_the_questions_without_images(cache_root)
 
 
 def test_rows_of_the_task_load_for_training_and_evaluation(tmp_path):
-    task = build_embedded_task(tmp_path, n_train=40, n_eval=20)
+    task = build_task(SOURCE, tmp_path, n_train=40, n_eval=20)
     config = DataConfig(prompt_data=str(task.train), eval_data=str(task.test), max_eval_samples=10)
     train, evaluation = PromptDataset.for_training(config), PromptDataset.for_evaluation(config)
     assert (len(train), len(evaluation)) == (40, 10) and not train.bad

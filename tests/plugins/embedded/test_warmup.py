@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-import torch
 from transformers import AutoProcessor
 
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
@@ -21,7 +20,6 @@ from lightrft_visual.plugins.embedded.warmup import (
     SOURCES,
     PairEncoder,
     WarmUp,
-    built_once,
     embedded_checkpoint,
     embedded_task,
     warm_up,
@@ -55,14 +53,6 @@ def test_another_warm_up_or_other_questions_make_another_checkpoint(tmp_path, mo
     assert build() == first and build(until_loss=0.1) != first
     monkeypatch.setitem(SOURCES, EMBEDDED, replace(questions.SOURCE, version=questions.VERSION + 1))
     assert build() != first
-
-
-def test_a_model_that_is_built_takes_no_random_numbers_from_the_run(tmp_path):
-    torch.manual_seed(5)
-    wanted = torch.rand(3)
-    torch.manual_seed(5)
-    built_once(tmp_path / "model", lambda folder: (folder.mkdir(), torch.rand(7)))
-    assert torch.equal(torch.rand(3), wanted)
 
 
 def test_the_warm_up_shows_its_steps_and_losses(folder, cache_root, capsys):

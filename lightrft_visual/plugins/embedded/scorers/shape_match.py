@@ -176,8 +176,3 @@ class EmbeddedShapeMatch:
     def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
         """Whether the caption names both."""
         return parse_caption(prompt) is not None
-
-
-def embedded_shape_match() -> EmbeddedShapeMatch:
-    """See `EmbeddedShapeMatch`."""
-    return EmbeddedShapeMatch()

@@ -1,36 +1,38 @@
-"""The embedded diffusion model: a tiny, real Stable Diffusion 3 pipeline folder, built and warmed up on the spot.
+"""The embedded diffusion models: tiny, real pipeline folders of Stable Diffusion 3 and, for DDPO and DPOK, 1.5.
 
-`models/tiny/diffusion.py` builds it. Its text encoders stay as they were drawn. The warm-up shows drawn shapes with
+`models/tiny/diffusion.py` builds them. Their text encoders stay as they were drawn. The warm-up shows drawn shapes with
 captions of which a share is wrong, which leaves a base that draws clean shapes but often not the ones asked for:
 something for RL to improve.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionPipeline
 from torch import nn
 
 from ...models.diffusion.policy import save_text_length
-from ...models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, TinyPipelineSettings, build_pipeline
+from ...models.tiny.diffusion import (
+    TEXT_LENGTH,
+    TinyDiffusionSettings,
+    TinyPipelineSettings,
+    TinySD15Settings,
+    build_pipeline,
+    build_sd15_pipeline,
+)
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
+from .cached import built_once
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 
-logger = logging.getLogger(__name__)
 T = torch.Tensor
-MARKER = "embedded.json"
 REPORT_EVERY = 400  # warm-up steps between two lines of progress
 
 
@@ -63,52 +65,44 @@ class EmbeddedSD3Settings(DrawingSettings, TinyDiffusionSettings):
     revision: int = 4  # raised when the code below changes what it builds
 
 
+@dataclass(frozen=True)
+class EmbeddedSD15Settings(DrawingSettings, TinySD15Settings):
+    """Everything that decides the weights of the embedded Stable Diffusion 1.5."""
+
+    unet_steps: int = 1400
+    unet_rate: float = 2e-3
+    revision: int = 4  # raised when the code below changes what it builds
+
+
 def embedded_diffusion_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD3Settings | None = None) -> Path:
     """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused."""
-    settings = settings or EmbeddedSD3Settings()
-
-    def build() -> StableDiffusion3Pipeline:
-        pipeline = build_pipeline(settings)
-        warm_up(pipeline, settings)
-        return pipeline
-
-    return built_once("tiny-sd3", settings, build, cache_dir)
+    return _folder("tiny-sd3", settings or EmbeddedSD3Settings(), build_pipeline, warm_up_sd3, cache_dir)
 
 
-def built_once(
-    name: str, settings: DrawingSettings, build: Callable[[], DiffusionPipeline], cache_dir: str | Path | None = None
+def embedded_sd15_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD15Settings | None = None) -> Path:
+    """The same of the embedded SD 1.5."""
+    return _folder("tiny-sd15", settings or EmbeddedSD15Settings(), build_sd15_pipeline, warm_up_sd15, cache_dir)
+
+
+def _folder(
+    name: str,
+    settings: DrawingSettings,
+    make: Callable[[DrawingSettings], DiffusionPipeline],
+    warm_up: Callable[[DiffusionPipeline, DrawingSettings, torch.Generator], None],
+    cache_dir: str | Path | None,
 ) -> Path:
-    """The folder `name`-<hash of the settings> below cache_dir (default: models/ of the cache), built where it is
-    missing. It appears by one rename, so an interrupted warm-up leaves nothing behind; one process of a host builds,
-    the others wait for it.
-    """
+    """`name`-<hash of the settings> below cache_dir (default: models/ of the cache)."""
+
+    def build(folder: Path) -> None:
+        pipeline, generator = make(settings), torch.Generator().manual_seed(settings.seed + 1)
+        warm_up_vae(pipeline.vae, settings, generator)
+        warm_up(pipeline, settings, generator)
+        pipeline.save_pretrained(folder)
+        save_text_length(folder, TEXT_LENGTH)
+
     root = Path(cache_dir) if cache_dir else cache_folder() / "models"
-    target = root / f"{name}-{settings.key}"
-    if (target / MARKER).is_file():
-        return target
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f".{target.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
-        if not (target / MARKER).is_file():
-            logger.info("building the embedded %s model once: minutes on two idle cores", name)
-            _build_aside(target, settings, build)
-    return target
-
-
-def _build_aside(target: Path, settings: DrawingSettings, build: Callable[[], DiffusionPipeline]) -> None:
-    stage = Path(tempfile.mkdtemp(prefix="building-", dir=target.parent))
-    try:
-        with torch.random.fork_rng(devices=[]):  # a run draws the same numbers, whether it builds or finds
-            build().save_pretrained(stage)
-        save_text_length(stage, TEXT_LENGTH)
-        (stage / MARKER).write_text(json.dumps(asdict(settings), indent=2))
-        try:
-            stage.rename(target)
-        except OSError:  # a process of another host, where the lock does not reach, may have been first
-            if not (target / MARKER).is_file():
-                raise
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    told = f"building the embedded {name} model once: minutes on two idle cores"
+    return built_once(root / f"{name}-{settings.key}", build, told)
 
 
 def optimise(
@@ -139,13 +133,6 @@ def random_labels(count: int, generator: torch.Generator) -> tuple[T, T]:
     """(count) colour indices and (count) shape indices, uniform."""
     colours = torch.randint(len(COLOURS), (count,), generator=generator)
     return colours, torch.randint(len(SHAPES), (count,), generator=generator)
-
-
-def warm_up(pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Settings) -> None:
-    """Train the autoencoder, then the transformer, in place."""
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    warm_up_vae(pipeline.vae, settings, generator)
-    warm_up_transformer(pipeline, settings, generator)
 
 
 def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> None:
@@ -194,28 +181,64 @@ class EncodedScenes:
         return self.colours[chosen], self.shapes[chosen], self.latents[chosen]
 
 
-def warm_up_transformer(
-    pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Settings, generator: torch.Generator
-) -> None:
+@torch.no_grad()
+def fold_shift(vae: AutoencoderKL) -> None:
+    """Move the latents' mean into the weights: the SD 1.5 pipeline scales latents and never shifts them."""
+    shift, channels = vae.config.shift_factor, vae.config.latent_channels
+    vae.encoder.conv_out.bias[:channels] -= shift
+    vae.post_quant_conv.bias += shift * vae.post_quant_conv.weight.sum(dim=(1, 2, 3))
+    vae.register_to_config(shift_factor=0.0)
+
+
+def warm_up_sd3(pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Settings, generator: torch.Generator) -> None:
     """Flow matching on encoded images: v = noise - latents at x = (1 - t) latents + t noise."""
-    transformer, size = pipeline.transformer, settings.batch_size
+    transformer = pipeline.transformer
     context, pooled = encode_captions(pipeline)
-    images = EncodedScenes.draw(pipeline.vae, settings, generator)
+
+    def error(latents: T, said: T, noise: T) -> T:
+        time = torch.sigmoid(torch.randn(len(latents), generator=generator) * 1.2)
+        mixed = (1 - time.view(-1, 1, 1, 1)) * latents + time.view(-1, 1, 1, 1) * noise
+        return transformer(mixed, context[said], pooled[said], time * 1000, return_dict=False)[0] - (noise - latents)
+
+    steps, rate = settings.transformer_steps, settings.transformer_rate
+    _warm_up_denoiser(pipeline.vae, transformer, error, settings, generator, steps, rate)
+
+
+def warm_up_sd15(pipeline: StableDiffusionPipeline, settings: EmbeddedSD15Settings, generator: torch.Generator) -> None:
+    """Noise prediction at x = sqrt(alpha_bar) latents + sqrt(1 - alpha_bar) noise, uniform timesteps."""
+    fold_shift(pipeline.vae)
+    unet, alpha_bar = pipeline.unet, pipeline.scheduler.alphas_cumprod
+    context = encode_clip_captions(pipeline)
+
+    def error(latents: T, said: T, noise: T) -> T:
+        timesteps = torch.randint(len(alpha_bar), (len(latents),), generator=generator)
+        kept = alpha_bar[timesteps].view(-1, 1, 1, 1)
+        mixed = kept.sqrt() * latents + (1 - kept).sqrt() * noise
+        return unet(mixed, timesteps, encoder_hidden_states=context[said], return_dict=False)[0] - noise
+
+    _warm_up_denoiser(pipeline.vae, unet, error, settings, generator, settings.unet_steps, settings.unet_rate)
+
+
+def _warm_up_denoiser(
+    vae: AutoencoderKL,
+    network: nn.Module,
+    error: Callable[[T, T, T], T],
+    settings: DrawingSettings,
+    generator: torch.Generator,
+    steps: int,
+    rate: float,
+) -> None:
+    """error: of what the network predicts for latents, indices of captions, and noise."""
+    images = EncodedScenes.draw(vae, settings, generator)
 
     def loss() -> T:
-        colours, shapes, latents = images.some(size, generator)
+        colours, shapes, latents = images.some(settings.batch_size, generator)
         said = spoil_captions(colours, shapes, settings, generator)
-        noise = torch.randn(latents.shape, generator=generator)
-        time = torch.sigmoid(torch.randn(size, generator=generator) * 1.2)
-        mixed = (1 - time.view(-1, 1, 1, 1)) * latents + time.view(-1, 1, 1, 1) * noise
-        velocity = transformer(mixed, context[said], pooled[said], time * 1000, return_dict=False)[0]
-        return (velocity - (noise - latents)).square().mean()
+        return error(latents, said, torch.randn(latents.shape, generator=generator)).square().mean()
 
-    transformer.train()
-    optimise(
-        transformer.parameters(), loss, settings.transformer_steps, settings.transformer_rate, "warm-up, transformer"
-    )
-    transformer.eval()
+    network.train()
+    optimise(network.parameters(), loss, steps, rate, "warm-up, denoiser")
+    network.eval()
 
 
 @torch.no_grad()
@@ -233,6 +256,13 @@ def encode_captions(pipeline: StableDiffusion3Pipeline) -> tuple[T, T]:
         texts, None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
     )
     return context, pooled
+
+
+@torch.no_grad()
+def encode_clip_captions(pipeline: StableDiffusionPipeline) -> T:
+    """(n + 1, L, D) embeddings of all captions; the last row is the empty caption."""
+    texts = [caption.text for caption in all_captions()] + [""]
+    return pipeline.encode_prompt(texts, "cpu", 1, False)[0]
 
 
 def spoil_captions(colours: T, shapes: T, settings: DrawingSettings, generator: torch.Generator) -> T:

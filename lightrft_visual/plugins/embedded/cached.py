@@ -1,0 +1,43 @@
+"""Files and folders that are built at their first use, and found by their names afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def built_once(target: Path, build: Callable[[Path], None], told: str = "") -> Path:
+    """`target`, a file or a folder that `build` makes elsewhere where it is missing; it appears by one rename, so an
+    interrupted build leaves nothing behind.
+
+    One process of a host builds, the others wait for it. told: what is logged then. A run draws the same random
+    numbers, whether it builds or finds.
+    """
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f".{target.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        if target.exists():
+            return target
+        if told:
+            logger.info(told)
+        aside = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                build(aside / target.name)
+            (aside / target.name).rename(target)
+        except OSError:  # a process of another host, where the lock does not reach, may have been first
+            if not target.exists():
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return target
