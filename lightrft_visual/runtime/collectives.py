@@ -105,9 +105,9 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def exchange_objects(outgoing: Sequence[Any]) -> list[Any]:
-    """What each rank sent to this one, in rank order; parcels[r] goes to rank r and to no other.
+    """What each rank sent to this one, in rank order; outgoing[r] goes to rank r and to no other.
 
-    Tensors and images travel as they are, to the host, and are not pickled; what is met twice in a parcel travels once.
+    Tensors and images travel as they are, to the host, and are not pickled; what one rank gets twice travels once.
     Between ranks only: never for data from outside.
     """
     own = rank()

@@ -88,16 +88,15 @@ def _parameter(found: re.Match[str]) -> str:
     return found[0] if known or plain else f"{mark}{name}={MASK}"
 
 
-def secret_values(environment: Mapping[str, str] | None = None) -> list[str]:
+def secret_values() -> list[str]:
     """Values of environment variables whose names say that they are secret, longest first."""
-    environment = os.environ if environment is None else environment
-    found = {value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= 8}
+    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8}
     return sorted(found, key=len, reverse=True)
 
 
-def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
+def mask_text(text: str) -> str:
     """The text with everything that looks like a secret, or is the value of a secret variable, replaced by ***."""
-    for value in secret_values(environment):
+    for value in secret_values():
         text = text.replace(value, MASK)
     for pattern in SECRET_VALUES:
         text = pattern.sub(MASK, text)
@@ -105,7 +104,7 @@ def mask_text(text: str, environment: Mapping[str, str] | None = None) -> str:
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 
-def mask_command(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+def mask_command(arguments: Sequence[str]) -> list[str]:
     """A command line with the values of secret flags masked: `--name value`, `--name=value`, `a.name=value`."""
     masked: list[str] = []
     hide_next = False
@@ -117,17 +116,17 @@ def mask_command(arguments: Sequence[str], environment: Mapping[str, str] | None
         elif is_secret and equals:
             masked.append(f"{name}={MASK}")
         else:
-            masked.append(mask_text(argument, environment))
+            masked.append(mask_text(argument))
         hide_next = is_secret and not equals and argument.startswith("-")
     return masked
 
 
-def mask_config(value: Any, name: str = "", environment: Mapping[str, str] | None = None) -> Any:
+def mask_config(value: Any, name: str = "") -> Any:
     """A nested config with secret leaves masked, for files and for W&B."""
     if isinstance(value, Mapping):
-        return {key: mask_config(item, str(key), environment) for key, item in value.items()}
+        return {key: mask_config(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [mask_config(item, name, environment) for item in value]
+        return [mask_config(item, name) for item in value]
     if isinstance(value, str):
-        return MASK if value and SECRET_NAME.search(name) else mask_text(value, environment)
+        return MASK if value and SECRET_NAME.search(name) else mask_text(value)
     return value

@@ -11,8 +11,8 @@ from lightrft_visual.data.sampler import PromptSampler
 
 STAGES = (0, 1, 2, 3)
 MIXED_STEPS, MIXED_BATCH, SEED = 4, 2, 42
-GIVEN_TOKENS = Path(__file__).with_name("given_tokens.py")
-SPREAD = f"--plugins {GIVEN_TOKENS} --reward.components.response_spread=1.0"
+ENGINES = Path(__file__).with_name("plugin_engines.py")
+SPREAD = f"--plugins {ENGINES} --reward.components.response_spread=1.0"
 
 
 def small(flags: str) -> list[str]:
@@ -113,13 +113,12 @@ _BOTH = (
 )
 # Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
 LATE_STEPS = 2
-LATE = f"--engine_type given --plugins {GIVEN_TOKENS} --max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
+LATE = f"--engine_type given --plugins {ENGINES} --max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
 LATE_RUNS = {
     "late": small(f"{LATE} {{late}}"),
     "late_now": small(f"{LATE} {{now}}"),
     "late_some": small(f"{LATE} {{some}}"),
 }
-STALE_ENGINE = Path(__file__).with_name("stale_engine.py")
 ONE_RANK = {
     "base": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     "given": given("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
@@ -127,12 +126,12 @@ ONE_RANK = {
     "updates_separate": given("--max_steps 2 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
     "updates_alone": given("--max_steps 2 --train_batch_size 16 --max_epochs 2 --share_prefix false"),
     "stale_packed": small(
-        f"--max_steps 2 --engine_type loses_a_sync --plugins {STALE_ENGINE} --packing_samples true --init_kl_coef 0 "
+        f"--max_steps 2 --engine_type loses_a_sync --plugins {ENGINES} --packing_samples true --init_kl_coef 0 "
         "--train_batch_size 16"
     ),
-    "stale": small(f"--max_steps 2 --engine_type loses_a_sync --plugins {STALE_ENGINE}"),
+    "stale": small(f"--max_steps 2 --engine_type loses_a_sync --plugins {ENGINES}"),
     "eight_bits": small(
-        f"--max_steps 2 --engine_type in_eight_bits --plugins {STALE_ENGINE} --engine_quantization fp8 --tis_mode token"
+        f"--max_steps 2 --engine_type in_eight_bits --plugins {ENGINES} --engine_quantization fp8 --tis_mode token"
     ),
     "twice": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 32)},

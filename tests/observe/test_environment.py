@@ -33,7 +33,7 @@ SECRET = "s3cr3t-value-0123456789"
     ],
 )
 def test_secrets_on_the_command_line_are_masked(arguments):
-    text = " ".join(mask_command(["train.py", *arguments], environment={}))
+    text = " ".join(mask_command(["train.py", *arguments]))
     assert SECRET not in text and "abcdefghijklm" not in text and "***" in text
 
 
@@ -42,23 +42,24 @@ def test_ordinary_flags_stay_readable():
         "--max_tokens_per_batch", "4096", "--input_key", "prompt", "--first_token_temperature=10",
         "--reward_token_env", "RM_TOKEN", "train.seed=1", "--high_entropy_token_ratio", "0.2",
     ]  # fmt: skip
-    assert mask_command(arguments, environment={}) == arguments
+    assert mask_command(arguments) == arguments
 
 
-def test_the_value_of_a_secret_variable_is_masked_anywhere():
-    environment = {"RM_TOKEN": SECRET, "HOME": "/home/user/long", "SHORT_KEY": "x"}
-    assert mask_text(f"curl -H {SECRET} /home/user/long", environment) == "curl -H *** /home/user/long"
+def test_the_value_of_a_secret_variable_is_masked_anywhere(monkeypatch):
+    for name, value in {"RM_TOKEN": SECRET, "HOME": "/home/user/long", "SHORT_KEY": "x"}.items():
+        monkeypatch.setenv(name, value)
+    assert mask_text(f"curl -H {SECRET} /home/user/long") == "curl -H *** /home/user/long"
 
 
 def test_config_leaves_are_masked_by_name_and_by_value():
     config = {"reward": {"hf_token": "abc", "token": None, "urls": [f"http://u:{SECRET}@h"]}, "train": {"seed": 1}}
-    masked = mask_config(config, environment={})
+    masked = mask_config(config)
     assert masked == {"reward": {"hf_token": "***", "token": None, "urls": ["http://***@h"]}, "train": {"seed": 1}}
 
 
 def test_secrets_in_yaml_and_json_text_are_masked():
     text = f'a:\n  hf_token: {SECRET}\n  api_key: null\n  max_tokens: 5\n  token_env: RM\n  "password": "{SECRET}",\n'
-    masked = mask_text(text, environment={})
+    masked = mask_text(text)
     assert masked == ('a:\n  hf_token: ***\n  api_key: null\n  max_tokens: 5\n  token_env: RM\n  "password": ***\n')
 
 
@@ -80,13 +81,13 @@ def test_secrets_in_yaml_and_json_text_are_masked():
     ],
 )
 def test_secrets_inside_lines_and_urls_are_masked(text):
-    masked = mask_text(text, environment={})
+    masked = mask_text(text)
     assert SECRET not in masked and "ABCDEFGHIJ" not in masked and "***" in masked
 
 
 def test_text_without_a_secret_stays_as_it_is():
     text = 'max_tokens=5 {"pad": "x", "tokens": "many"} http://h/s?model=judge-v2&seed=123456&flag=true TOKEN is set'
-    assert mask_text(text, environment={}) == text
+    assert mask_text(text) == text
 
 
 def test_description_holds_command_versions_hardware(monkeypatch):

@@ -1,10 +1,12 @@
 """A plugin: an engine whose tokens follow from each response's stream alone, and a reward of any response.
 
 What other ranks, micro-batches and processors round otherwise then changes no token. The weights decide the log-probs.
+Two more engines have weights of their own: one loses those of the first update, one keeps them in eight bits.
 """
 
 from __future__ import annotations
 
+import copy
 from unittest.mock import patch
 
 import torch
@@ -38,3 +40,31 @@ registry.engines.register("given", about="for tests", draws=True)(GivenTokens.fr
 @registry.scorers.register("response_spread", "the mean of the response's token ids, of 256, modulo 1")
 def response_spread(completion_ids):
     return [sum(ids) / len(ids) / 256 % 1 for ids in completion_ids]
+
+
+class LosesASync(hf.TransformersEngine):
+    shares_weights = False
+    syncs = 0
+
+    def update_weights(self, named_tensors):
+        self.syncs += 1
+        if self.syncs != 2:  # the first is the start's
+            self.actor.model.load_state_dict(dict(named_tensors), strict=False)
+
+
+class InEightBits(hf.TransformersEngine):
+    shares_weights = False
+
+    def update_weights(self, named_tensors):
+        rounded = {name: tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for name, tensor in named_tensors}
+        self.actor.model.load_state_dict(rounded, strict=False)
+
+
+@registry.engines.register("in_eight_bits", about="for tests")
+def in_eight_bits(config, checkpoint, actor):
+    return InEightBits(copy.deepcopy(actor.module), checkpoint.tokenizer)
+
+
+@registry.engines.register("loses_a_sync", about="for tests")
+def loses_a_sync(config, checkpoint, actor):
+    return LosesASync(copy.deepcopy(actor.module), checkpoint.tokenizer)
