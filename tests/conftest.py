@@ -26,7 +26,7 @@ if BLOCKED:
 SLOW = (
     "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
     "rollout/test_sharded_generation.py", "runtime/test_precision.py", "runtime/test_presence.py",
-    "runtime/test_safe_loading.py", "runtime/test_zero3_loading.py", "runtime/test_port.py",
+    "runtime/test_zero3_loading.py", "runtime/test_port.py",
     "models/diffusion/test_compile.py", "models/diffusion/test_context_parallel.py",
     "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
     "models/vlm/test_proven.py", "plugins/memory_plan/test_plans.py", "trainer/features/test_compiled_blocks.py",

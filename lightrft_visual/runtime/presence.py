@@ -7,7 +7,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -55,17 +55,15 @@ class LauncherWatch:
 
 
 def _is_launcher(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.Error):
         return program(process.cmdline()) in FRONTS + STARTERS
-    except psutil.Error:
-        return False
+    return False
 
 
 def _runs(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return False
 
 
 @contextmanager

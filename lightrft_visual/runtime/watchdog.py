@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -43,16 +42,6 @@ SILENCE = IDLE + INTERVAL * PROBES
 POLL = 0.2  # seconds between two looks at whether the watch is over
 STAGE, LEFT, FAILED, END = "stage", "left", "failed", "end"  # what a rank says; END: from rank 0, why all must end
 CHUNK = 2**16  # bytes that are read at once
-
-
-class Store(Protocol):
-    """What the ranks need of torch's TCPStore to find each other."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 @dataclass
@@ -102,7 +91,7 @@ class Watchdog:
             return STARTING
         return self.timer.failed_in or self.timer.current or BETWEEN
 
-    def start(self, connect: Callable[[], Store], key: str, address: str) -> None:
+    def start(self, connect: Callable[[], dist.Store], key: str, address: str) -> None:
         """Begin to watch, in threads that end with the process.
 
         Waits until the ranks are connected, so that none can be gone unnoticed, but not for ever. connect: to a store
@@ -170,7 +159,7 @@ class Watchdog:
             self.say(STAGE, self.stage)
             self.judge()
 
-    def _listen(self, connect: Callable[[], Store], key: str, address: str) -> None:
+    def _listen(self, connect: Callable[[], dist.Store], key: str, address: str) -> None:
         """In a thread: hold the connections by which ranks notice when others are gone."""
         try:
             with contextlib.ExitStack() as held:
@@ -189,7 +178,7 @@ class Watchdog:
         for ready, _ in self._selector.select(limit):
             ready.data()
 
-    def _serve(self, held: contextlib.ExitStack, store: Store, key: str, address: str) -> None:
+    def _serve(self, held: contextlib.ExitStack, store: dist.Store, key: str, address: str) -> None:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         server = held.enter_context(socket.create_server(("", 0), family=family, backlog=self.world_size))
         server.settimeout(POLL)
@@ -214,7 +203,7 @@ class Watchdog:
         if len(self._connections) == self.world_size - 1:
             self.complete.set()
 
-    def _join(self, store: Store, key: str, address: str) -> None:
+    def _join(self, store: dist.Store, key: str, address: str) -> None:
         while not store.check([key]):
             if self._over.wait(POLL):
                 return
@@ -307,7 +296,7 @@ def start(limit: float) -> Watchdog:
     if watch.world_size == 1:
         return watch
 
-    def connect() -> Store:
+    def connect() -> dist.Store:
         """A connection of the watch's own: another thread may wait in the group's."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         wait = timedelta(seconds=max(1.0, watch.pause))

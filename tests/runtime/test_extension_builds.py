@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from torch.utils import cpp_extension, file_baton
+from torch.utils import cpp_extension
 
 from lightrft_visual.runtime import extension_builds
 from lightrft_visual.runtime.extension_builds import building, environment_name, is_held, own_folder, remove_stale_locks
@@ -112,11 +112,6 @@ def test_one_process_builds_while_others_wait_with_a_line(folder, monkeypatch, c
         order.append("first")
     thread.join(20)
     assert order == ["first", "second"]
-
-
-def test_torchs_builder_stays_as_it_is(folder):
-    with building():
-        assert cpp_extension.FileBaton is file_baton.FileBaton
 
 
 def test_environments_build_in_folders_of_their_own(monkeypatch):
