@@ -56,6 +56,9 @@ from fuzz_outside import OUTSIDE  # noqa: E402
 
 CPU_SECONDS, WALL_SECONDS, PEAK_BYTES = 2.0, 10, 2 * 2**30
 MARK = "case: "
+IMAGES = ("png", "jpeg", "webp", "gif", "bmp", "tiff", "ppm")
+TABLES = ("parquet", "jsonl", "json", "csv", "txt")
+FILES = (*IMAGES, "mp4", *TABLES, "safetensors")
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 ROWS = [
     {"prompt": "what colour is it?", "images": ["a.png"], "reference": "red", "label": "colour"},
@@ -64,6 +67,15 @@ ROWS = [
     {"prompt": "<video>q", "videos": [{"video": ["a.png", "a.png"], "fps": 1, "max_pixels": 784}], "answer": "3"},
     {"conversations": [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}], "image": "a.png"},
 ]
+TEXT = {
+    "jsonl": ["".join(json.dumps(row) + "\n" for row in ROWS).encode()],
+    "json": [json.dumps(ROWS).encode()],
+    "csv": [
+        b'prompt,image,reference\n"how many, here?",a.png,3\nwhat?,,red\nq,b.jpg,\n',
+        b"\xef\xbb\xbfprompt, b\nq, 1\n",
+    ],
+    "txt": ["a red circle\n\n <image> a blue square\u2028\n".encode()],
+}
 TEXTS = (
     "", " ", "a.png", "<image>", "<video><image>", "\ud800", "user", "text", "image", "[", '[{"role": "user"}]', "\0",
     '[{"role": "user", "content": "q"}]', "data:image/png;base64,AAAA", "http://[", "file://%00", "file://[",
@@ -84,10 +96,9 @@ class Hang(BaseException):
 @cache
 def originals(kind: str) -> list[bytes]:
     """Small whole files of a kind."""
-    if kind in ("png", "jpeg", "webp", "gif", "bmp", "tiff", "ppm"):
+    if kind in IMAGES:
         return [_image(kind, mode) for mode in ("RGB", "L", *(("RGBA", "P") if kind in ("png", "webp", "gif") else ()))]
-    return {"mp4": _videos, "parquet": _parquets, "jsonl": _lines, "json": _list, "csv": _tables, "txt": _texts,
-            "safetensors": _states}[kind]()  # fmt: skip
+    return {"mp4": _videos, "parquet": _parquets, "safetensors": _states}[kind]() if kind not in TEXT else TEXT[kind]
 
 
 def _image(kind: str, mode: str) -> bytes:
@@ -132,23 +143,6 @@ def _parquets() -> list[bytes]:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, row_group_size=2, compression=compression)
         files.append(buffer.getvalue())
     return files
-
-
-def _lines() -> list[bytes]:
-    return ["".join(json.dumps(row) + "\n" for row in ROWS).encode()]
-
-
-def _list() -> list[bytes]:
-    return [json.dumps(ROWS).encode()]
-
-
-def _tables() -> list[bytes]:
-    quoted = b'prompt,image,reference\n"how many, here?",a.png,3\nwhat?,,red\nq,b.jpg,\n'
-    return [quoted, b"\xef\xbb\xbfprompt, b\nq, 1\n"]
-
-
-def _texts() -> list[bytes]:
-    return ["a red circle\n\n <image> a blue square\u2028\n".encode()]
 
 
 def _states() -> list[bytes]:
@@ -273,9 +267,7 @@ class Fuzzer:
         """Rows of random values, from a jsonl file and as they are."""
         names = ("prompt", "images", "image", "image_path", "videos", "video", "reference", "label", "conversations",
                  "messages", "input", "problem", "answer", "reward_model", "extra")  # fmt: skip
-        rows = [dict(rng.choice(ROWS)) for _ in range(2)]
-        for row in rows:
-            row.update({rng.choice(names): strange(rng) for _ in range(rng.choice((1, 2, 5)))})
+        rows = _spoiled([dict(rng.choice(ROWS)) for _ in range(2)], names, (1, 2, 5), rng)
         style = rng.choice(DATA_FORMATS) if rng.random() < 0.3 else "auto"
         config = DataConfig(on_bad_row="skip", max_bad_share=1.0, data_format=style)
         for row in rows:
@@ -283,18 +275,13 @@ class Fuzzer:
                 parse_row(row, config, source="row", root=self.folder)
             except LightRFTVisualError:
                 continue
-        path = self.folder / "values.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows if _is_json(row)), encoding="utf-8")
-        self._read(path, config)
+        self._read(self._written("values.jsonl", rows), config)
 
     def drawing(self, kind: str, rng: random.Random) -> None:
         """Rows of a diffusion run, with and without first frames."""
         names = ("prompt", "input_image", "reference", "label", "extra")
-        rows = [{"prompt": "q", "input_image": "a.png"} for _ in range(3)]
-        for row in rows:
-            row.update({rng.choice(names): strange(rng) for _ in range(rng.choice((1, 2)))})
-        path = self.folder / "drawing.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows if _is_json(row)), encoding="utf-8")
+        rows = _spoiled([{"prompt": "q", "input_image": "a.png"} for _ in range(3)], names, (1, 2), rng)
+        path = self._written("drawing.jsonl", rows)
         config = DiffusionDataConfig(on_bad_row="skip", max_bad_share=1.0)
         prompts = DrawPrompts(str(path), "train", 100, config, rng.random() < 0.7)
         for index in range(len(prompts)):
@@ -306,6 +293,11 @@ class Fuzzer:
         path.write_bytes(self.content(kind, rng))
         load_state(path)
 
+    def _written(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        path = self.folder / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows if _is_json(row)), encoding="utf-8")
+        return path
+
     def _read(self, path: Path, config: DataConfig) -> None:
         dataset = PromptDataset(str(path), config, split="train", max_rows=100)
         for index in range(len(dataset)):
@@ -313,6 +305,14 @@ class Fuzzer:
                 dataset.load(index)
             except LightRFTVisualError:
                 continue
+
+
+def _spoiled(
+    rows: list[dict[str, Any]], names: tuple[str, ...], counts: tuple[int, ...], rng: random.Random
+) -> list[dict[str, Any]]:
+    for row in rows:
+        row.update({rng.choice(names): strange(rng) for _ in range(rng.choice(counts))})
+    return rows
 
 
 def _is_json(row: dict[str, Any]) -> bool:
@@ -323,9 +323,6 @@ def _is_json(row: dict[str, Any]) -> bool:
     return True
 
 
-IMAGES = ("png", "jpeg", "webp", "gif", "bmp", "tiff", "ppm")
-TABLES = ("parquet", "jsonl", "json", "csv", "txt")
-FILES = (*IMAGES, "mp4", *TABLES, "safetensors")
 CASES: dict[str, Callable[[Fuzzer, str, random.Random], None]] = {
     **dict.fromkeys(IMAGES, Fuzzer.image),
     "mp4": Fuzzer.video,

@@ -317,21 +317,35 @@ class Outcome:
     problems: list[str]
 
 
-def start(script: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """One rank of a run in this process, its output into the file `log`."""
+def write_to(log: Path) -> None:
+    """What this process prints goes to the end of a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def start(script: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """One rank of a run in this process, its output into the file `log`."""
+    write_to(log)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.update(environment)
     sys.argv = [script, *arguments]
     from lightrft_visual.config.load import config_or_exit
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.launch import run_script
+    from lightrft_visual.launch import run_vl
 
-    run_script(config_or_exit(RunConfig))
+    run_vl(config_or_exit(RunConfig))
     sys.stdout.flush()
     os._exit(0)
+
+
+def ended(process, seconds: float) -> int | None:
+    """The exit code of a process; None where it had to be killed after so many seconds."""
+    process.join(max(1.0, seconds))
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
 
 
 def run(name: str, fault: Fault, folder: Path, context) -> Outcome:
@@ -343,42 +357,31 @@ def run(name: str, fault: Fault, folder: Path, context) -> Outcome:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RUN_FOLDER": str(out), "OMP_NUM_THREADS": "1"}
-    world = {"WORLD_SIZE": str(fault.ranks), "LOCAL_WORLD_SIZE": str(fault.ranks)}
+    known |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(fault.ranks))
     arguments = [*FLAGS, *fault.flags.split(), "--reward_fn", f"{file}:score", "--output_dir", str(out)]
-    started, processes = time.monotonic(), []
-    for rank in map(str, range(fault.ranks)):
-        environment = known | world | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(context.Process(target=start, args=(name, arguments, environment, str(log))))
-        processes[-1].start()
+    started = time.monotonic()
+    ranks = [known | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(fault.ranks))]
+    processes = [context.Process(target=start, args=(name, arguments, own, log)) for own in ranks]
     for process in processes:
-        process.join(max(1.0, LIMIT - (time.monotonic() - started)))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    codes = {process.exitcode for process in processes}
+        process.start()
+    codes = {ended(process, LIMIT - (time.monotonic() - started)) for process in processes}
     return judged(fault, folder, codes, time.monotonic() - started)
 
 
 def judged(fault: Fault, folder: Path, codes: set[int | None], seconds: float) -> Outcome:
     """Compare what is there with what must be."""
-    output, out = (folder / "log.txt").read_text(errors="replace"), folder / "run"
-    line = fault.line
-    where = (f'mine.py", line {line}', f"mine.py, line {line}")
-    named = line is None or any(text in output for text in where)
-    problems = []
-    if codes != {fault.code}:
-        problems.append(f"exit code {codes}, due {fault.code}")
-    if not named:
-        problems.append(f"line {line} is not named")
-    if fault.tells not in output:
-        problems.append(f"not told: {fault.tells!r}")
+    output, out, line = (folder / "log.txt").read_text(errors="replace"), folder / "run", fault.line
+    named = line is None or any(text in output for text in (f'mine.py", line {line}', f"mine.py, line {line}"))
     last = output.strip().splitlines()[-1] if fault.ranks == 1 else output  # the other ranks end after it
-    if fault.code and str(out / "crash.log") not in last:
-        problems.append("the last line does not name crash.log")
-    kept = finished_steps(out)
-    due = [fault.steps - fault.gone, fault.steps - fault.gone, fault.steps]
-    if kept != due:
-        problems.append(f"metrics, rollouts, checkpoints of {kept} steps, due {due}")
+    kept, due = finished_steps(out), [fault.steps - fault.gone, fault.steps - fault.gone, fault.steps]
+    wrong = {
+        f"exit code {codes}, due {fault.code}": codes != {fault.code},
+        f"line {line} is not named": not named,
+        f"not told: {fault.tells!r}": fault.tells not in output,
+        "the last line does not name crash.log": fault.code and str(out / "crash.log") not in last,
+        f"metrics, rollouts, checkpoints of {kept} steps, due {due}": kept != due,
+    }
+    problems = [told for told, holds in wrong.items() if holds]
     return Outcome(codes.pop(), seconds, output, named, "/".join(map(str, kept)), problems)
 
 
@@ -427,9 +430,7 @@ def call_often(name: str, folder: Path, limit: float | None) -> str:
 
 def call_often_apart(name: str, folder: Path, limit: float | None) -> None:
     """`call_often` as a process: its output and verdict into `folder`."""
-    file = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    write_to(folder / "log.txt")
     (folder / "verdict").write_text(call_often(name, folder, limit))
     os._exit(0)
 
@@ -437,23 +438,19 @@ def call_often_apart(name: str, folder: Path, limit: float | None) -> None:
 def call_all(names: list[str], folder: Path, context) -> int:
     """Each kind in the process and behind a limit; prints a table and returns how many are not right."""
     bad, counts = 0, {"here": 0, "limit": 0}
-    for name in names:
-        places = ["limit"] if FAULTS[name].limited else ["here", "limit"]
-        for place in places if FAULTS[name].ranks == 1 else ():
-            own, started = folder / name / place, time.monotonic()
-            own.mkdir(parents=True)
-            limit = CALL_LIMIT if place == "limit" else None
-            process = context.Process(target=call_often_apart, args=(name, own, limit))
-            process.start()
-            process.join(CALLS_LIMIT)
-            hangs = process.exitcode is None
-            process.kill()
-            process.join()
-            verdict = own / "verdict"
-            told = "it hangs" if hangs else verdict.read_text() if verdict.exists() else f"exit code {process.exitcode}"
-            print(f"{name:22} {place:>6} {time.monotonic() - started:6.1f}  {told}", flush=True)
-            counts[place] += 1
-            bad += bool(told)
+    calls = [(name, place) for name in names for place in counts if FAULTS[name].ranks == 1]
+    for name, place in calls:
+        if place == "here" and FAULTS[name].limited:
+            continue
+        own, started = folder / name / place, time.monotonic()
+        own.mkdir(parents=True)
+        process = context.Process(target=call_often_apart, args=(name, own, CALL_LIMIT if place == "limit" else None))
+        process.start()
+        code, verdict = ended(process, CALLS_LIMIT), own / "verdict"
+        told = "it hangs" if code is None else verdict.read_text() if verdict.exists() else f"exit code {code}"
+        print(f"{name:22} {place:>6} {time.monotonic() - started:6.1f}  {told}", flush=True)
+        counts[place] += 1
+        bad += bool(told)
     print(f"{counts['here']} kinds in the process, {counts['limit']} behind a limit: {bad} are not right")
     return bad
 

@@ -87,25 +87,21 @@ class EncodedImages:
 
 
 def decode_image(text: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image from base64, in its own mode. Raises DataError, without repeating the data."""
+    """An image from base64, in its own mode: known formats only, at most max_pixels, which is checked before decoding.
+
+    Raises DataError, without repeating the data."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
         raise DataError("an image is not valid base64") from error
-    return decode_bytes(data, max_pixels)
-
-
-def decode_bytes(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image from file bytes: known formats only, at most max_pixels, which is checked before decoding."""
     try:
         opened = Image.open(io.BytesIO(data), formats=FORMATS)
         if opened.width * opened.height > max_pixels:
             raise DataError(f"an image has {opened.width} x {opened.height} pixels; the limit is {max_pixels}")
         opened.load()
+    except DataError:
+        raise
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"an image cannot be decoded ({type(error).__name__}); allowed are {', '.join(FORMATS)}"
-        ) from None
+        told = f"an image cannot be decoded ({type(error).__name__}); allowed are {', '.join(FORMATS)}"
+        raise DataError(told) from None
     return opened

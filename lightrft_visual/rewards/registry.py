@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ..config import registry
 from ..config.placement import ResourcesConfig
@@ -86,14 +86,6 @@ def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Call
 
 
 _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
-
-
-@runtime_checkable
-class Closing(Protocol):
-    """A scorer that holds processes or connections."""
-
-    def close(self) -> None:
-        """End them."""
 
 
 def split_list(value: str | Sequence[str] | None) -> list[str]:
@@ -255,7 +247,9 @@ class Catalogue:
 
         if self.resources.rewards_placed and isinstance(model, (str, Path)):
             ray, needed_for = registry.services.load("ray_rewards"), "distributed.resources.reward"
-            return self._closed(ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool()))
+            placed = ray.RayRewardModel(name, str(model), needed_for=needed_for, **self._pool())
+            self._closing.append(placed.close)
+            return placed
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
     def _remote(self, name: str, entry: str) -> Source:
@@ -316,7 +310,7 @@ class Catalogue:
         if self._on_actors(entry):
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
         scorer = build_scorer(entry.key, entry.kwargs)
-        if isinstance(scorer, Closing):
+        if hasattr(scorer, "close"):  # it holds processes or connections
             self._closing.append(scorer.close)
         return scorer if isinstance(scorer, Source) else CallableSource(scorer, entry.name, lenient=self.lenient)
 
@@ -327,13 +321,10 @@ class Catalogue:
         if self.config.reward_fn_timeout is not None and ".py:" in key:
             raise ConfigError("reward_fn_timeout is for functions in this process; calls of Ray have reward_timeout")
         ray, form = registry.services.load("ray_rewards"), self.config.reward_form
-        return self._closed(ray.RaySource(name, key, kwargs, form=form, lenient=self.lenient, **self._pool()))
+        source = ray.RaySource(name, key, kwargs, form=form, lenient=self.lenient, **self._pool())
+        self._closing.append(source.close)
+        return source
 
     def _pool(self) -> dict[str, Any]:
         self._on_ray, actor_pool = True, registry.services.load("ray_rewards").actor_pool
         return {"timeout": self.config.reward_timeout} | actor_pool(self.resources)
-
-    def _closed(self, source: Any) -> Source:
-        """The source, which is closed with the catalogue."""
-        self._closing.append(source.close)
-        return source

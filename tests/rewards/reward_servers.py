@@ -43,43 +43,38 @@ class Handler(BaseHTTPRequestHandler):
         size = len(body.get("queries", body.get("query", [])))
         scores = [0.25 + index for index in range(size)]
         plain = {
-            "good": scores,
-            "short": scores[:-1],
-            "nan": [float("nan")] * size,
-            "huge": [1e30] * size,
-            "strings": ["0.5"] * size,
-            "null": [None] * size,
+            **dict.fromkeys(("good", "slow", "together"), {"rewards": scores, "components": {"detail": scores}}),
+            "openrlhf": {"rewards": scores, "scores": [1.0] * size, "extra_logs": {"length": [3.0] * size}},
+            "short": {"rewards": scores[:-1]},
+            "nan": {"rewards": [float("nan")] * size},
+            "huge": {"rewards": [1e30] * size},
+            "strings": {"rewards": ["0.5"] * size},
+            "null": {"rewards": [None] * size},
+            "failed": {"rewards": [None] * size, "failed": list(range(size))},
+            "list": scores,
+            "empty": {},
         }
+        owner = self.server.owner
         if kind == "hang":
-            self.server.owner.released.wait(30)
+            owner.released.wait(30)
         if kind == "together":
-            if call == self.server.owner.together:
-                self.server.owner.all_there.set()
-            self.server.owner.all_there.wait(30)
+            if call == owner.together:
+                owner.all_there.set()
+            owner.all_there.wait(30)
         if kind == "slow":
-            time.sleep(self.server.owner.delay)
-        if kind in ("good", "slow", "together"):
-            self.reply(200, {"rewards": scores, "components": {"detail": scores}})
-        elif kind in plain:
-            self.reply(200, {"rewards": plain[kind]})
+            time.sleep(owner.delay)
+        known = ("query" if kind == "theirs" else "queries") in body  # by a server that knows one wire alone
+        if kind in plain:
+            self.reply(200, plain[kind])
         elif kind == "html":
             self.reply(200, "<html>Bad gateway</html>", "text/html")
         elif kind == "flaky":  # two failures, then well
             self.reply(200 if call > 2 else 503, {"rewards": scores})
         elif kind == "tenth":  # every tenth call fails
             self.reply(500 if call % 10 == 0 else 200, {"rewards": scores})
-        elif kind == "openrlhf":
-            self.reply(200, {"rewards": scores, "scores": [1.0] * size, "extra_logs": {"length": [3.0] * size}})
-        elif kind in ("theirs", "ours"):  # a server that knows one wire alone
-            known = ("query" if kind == "theirs" else "queries") in body
+        elif kind in ("theirs", "ours"):
             extras = {"scores": scores, "extra_logs": {}} if kind == "theirs" else {}
             self.reply(200 if known else 500, {"rewards": scores, **extras} if known else {"error": "KeyError"})
-        elif kind == "failed":
-            self.reply(200, {"rewards": [None] * size, "failed": list(range(size))})
-        elif kind == "list":
-            self.reply(200, scores)
-        elif kind == "empty":
-            self.reply(200, {})
         else:
             self.reply(int(kind), {"error": "no"})
 

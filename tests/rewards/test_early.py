@@ -34,14 +34,9 @@ class Lengths(StreamingSource):
 
 
 def rollouts(count: int, n: int, labels=None) -> list[Rollout]:
-    prompts = [
-        PromptFeatures("p", [1], group_id=i, reference="x", label=labels[i] if labels else None) for i in range(count)
-    ]
-    return [
-        Rollout(prompt, [3], None, "x" * (n * i + k), False, sample_id=n * i + k)
-        for i, prompt in enumerate(prompts)
-        for k in range(n)
-    ]
+    labels = labels or [None] * count
+    prompts = [PromptFeatures("p", [1], group_id=i, reference="x", label=labels[i]) for i in range(count)]
+    return [Rollout(prompts[i // n], [3], None, "x" * i, False, sample_id=i) for i in range(count * n)]
 
 
 def test_a_request_leaves_when_its_samples_are_finished_and_holds_what_it_would_hold_later():
@@ -73,11 +68,6 @@ def test_only_the_samples_that_a_recipe_names_are_waited_for():
     assert source.seen == [[2, 3]]
 
 
-def test_without_a_remote_scorer_there_is_nothing_to_begin():
-    engine = RewardComputationEngine(reward_fn=lambda completions: [1.0] * len(completions))
-    assert engine.begin([None] * 4, 2) is None
-
-
 def test_samples_that_will_not_come_are_not_waited_for():
     engine = RewardComputationEngine(reward_model=Lengths())
     early = engine.begin([None] * 2, 2)
@@ -87,7 +77,7 @@ def test_samples_that_will_not_come_are_not_waited_for():
         scores.result(timeout=30)
 
 
-def test_a_remote_scorer_streams_and_a_function_does_not():
+def test_a_remote_scorer_streams_and_beside_functions_alone_there_is_nothing_to_begin():
     remote = RewardComputationEngine(reward_model=Lengths(), custom_reward_func=lambda completions: [0.0])
     local = RewardComputationEngine(custom_reward_func=lambda completions: [0.0])
-    assert remote.streams and not local.streams
+    assert remote.streams and not local.streams and local.begin([None] * 4, 2) is None

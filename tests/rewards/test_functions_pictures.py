@@ -46,25 +46,23 @@ def test_ocr_rule_by_hand():
     assert quoted_text('a "B c" and “D”') == "B c D" and quoted_text("it's") is None
 
 
-def test_ocr_without_tesseract_is_an_error_not_a_zero(monkeypatch):
+def test_ocr_without_its_reader_is_an_error_not_a_zero(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match="tesseract"):
-        OCR("tesseract")
-
-
-def test_ocr_without_rapidocr_is_an_error_not_a_zero(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(ConfigError, match=r"rapidocr.*diffusion-rewards"):
-        OCR()
+    for reader, words in (("tesseract", "tesseract"), (None, r"rapidocr.*diffusion-rewards")):
+        with pytest.raises(ConfigError, match=words):
+            OCR(reader)
 
 
 def test_settings_of_tesseract_choose_it():
     assert type(OCR(mode=7).reader).__name__ == "TesseractReader"
     assert type(OCR().reader).__name__ == "RapidReader"
-    with pytest.raises(ConfigError, match="mode belong to reader tesseract"):
-        OCR("rapidocr", mode=7)
-    with pytest.raises(ConfigError, match="must be rapidocr or tesseract"):
-        OCR("easyocr")
+    for settings, words in (
+        ({"reader": "rapidocr", "mode": 7}, "mode belong to reader tesseract"),
+        ({"reader": "easyocr"}, "must be rapidocr or tesseract"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            OCR(**settings)
 
 
 def test_ocr_time_limit_is_a_failure(monkeypatch):
@@ -84,26 +82,13 @@ def test_jpeg_both_signs():
     assert -compress[1].item() == pytest.approx(jpeg_kilobytes(noise, 95))
 
 
-@pytest.mark.parametrize(
-    ("rule", "color", "wanted"),
-    [
-        ("red", "red", 1),
-        ("red", "white", 0),
-        ("brightness", "white", 1),
-        ("darkness", "black", 1),
-        ("contrast", "red", 0),
-    ],
-)
-def test_pixel_rules(rule, color, wanted):
-    assert score("pixel", {"rule": rule}, [""], [Image.new("RGB", (4, 4), color)]).score.item() == pytest.approx(wanted)
-
-
-def test_video_score_is_the_mean_over_frames():
+def test_pixel_rules_and_the_mean_over_frames():
+    shown = {("red", "red"): 1, ("red", "white"): 0, ("brightness", "white"): 1, ("darkness", "black"): 1}
+    for (rule, color), wanted in {**shown, ("contrast", "red"): 0}.items():
+        found = score("pixel", {"rule": rule}, [""], [Image.new("RGB", (4, 4), color)]).score.item()
+        assert found == pytest.approx(wanted), (rule, color)
     video = torch.cat([torch.zeros(3, 1, 4, 4), torch.ones(3, 1, 4, 4)], dim=1)
     assert score("pixel", {}, [""], videos=[video]).score.item() == pytest.approx(0.5)
-
-
-def test_pixel_unknown_rule():
     with pytest.raises(ConfigError, match="did you mean 'brightness'"):
         build_scorer("pixel", {"rule": "brigthness"})
 

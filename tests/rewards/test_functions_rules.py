@@ -28,13 +28,9 @@ def test_exact(response, reference, wanted):
     assert Exact()([response], [reference]) == [wanted]
 
 
-def test_exact_of_tagged_answers_only():
+def test_exact_of_tagged_answers_only_or_as_is():
     responses = ["<answer> 3 </answer>", "3", "<answer>3", "<think> 3 </think> <answer>2</answer>"]
-    assert Exact(tagged=True)(responses, ["3"] * 4) == [1, 0, 0, 0]
-    assert Exact(tagged=True)(["3"], [None]) == [None]
-
-
-def test_exact_as_is():
+    assert Exact(tagged=True)([*responses, "3"], [*["3"] * 4, None]) == [1, 0, 0, 0, None]
     assert Exact(normalised=False)(["Red", "red "], ["red", "red"]) == [0, 1]
 
 
@@ -47,9 +43,8 @@ def test_last_number(text, wanted):
 
 
 def test_numeric():
-    score = Numeric(tolerance=0.01)
-    assert score(["about 100.5", "7", "no", "1"], ["100", "8", "3", "three"]) == [1, 0, 0, None]
-    assert score(["2"], [["1", "2"]]) == [1] and score(["2"], [None]) == [None]
+    responses, references = ["about 100.5", "7", "no", "1", "2", "2"], ["100", "8", "3", "three", ["1", "2"], None]
+    assert Numeric(tolerance=0.01)(responses, references) == [1, 0, 0, None, 1, None]
 
 
 @pytest.mark.parametrize(

@@ -51,28 +51,30 @@ def test_thresholds_and_the_order_of_objects():
     assert kept(found, 0.9) == {}  # above, not at it
 
 
+def cats(count, **more):
+    return {"class": "cat", "count": count, **more}
+
+
+BELOW = {"class": "dog", "count": 1, "position": ["below", 0]}
+INCLUDED = [
+    ([cats(2)], True),
+    ([cats(3)], False),
+    ([cats(1, color="red")], True),
+    ([cats(1, color="blue")], False),  # the surest one alone is looked at
+    ([cats(2, color="red")], False),
+    ([cats(1), BELOW], True),
+    ([cats(2), BELOW], False),
+    ([{"class": "cow", "count": 1}, BELOW], False),
+    ([cats(1, color="blue"), BELOW], False),
+]
+
+
 @pytest.mark.parametrize(
     ("row", "right"),
     [
-        ({"include": [{"class": "cat", "count": 2}]}, True),
-        ({"include": [{"class": "cat", "count": 3}]}, False),
-        ({"include": [{"class": "cat", "count": 2}], "exclude": [{"class": "cat", "count": 3}]}, True),
-        ({"include": [{"class": "cat", "count": 1}], "exclude": [{"class": "cat", "count": 2}]}, False),
-        ({"include": [{"class": "cat", "count": 1, "color": "red"}]}, True),
-        ({"include": [{"class": "cat", "count": 1, "color": "blue"}]}, False),  # the surest one alone is looked at
-        ({"include": [{"class": "cat", "count": 2, "color": "red"}]}, False),
-        ({"include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, True),
-        ({"include": [{"class": "cat", "count": 2}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, False),
-        ({"include": [{"class": "cow", "count": 1}, {"class": "dog", "count": 1, "position": ["below", 0]}]}, False),
-        (
-            {
-                "include": [
-                    {"class": "cat", "count": 1, "color": "blue"},
-                    {"class": "dog", "count": 1, "position": ["below", 0]},
-                ]
-            },
-            False,
-        ),
+        *(({"include": included}, right) for included, right in INCLUDED),
+        ({"include": [cats(2)], "exclude": [cats(3)]}, True),
+        ({"include": [cats(1)], "exclude": [cats(2)]}, False),
         ({"exclude": [{"class": "cow", "count": 1}]}, True),
     ],
 )
@@ -119,13 +121,11 @@ def scene(tag, right, make):
     """(row, objects) of one published kind of prompt, with one thing wrong unless `right`."""
     one, other = make.sample(["cat", "dog", "clock", "tv remote"], 2)
     first, second, third = make.sample(COLOURS, 3)
-    place = {"x": 100, "y": 100}
+    single, pair = [{"class": one, "count": 1}], [{"class": one, "count": 1}, {"class": other, "count": 1}]
     if tag == "single_object":
-        row = {"include": [{"class": one, "count": 1}]}
-        return row, [(one if right else other, first, 100, 100, 0.6)]
+        return {"include": single}, [(one if right else other, first, 100, 100, 0.6)]
     if tag == "two_object":
-        row = {"include": [{"class": one, "count": 1}, {"class": other, "count": 1}]}
-        return row, [(one, first, 20, 20, 0.6), (other, second, 120, 120, 0.6 if right else 0.2)]
+        return {"include": pair}, [(one, first, 20, 20, 0.6), (other, second, 120, 120, 0.6 if right else 0.2)]
     if tag == "counting":
         count = make.randint(2, 4)
         row = {"include": [{"class": one, "count": count}], "exclude": [{"class": one, "count": count + 1}]}
@@ -133,16 +133,16 @@ def scene(tag, right, make):
         sure = [(one, first, 5 + 45 * number, 60, 0.95) for number in range(drawn)]
         return row, [*sure, (one, second, 5, 180, 0.85)]  # too unsure where objects are counted
     if tag == "colors":
-        row = {"include": [{"class": one, "count": 1, "color": first}]}
+        row = {"include": [single[0] | {"color": first}]}
         return row, [(one, first if right else second, 100, 100, 0.6), (one, first, 10, 10, 0.5)]
     if tag == "color_attr":
-        pair = [{"class": one, "count": 1, "color": first}, {"class": other, "count": 1, "color": second}]
         shown = (first, second) if right else (second, first)
-        return {"include": pair}, [(one, shown[0], 20, 20, 0.6), (other, shown[1], 120, 120, 0.6)]
+        row = {"include": [pair[0] | {"color": first}, pair[1] | {"color": second}]}
+        return row, [(one, shown[0], 20, 20, 0.6), (other, shown[1], 120, 120, 0.6)]
     relation = make.choice(list(SHIFTS))
-    row = {"include": [{"class": one, "count": 1}, {"class": other, "count": 1, "position": [relation, 0]}]}
     x, y = SHIFTS[relation if right else OTHERS[relation]]
-    return row, [(one, first, 100, 100, 0.6), (other, third, place["x"] + 90 * x, place["y"] + 90 * y, 0.6)]
+    row = {"include": [pair[0], pair[1] | {"position": [relation, 0]}]}
+    return row, [(one, first, 100, 100, 0.6), (other, third, 100 + 90 * x, 100 + 90 * y, 0.6)]
 
 
 def test_sixty_drawn_scenes_have_the_published_verdicts():

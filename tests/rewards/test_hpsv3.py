@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_judges import hidden_states
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
@@ -38,22 +39,15 @@ def files(tmp_path_factory):
 
 
 def published(scorer, model, state, image, prompt):
-    """Embeddings with the image's features in their places, plain positions, the head at every token, one taken."""
+    """The head at every token, one taken."""
     batch = scorer.inputs([image], [prompt])
-    ids = batch["input_ids"]
-    embedded = torch.nn.functional.embedding(ids, state["model.embed_tokens.weight"])
-    features = model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
-    features = getattr(features, "pooler_output", features)
-    features = torch.cat(features) if isinstance(features, (tuple, list)) else features
-    embedded = embedded.masked_scatter((ids == model.config.image_token_id).unsqueeze(-1), features)
-    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)[0]
+    hidden = hidden_states(model, batch, model.config.image_token_id)
     first, second, last = ((state[f"rm_head.{number}.weight"], state[f"rm_head.{number}.bias"]) for number in (0, 3, 5))
     rating = hidden
     for weight, bias in (first, second):
         rating = torch.relu(rating @ weight.T + bias)
     rating = rating @ last[0].T + last[1]
-    return rating[ids == scorer._processor.tokenizer.convert_tokens_to_ids(TOKEN)][0, 0]
+    return rating[batch["input_ids"] == scorer._processor.tokenizer.convert_tokens_to_ids(TOKEN)][0, 0]
 
 
 @torch.no_grad()

@@ -45,21 +45,23 @@ def test_bad_recipes(raw, words):
         parse_recipe(raw)
 
 
-def test_unknown_label_names_the_nearest():
-    recipe = parse_recipe({"colour": [("rule", "exact", 1)]})
-    with pytest.raises(ConfigError, match="label 'color'; did you mean 'colour'"):
-        recipe.check_labels(["colour", "color"])
-    with pytest.raises(ConfigError, match="without a label"):
-        recipe.check_labels([None])
+COLOUR = {"colour": [("rule", "exact", 1)]}
+CONUT = {"conut": [("rule", "numeric", 1)], "*": [("rule", "exact", 1)]}
 
 
-def test_a_recipe_that_no_row_needs_names_the_nearest_label():
-    recipe = parse_recipe({"conut": [("rule", "numeric", 1)], "*": [("rule", "exact", 1)]})
-    with pytest.raises(ConfigError, match="has the label 'conut', which no row of the data has; did you mean 'count'"):
-        recipe.check_labels(["count", "name", None])
-    with pytest.raises(ConfigError, match="no row has a label: --label_key names its column"):
-        recipe.check_labels([None])
-    recipe.check_labels([])  # the data are not known yet
+@pytest.mark.parametrize(
+    ("raw", "labels", "words"),
+    [
+        (COLOUR, ["colour", "color"], "label 'color'; did you mean 'colour'"),
+        (COLOUR, [None], "without a label"),
+        (CONUT, ["count", "name", None], "the label 'conut', which no row of the data has; did you mean 'count'"),
+        (CONUT, [None], "no row has a label: --label_key names its column"),
+    ],
+)
+def test_recipe_and_labels_of_the_data_that_do_not_fit_name_the_nearest(raw, labels, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_recipe(raw).check_labels(labels)
+    parse_recipe(raw).check_labels([])  # the data are not known yet
 
 
 def test_labels_of_rows_that_a_run_does_not_use_count_for_a_recipe():
@@ -85,33 +87,37 @@ def test_labels_are_read_as_they_are_written(tmp_path):
         parse_recipe({True: [("rule", "exact", 1)]})
 
 
-def test_missing_file_and_bad_yaml(tmp_path):
-    with pytest.raises(ConfigError, match="gone.yaml does not exist"):
-        load_recipe("gone.yaml")
-    with pytest.raises(ConfigError, match="inline reward recipe is not valid YAML"):
-        load_recipe("{a: [")
-    with pytest.raises(ConfigError, match="'my_recipe': give a .yaml"):
-        load_recipe("my_recipe")
-    path = tmp_path / "recipe.yaml"
-    path.write_text("a:\n  - [rule, exact, 1.0]\nb: [\n")
-    with pytest.raises(ConfigError, match=r"recipe.yaml:4: "):
-        load_recipe(str(path))
-    path.write_text("a:\n  - [rule, exact]\n")
-    with pytest.raises(ConfigError, match=r"recipe.yaml: reward recipe, label 'a', entry 1"):
-        load_recipe(str(path))
-    path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"recipe.yaml: cannot be read"):
-        load_recipe(str(path))
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("gone.yaml", "gone.yaml does not exist"),
+        ("my_recipe", "'my_recipe': give a .yaml"),
+        ("{a: [", "inline reward recipe is not valid YAML"),
+    ],
+)
+def test_what_names_no_recipe(source, words):
+    with pytest.raises(ConfigError, match=words):
+        load_recipe(source)
 
 
-def test_different_components_get_different_names():
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a:\n  - [rule, exact, 1.0]\nb: [\n", "recipe.yaml:4: "),
+        (b"a:\n  - [rule, exact]\n", "recipe.yaml: reward recipe, label 'a', entry 1"),
+        (b"\xff\xfe\x00\x80", "recipe.yaml: cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, words):
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def test_different_components_get_different_names_and_equal_ones_are_one():
     recipe = parse_recipe({"a": [("rule", "exact", 1), ("rule", "exact", 1, {"normalised": False})]})
     assert [entry.name for entry in recipe.components()] == ["exact", "exact_2"]
-
-
-def test_same_component_under_two_labels_is_one():
-    recipe = parse_recipe({"a": [("rule", "exact", 1)], "b": [("rule", "exact", 2)]})
-    assert len(recipe.components()) == 1
+    assert len(parse_recipe({"a": [("rule", "exact", 1)], "b": [("rule", "exact", 2)]}).components()) == 1
 
 
 def test_components_form():

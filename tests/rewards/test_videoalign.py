@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_judges import hidden_states
 from torchvision.transforms.functional import InterpolationMode, resize
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -56,7 +57,7 @@ def files(request, tmp_path_factory):
 
 @torch.no_grad()
 def published(files, clip, prompt, frames):
-    """Embeddings with the clip's features in their places, plain positions, the head at every token, three taken."""
+    """The head at every token, three taken."""
     model, processor = files[2].base_model.model, AutoProcessor.from_pretrained(files[0])
     processor.tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
     shown = torch.from_numpy(clip[frames]).permute(0, 3, 1, 2)
@@ -70,14 +71,7 @@ def published(files, clip, prompt, frames):
     )
     fixed = {"do_resize": False, "do_sample_frames": False}
     batch = processor(text=[start[0] + text], videos=[shown], return_tensors="pt", videos_kwargs=fixed)
-    ids = batch["input_ids"]
-    features = model.model.visual(batch["pixel_values_videos"], grid_thw=batch["video_grid_thw"])
-    features = getattr(features, "pooler_output", features)
-    features = torch.cat(features) if isinstance(features, (tuple, list)) else features
-    embedded = model.model.language_model.embed_tokens(ids)
-    embedded = embedded.masked_scatter((ids == model.config.video_token_id).unsqueeze(-1), features)
-    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    hidden = model.model.language_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)[0]
+    ids, hidden = batch["input_ids"], hidden_states(model, batch, model.config.video_token_id)
     logits = (hidden @ files[3].weight.T)[0]
     ratings = []
     for index, (name, token) in enumerate(zip(RATED, processor.tokenizer.convert_tokens_to_ids(list(TOKENS)))):
