@@ -89,10 +89,8 @@ def parse_run(
     load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
     model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
     if preset is not None and model == EMBEDDED:
-        layers = _preset(reader, preset, tree, sources)
-        tree, sources = merge(names, own + layers + chosen)
-        layers = _preset(reader, preset, tree, sources)  # sizes that a recipe gives may ask for another one
-        tree, sources = merge(names, own + layers + chosen)
+        for _ in range(2):  # sizes that a preset gives may ask for another one
+            tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
     notes = [f"{each.name} ({each.origin}): {names.needless(each)}" for each in chosen if names.needless(each)]
     return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))

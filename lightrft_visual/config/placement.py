@@ -31,6 +31,10 @@ def _devices(value: list[int]) -> bool:
 Devices = Annotated[list[int] | None, Constraint(_devices, "it is a list of different device numbers, such as [0, 1]")]
 
 
+# Settings, other than rollout_devices, that only rollout workers read.
+OF_WORKERS = ("rollout_num_gpus", "rollout_num_workers", "require_cluster", "weight_transfer")
+
+
 @dataclass
 class ResourcesConfig(Section):
     """Devices of the trainer and of the rollout workers, with placement split. Numbers are those of the host."""
@@ -55,10 +59,6 @@ class ResourcesConfig(Section):
         """Whether reward models are to be in actors."""
         named = self.reward_devices, self.reward_num_gpus, self.reward_num_workers
         return any(value is not None for value in named)
-
-    def of_workers(self) -> list[str]:
-        """Settings other than rollout_devices that were given, and that only workers read."""
-        return not_usual(self, ("rollout_num_gpus", "rollout_num_workers", "require_cluster", "weight_transfer"))
 
     def check(self) -> None:
         """Devices of the sides, which must not overlap."""

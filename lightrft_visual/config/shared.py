@@ -8,8 +8,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ..errors import ConfigError, did_you_mean
-from .constraints import Constraint, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share, one_of, require, within
-from .placement import NAMES, ResourcesConfig
+from .constraints import (
+    Constraint,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    not_usual,
+    one_of,
+    require,
+    within,
+)
+from .placement import NAMES, OF_WORKERS, ResourcesConfig
 
 EMBEDDED = "embedded"  # the built-in models, and the task that belongs to each
 RUN_PARTS, LONGEST_INTERVAL = 10, 50  # checkpoints and evaluations where nothing is said: so many, so far apart
@@ -123,7 +134,7 @@ class DistributedConfig(Section):
         if self.placement is None:
             self.placement = "split" if divided else "colocated"
         require(self.split or not divided, "rollout_devices belongs to --placement split")
-        named = self.resources.of_workers()
+        named = not_usual(self.resources, OF_WORKERS)
         require(self.split or not named, f"{', '.join(named)}: of rollout workers, add --placement split")
 
     @property

@@ -68,40 +68,27 @@ def describe_source(source: Any) -> str:
     return text if len(text) <= 300 else text[:300] + "..."
 
 
-def load_image(
-    source: Any,
-    *,
-    root: str | os.PathLike | None = None,
-    allow_remote: bool = False,
-    max_pixels: int = MAX_IMAGE_PIXELS,
-) -> Image.Image:
+def load_image(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode one image to 8-bit RGB, upright (EXIF orientation applied), transparency over white.
 
-    root: folder that relative paths start from. max_pixels: width times height above which the image is refused
-    before any pixel is decoded. 16-bit greys are scaled to 8 bits, CMYK is converted. A PIL image that is all this
-    already is returned itself, others are left as they are. Raises DataError for what is missing, empty, truncated,
-    corrupt, too large, animated, or not an image.
+    max_pixels: width times height above which the image is refused before any pixel is decoded. 16-bit greys are scaled
+    to 8 bits, CMYK is converted. A PIL image that is all this already is returned itself, others are left as they are.
+    Raises DataError for what is missing, empty, truncated, corrupt, too large, animated, or not an image.
     """
     source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
-        image = _open_image(source, name, root, allow_remote, max_pixels)
+        image = _open_image(source, name, allow_remote, max_pixels)
         image.load()  # reads all pixels, and closes the file
         return image if _is_plain(image) else _to_rgb(ImageOps.exif_transpose(image), name)
 
 
-def image_size(
-    source: Any,
-    *,
-    root: str | os.PathLike | None = None,
-    allow_remote: bool = False,
-    max_pixels: int = MAX_IMAGE_PIXELS,
-) -> tuple[int, int]:
+def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
     """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data."""
     source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
-        image = _open_image(source, name, root, allow_remote, max_pixels)
+        image = _open_image(source, name, allow_remote, max_pixels)
         # A PNG without EXIF in its header would be decoded in search of it.
         exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
         size = image.size[::-1] if exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
@@ -131,12 +118,12 @@ def _as_data_error(message: str) -> Iterator[None]:
         raise DataError(f"{message}: {error}", "image damaged") from error
 
 
-def _open_image(source: Any, name: str, root: Any, allow_remote: bool, max_pixels: int) -> Image.Image:
+def _open_image(source: Any, name: str, allow_remote: bool, max_pixels: int) -> Image.Image:
     """Header only. A PIL image is taken as it is, and copied by whoever converts it."""
     if isinstance(source, Image.Image):
         image = source
     else:
-        content = read_source(source, root=root, allow_remote=allow_remote)
+        content = read_source(source, allow_remote=allow_remote)
         try:
             image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=IMAGE_FORMATS)
         except Image.UnidentifiedImageError:
@@ -190,16 +177,16 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     return to_rgb(image)
 
 
-def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False) -> bytes | Path:
+def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
     """The encoded bytes of a source, or the path of the regular file that holds them. Raises DataError."""
     if isinstance(source, Mapping):
-        return read_source(_inner_source(source), root=root, allow_remote=allow_remote)
+        return read_source(_inner_source(source), allow_remote=allow_remote)
     if isinstance(source, (bytes, bytearray, memoryview)):
         if len(source) == 0:
             raise DataError("empty bytes", "media missing")
         return bytes(source)
     if isinstance(source, os.PathLike):
-        return _regular_file(Path(source), root)
+        return _regular_file(Path(source))
     if not isinstance(source, str):
         raise DataError(
             f"a {type(source).__name__} is no path, URL, bytes, base64, PIL image or uint8 array", "media form"
@@ -215,7 +202,7 @@ def read_source(source: Any, *, root: str | os.PathLike | None = None, allow_rem
         return _decode_base64(source)
     if source.startswith("file://"):
         source = _path_of(source)
-    return _regular_file(Path(source), root)
+    return _regular_file(Path(source))
 
 
 def _inner_source(source: Mapping[str, Any]) -> Any:
@@ -291,8 +278,7 @@ def _path_of(url: str) -> str:
         raise DataError(f"{describe_source(url)} is not a valid file URL: {error}", "file missing") from None
 
 
-def _regular_file(path: Path, root: str | os.PathLike | None) -> Path:
-    path = Path(root) / path if root is not None else path
+def _regular_file(path: Path) -> Path:
     try:
         info = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name

@@ -307,8 +307,10 @@ class PromptDataset:
     def _admit(self, number: int, path: str, max_rows: int) -> None:
         """Check rows in order until max_rows are good."""
         source, admitted, start, forms = self._sources[number], 0, 0, set()
+        world = collectives.world_size()
         while admitted < max_rows and start < len(source):
-            rows = range(start, min(len(source), start + self._round_length(max_rows - admitted)))
+            share = min(_CHUNK, -(-(max_rows - admitted) // world))  # of each rank, before they tell each other
+            rows = range(start, min(len(source), start + world * share))
             for row, found in zip(rows, self._inspect_shared(source, rows)):
                 self.bad.inspected += 1
                 if isinstance(found, BadRow):
@@ -334,12 +336,6 @@ class PromptDataset:
             raise TooManyBadRows(f"{told}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(told)
         if (said := forms - {None}) and collectives.is_rank_0():
             logger.info("%s: rows read as %s; --data_format plain turns this off", path, "; ".join(sorted(said)))
-
-    @staticmethod
-    def _round_length(wanted: int) -> int:
-        """Rows that all ranks look at together before they tell each other."""
-        world = collectives.world_size()
-        return world * min(_CHUNK, max(1, -(-wanted // world)))
 
     def _inspect_shared(self, source: RowSource, rows: range) -> list[_Found | BadRow]:
         """What is found in `rows`, each rank looking at its own stretch."""

@@ -43,7 +43,6 @@ class PromptSampler:
         *,
         seed: int,
         probabilities: Sequence[float] | None = None,
-        shuffle: bool = True,
         mixing: str = "shuffled",
     ) -> None:
         """sizes: rows of each data set, whose indices follow each other. Raises ConfigError or DataError."""
@@ -51,7 +50,7 @@ class PromptSampler:
             raise ConfigError(f"batch_size is {batch_size}; it must be positive")
         if not sizes or min(sizes) < 1:
             raise DataError(f"every data set needs at least one row; sizes are {list(sizes)}")
-        self.sizes, self.batch_size, self.seed, self.shuffle = list(sizes), batch_size, seed, shuffle
+        self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
         self.epoch_length = sum(self.quotas)  # rows in one epoch
         self.pattern = [] if mixing == "shuffled" else interleaved(self.quotas)
@@ -99,15 +98,15 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what the stream follows from."""
-        state = {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas,
-                 "shuffle": self.shuffle}  # fmt: skip
+        state = {"consumed": self.consumed, "seed": self.seed, "sizes": self.sizes, "quotas": self.quotas}
         return state if self.mixing == "shuffled" else state | {"mixing": self.mixing, "batch_size": self.batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` stopped; where rows are shuffled the batch size may differ. Raises DataError if the
         order would not match."""
         own = self.state_dict()
-        for name in sorted({*own, *state} - {"consumed"}, reverse=True):  # sizes before quotas, which follow from them
+        known = {*own, *state} - {"consumed", "shuffle"}  # the latter was always true
+        for name in sorted(known, reverse=True):  # sizes before quotas, which follow from them
             if state.get(name) != own.get(name):
                 told = f"{name} was {state.get(name)}, now it is {own.get(name)}".replace("sizes", "rows of the data")
                 raise DataError(f"cannot resume the prompt order: {told}; a new run takes the exported one: --pretrain")
@@ -156,8 +155,6 @@ class PromptSampler:
         return [rows[place] for place in self._permutation(len(rows), "mix", epoch)]
 
     def _permutation(self, size: int, purpose: str, number: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(size))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "prompt order", purpose, number))
         return torch.randperm(size, generator=generator).tolist()
 

@@ -9,7 +9,6 @@ a frame; for frame lists sample_fps, the frames a second they were taken at.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,16 @@ from qwen_vl_utils import smart_resize
 from qwen_vl_utils.vision_process import smart_nframes
 
 from ..errors import DataError
-from .media import Video, check_aspect_ratio, describe_source, image_size, is_remote, load_image, read_source
+from .media import (
+    MAX_IMAGE_PIXELS,
+    Video,
+    check_aspect_ratio,
+    describe_source,
+    image_size,
+    is_remote,
+    load_image,
+    read_source,
+)
 
 MAX_FRAMES = 768
 MAX_FRAME_PIXELS = 768 * 28 * 28
@@ -45,9 +53,7 @@ _OPTIONS: dict[str, tuple[bool, float, float]] = {
 _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif", "flv", "ogg", "asf", "h264", "hevc")
 
 
-def load_video(
-    source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False, max_pixels: int = 50_000_000
-) -> Video:
+def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> Video:
     """Decode one video. max_pixels bounds a frame before decoding; see the module for sources and options.
 
     Raises DataError naming the source for what is missing, damaged, too long, too large, or has fewer than two frames.
@@ -60,26 +66,24 @@ def load_video(
         if isinstance(source, (np.ndarray, torch.Tensor)):
             return _from_array(source, options, name)
         if _is_frame_list(source):
-            return _from_list(source, options, root=root, allow_remote=allow_remote, max_pixels=max_pixels)
-        content = read_source(source, root=root, allow_remote=allow_remote)
+            return _from_list(source, options, allow_remote=allow_remote, max_pixels=max_pixels)
+        content = read_source(source, allow_remote=allow_remote)
         return _decode(content, options, name, max_pixels)
     except ValueError as error:  # also DataError of a frame, which gains the video's name
         raise DataError(f"video {name}: {error}", getattr(error, "cause", None) or "video damaged") from error
 
 
-def check_video(
-    source: Any, *, root: str | os.PathLike | None = None, allow_remote: bool = False, max_pixels: int = 50_000_000
-) -> None:
+def check_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
     """The cheap part of load_video, for validation at start: options, files, and the headers of listed frames."""
     source, options = _split_options(source)
     if isinstance(source, (Video, np.ndarray, torch.Tensor)):
         return
     if _is_frame_list(source):
         known = [frame for frame in source if not (allow_remote and is_remote(frame))]
-        sizes = [image_size(f, root=root, allow_remote=allow_remote, max_pixels=max_pixels) for f in known]
+        sizes = [image_size(frame, allow_remote=allow_remote, max_pixels=max_pixels) for frame in known]
         _check_frames(len(source), sizes, options)
     elif not (allow_remote and is_remote(source)):
-        read_source(source, root=root, allow_remote=allow_remote)
+        read_source(source, allow_remote=allow_remote)
 
 
 def is_remote_video(source: Any) -> bool:
@@ -154,18 +158,13 @@ def _from_list(source: Sequence[Any], options: dict[str, Any], **reading: Any) -
     """Frames from images. They are decoded and shrunk one by one, after all headers were looked at."""
     if len(source) <= MAX_FRAMES:
         # What lies elsewhere is fetched once, for its header and its pixels.
-        source = [_fetched(frame, reading) for frame in source]
+        allowed = reading.get("allow_remote", False)
+        source = [read_source(frame, allow_remote=allowed) if is_remote(frame) else frame for frame in source]
     sizes = [image_size(frame, **reading) for frame in source[:MAX_FRAMES]]
     _check_frames(len(source), sizes, options)
     limit, fps = _frame_limit(len(source), options), options.get("sample_fps", 2.0)
     frames = [np.asarray(_bound_frame(load_image(frame, **reading), options, limit)) for frame in source]
     return Video(np.stack(frames), _metadata(list(range(len(frames))), len(frames), fps, "frames"))
-
-
-def _fetched(frame: Any, reading: Mapping[str, Any]) -> Any:
-    if not is_remote(frame):
-        return frame
-    return read_source(frame, root=reading.get("root"), allow_remote=reading.get("allow_remote", False))
 
 
 def _metadata(indices: list[int], total: int, fps: float, backend: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
@@ -49,7 +48,6 @@ class MultimodalDataProcessor:
         processor: ProcessorMixin | None,
         prompt_max_len: int,
         *,
-        image_root: str | os.PathLike | None = None,
         allow_remote: bool = False,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
     ) -> None:
@@ -57,7 +55,7 @@ class MultimodalDataProcessor:
         self.family = family_of_processor(processor)
         self._most_characters = most_characters(tokenizer, prompt_max_len)
         self._turn = Lock()  # batches are prepared ahead in a thread; processors are not made for two calls at once
-        self._reading = {"root": image_root, "allow_remote": allow_remote, "max_pixels": max_image_pixels}
+        self._reading = {"allow_remote": allow_remote, "max_pixels": max_image_pixels}
 
     def process_multimodal_batch(
         self,

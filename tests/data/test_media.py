@@ -45,7 +45,6 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
     for source in sources:
         assert same(load_image(source), picture), describe_source(source)
         assert image_size(source) == (20, 12)
-    assert same(load_image("a b.png", root=tmp_path), picture)
 
 
 def test_exif_orientation_is_applied_to_pixels_and_size(picture):
@@ -147,7 +146,7 @@ def test_missing_empty_and_special_files_name_the_path(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for name, message in (("gone.png", "not found"), ("empty.png", "empty"), ("pipe.png", "regular"), (".", "regular")):
         with pytest.raises(DataError, match=message) as caught:
-            load_image(name, root=tmp_path)
+            load_image(tmp_path / name)
         assert str(tmp_path) in str(caught.value)
 
 
@@ -217,7 +216,7 @@ def test_a_name_that_is_not_unicode_can_be_printed():
 def test_verls_mapping_is_a_source(tmp_path):
     Image.new("RGB", (5, 4)).save(tmp_path / "a.png")
     assert resolve_source({"image": "a.png"}, tmp_path) == {"image": str(tmp_path / "a.png")}
-    for source in ({"image": "a.png"}, {"image": (tmp_path / "a.png").read_bytes()}):
-        assert load_image(source, root=tmp_path).size == (5, 4)
+    for source in ({"image": str(tmp_path / "a.png")}, {"image": (tmp_path / "a.png").read_bytes()}):
+        assert load_image(source).size == (5, 4)
     with pytest.raises(DataError, match="max_pixels of its own; sizes are set by --max_pixels"):
-        load_image({"image": "a.png", "max_pixels": 784}, root=tmp_path)
+        load_image({"image": str(tmp_path / "a.png"), "max_pixels": 784})

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -90,14 +91,7 @@ def _replies(batch: RewardBatch) -> list[Any]:
     return [[{"role": "assistant", "content": response}] for response in batch.responses]
 
 
-def _references(batch: RewardBatch) -> list[Any]:
-    return batch.references
-
-
-def _responses(batch: RewardBatch) -> list[Any]:
-    return batch.responses
-
-
+_references, _responses = attrgetter("references"), attrgetter("responses")
 _VERL = {
     "data_source": _data_source,
     "solution_str": _responses,

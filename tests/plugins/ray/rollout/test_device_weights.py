@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from worker_processes import KILL, STOP, Member, equal, named
 
-from lightrft_visual.config.placement import ResourcesConfig
+from lightrft_visual.config.constraints import not_usual
+from lightrft_visual.config.placement import OF_WORKERS, ResourcesConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.plugins.ray.rollout import device_weights
 from lightrft_visual.plugins.ray.rollout.device_weights import (
@@ -322,6 +323,6 @@ def test_what_cannot_go_from_device_to_device(devices, ahead, said, monkeypatch)
     assert by_device(asked, 1, 0) and not by_device(auto, 1, 0)
     monkeypatch.setattr(device_weights, "over_cards", lambda: True)
     assert by_device(auto, 1, 0) and not by_device(auto, devices, ahead) and not by_device(usual, 1, 0)
-    assert asked.of_workers() == ["weight_transfer"] and not usual.of_workers()  # nobody else reads it
+    assert not_usual(asked, OF_WORKERS) == ["weight_transfer"]  # nobody else reads it
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not by_device(auto, 1, 0)
