@@ -123,7 +123,8 @@ def _configured(
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
         if eval_dataset is not None:
             own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
-        recipes = [recipe, *_recipe_of(suite)]
+        named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
+        recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
         if rewards is not None and suite is not None:
             recipes.append(os.path.join(scratch, "rewards.yaml"))
             Path(recipes[-1]).write_text("reward: {components: {}, kwargs: {}, reward_recipe: null}\n")
@@ -148,11 +149,6 @@ def _on_disk(model: Any) -> Iterator[str | os.PathLike[str]]:
         return
     with saved(loaded, processor) as folder:
         yield folder
-
-
-def _recipe_of(suite: str | None) -> list[str]:
-    """A suite is a recipe: one that is shipped by its name, or a file."""
-    return [] if suite is None else [suite if suite.endswith(SUFFIXES) or "/" in suite else f"suite/{suite}"]
 
 
 def evaluate(
@@ -210,7 +206,9 @@ def sample(
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
             arguments of its pipeline, such as num_inference_steps, and bf16 (default: as in the run).
     """
-    listed = _asked([prompts] if isinstance(prompts, str) else list(prompts), images)
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"n is {n!r}: how many samples of each prompt, 1 or more")
+    listed = _asked(prompts, images)
     with _on_disk(model) as checkpoint:
         found = Checkpoint.of(checkpoint, base)
         if found.draws and found.resumable:
@@ -219,13 +217,18 @@ def sample(
         return (_drawn if found.draws else _answered)(found, listed, n, seed, settings)
 
 
-def _asked(prompts: list[Any], images: Sequence[Any] | None) -> list[Any]:
-    """Prompts with their images, as rows."""
+def _asked(prompts: Any, images: Any) -> list[Any]:
+    """Prompts with their images, as rows. One text, row or conversation alone may come with its images alone."""
+    alone = isinstance(prompts, str | Mapping)
+    listed = [prompts] if alone else list(prompts)
+    if listed and isinstance(listed[0], Mapping) and "role" in listed[0]:
+        alone, listed = True, [listed]
+    rows = [{"prompt": each} if isinstance(each, str | list) else each for each in listed]
     if images is None:
-        return prompts
-    if len(images) != len(prompts):
-        raise ConfigError(f"{len(prompts)} prompts come with images for {len(images)}")
-    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
+        return rows
+    images = [images] if alone else images
+    if len(images) != len(rows):
+        raise ConfigError(f"{len(rows)} prompts come with images for {len(images)}")
     shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
     return [{**row, "images": own} for row, own in zip(rows, shown)]
 
@@ -251,7 +254,8 @@ def _answered(
     rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
     temperature = settings.pop("temperature", None)
     own = {"max_eval_samples": len(rows)} | settings
-    with _configured(checkpoint, rows, [_no_reward], own) as config, started(config) as trainer:
+    unscored = [lambda completions: [0.0] * len(completions)]
+    with _configured(checkpoint, rows, unscored, own) as config, started(config) as trainer:
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
@@ -259,10 +263,6 @@ def _answered(
         made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
         texts = [each.text for each in made]
     return [texts[start : start + n] for start in range(0, len(texts), n)]
-
-
-def _no_reward(completions: Sequence[str]) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def _drawn(

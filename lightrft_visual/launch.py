@@ -22,7 +22,7 @@ from .config import registry
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
-from .errors import FolderInUse, LightRFTVisualError, StoppedBySignal
+from .errors import ConfigError, FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
 from .runtime.presence import handled, hangup_ends
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
 LOOK_SECONDS = 0.2
+_RUNNING = threading.Lock()  # ranks, random states and signals are of the whole process
 
 
 def quiet_libraries() -> None:
@@ -96,8 +97,8 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
-    with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(partial(built, config, callbacks))
+    with _released_on_error(config) as held:
+        held.append(trainer := _build(partial(built, config, callbacks)))
         _train(trainer)
     return trainer
 
@@ -105,8 +106,8 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 @contextmanager
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
-    with _released_on_error(config) as holds:
-        holds.trainer = trainer = _build(partial(built, config))
+    with _released_on_error(config) as held:
+        held.append(trainer := _build(partial(built, config)))
         if trainer.state.resume_folder is not None:
             trainer.state.take_weights()
         trainer.start()
@@ -114,30 +115,29 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
         _close(trainer)
 
 
-class _Holds:
-    trainer: PolicyTrainer | None = None
-
-
 @contextmanager
-def _released_on_error(config: AnyConfig) -> Iterator[_Holds]:
+def _released_on_error(config: AnyConfig) -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
     bound_spinning()  # before anything loads torch
     from .runtime import collectives, watchdog
 
-    holds = _Holds()
+    if not _RUNNING.acquire(blocking=False):
+        raise ConfigError("another run goes on in this process: wait for it, or start a process for each")
+    held: list[PolicyTrainer] = []
     try:
-        yield holds
+        yield held
     except BaseException as error:
         if collectives.world_size() > 1:
             watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
         try:
-            if holds.trainer is not None:
-                _close(holds.trainer)
+            for trainer in held:
+                _close(trainer)
         except Exception as second:
             logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
         raise
     finally:
         watchdog.stop()
+        _RUNNING.release()
 
 
 def _close(trainer: PolicyTrainer) -> None:

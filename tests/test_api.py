@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import lightrft_visual
-from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, api, given
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, api, given, inference
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.data.sources import open_source
@@ -278,3 +278,40 @@ def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkey
         with saved(Loaded()) as other:
             assert other != one
         assert (one / "config.json").is_file() and not other.exists()
+
+
+CHAT = [{"role": "user", "content": "how many?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "images", "rows"),
+    [
+        ("a", 1, [{"prompt": "a", "images": [1]}]), ("a", [1, 2], [{"prompt": "a", "images": [1, 2]}]),
+        (["a", {"prompt": "b"}], [None, 2], [{"prompt": "a", "images": []}, {"prompt": "b", "images": [2]}]),
+        ({"prompt": "a"}, None, [{"prompt": "a"}]), (CHAT, 1, [{"prompt": CHAT, "images": [1]}]),
+        ([CHAT, CHAT], None, [{"prompt": CHAT}] * 2),
+    ],
+)  # fmt: skip
+def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompts, images, rows):
+    assert inference._asked(prompts, images) == rows
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, None])
+def test_number_of_samples_that_is_none_is_refused(n):
+    with pytest.raises(ConfigError, match="n is .*1 or more"):
+        inference.sample("nowhere", ["a"], n=n)
+
+
+def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():
+    from lightrft_visual import launch
+
+    with launch._RUNNING, pytest.raises(ConfigError, match="another run goes on in this process"):
+        GRPOTrainer().fit()
+    assert launch._RUNNING.acquire(blocking=False) and launch._RUNNING.release() is None
+
+
+def test_evaluating_without_held_out_prompts_is_refused():
+    from lightrft_visual.trainer.features.conditions import held_out
+
+    with pytest.raises(ConfigError, match="give eval_dataset"):
+        held_out(None)

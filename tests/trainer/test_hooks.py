@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.config import kinds, registry
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
 from lightrft_visual.trainer.run_state import _hooks_of_version_2
 
@@ -174,3 +175,10 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
     hooks = Hooks([Reports(a=1.0), StepHook(), Reports(b=2.0)])
     hooks.close()
     assert hooks.metrics() == {"a": 1.0, "b": 2.0} and closed == [{"a": 1.0}, {"b": 2.0}]
+
+
+@pytest.mark.parametrize("callback", [StepHook, lambda metrics: None, SimpleNamespace(on_step_end=print)])
+def test_what_no_moment_would_call_is_refused(callback, monkeypatch):
+    monkeypatch.setattr(registry, "hooks", registry.Registry("hook", kinds.Hook))
+    with pytest.raises(ConfigError, match="no hook is .*one has some of the methods setup, on_prompts"):
+        Hooks().build(SimpleNamespace(kind="vl"), [callback])

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...errors import ConfigError
 from ...observe.conditions import conditions, in_words
 from ..hooks import HookContext, StepHook
 
 
 def held_out(evaluation: Any) -> list[str]:
-    """The prompts of an evaluation of either kind of run."""
+    """The prompts of an evaluation of either kind of run. Raises ConfigError without any."""
+    if evaluation is None:
+        raise ConfigError("there is nothing to evaluate on: give eval_dataset")
     prompts = evaluation.prompts
     return prompts.prompts if hasattr(prompts, "prompts") else [each.prompt for each in prompts.rows]
 
