@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import random
 import secrets
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -175,7 +175,6 @@ THREADS = min(4, len(os.sched_getaffinity(0)))  # of the host, while nothing els
 ALIGNED = 64  # bytes
 HEADER = ALIGNED  # bytes before a memory file's content: `Checks`
 CHUNK_BYTES = 256 * 2**10  # written and hashed at once: what stays in a core's own cache in between
-PATIENCE = 0.05  # seconds for another process to finish a check that it has begun
 
 
 class WeightsRefused(RolloutError):
@@ -228,38 +227,23 @@ class Posted:
 
 
 class Checks:
-    """What the processes of this host that map a memory file tell each other about its content, in its first bytes.
-
-    begun: whether one of them is at it. It may have died since, so nobody waits for it long. passed: the checksum that
-    one has found; 0 for none.
-    """
+    """What the processes of this host that map a memory file tell each other about its content, in its first bytes:
+    the checksum that one of them has found; 0 for none."""
 
     def __init__(self, file: T) -> None:
-        self._words = file[:16].view(torch.int64).numpy()
+        self._word = file[:8].view(torch.int64).numpy()
 
     def clear(self) -> None:
         """Before other content is written."""
-        self._words[:] = 0
-
-    def begin(self) -> bool:
-        """Whether nobody else has begun. Two that ask at the same moment may both be told so: that costs only time."""
-        begun, self._words[0] = self._words[0], 1
-        return not begun
+        self._word[:] = 0
 
     def passed(self, checksum: int) -> bool:
         """Whether a process has found this checksum."""
-        return int(self._words[1]) == _signed(checksum)
-
-    def soon_passed(self, checksum: int) -> bool:
-        """`passed`, or within `PATIENCE`."""
-        until = time.monotonic() + PATIENCE
-        while not self.passed(checksum) and time.monotonic() < until:
-            time.sleep(0.001)
-        return self.passed(checksum)
+        return int(self._word[0]) == _signed(checksum)
 
     def note(self, checksum: int) -> None:
         """Found by this process."""
-        self._words[1] = _signed(checksum)
+        self._word[0] = _signed(checksum)
 
 
 def _signed(checksum: int) -> int:
@@ -419,6 +403,8 @@ def received(
 
     def check(index: int) -> None:
         (own, checks), bucket = contents[index], posted.buckets[index]
+        if checks is not None and checks.passed(bucket.checksum):
+            return
         checksum = xxhash.xxh3_64_intdigest(own[: bucket.bytes].numpy())
         if checksum != bucket.checksum:
             raise WeightsRefused(
@@ -428,22 +414,11 @@ def received(
         if checks is not None:
             checks.note(checksum)
 
-    def check_unless_begun(index: int) -> bool:
-        checks = contents[index][1]
-        mine = checks is None or checks.begin()
-        if mine:
-            check(index)
-        return mine
-
-    def check_unless_passed(index: int) -> None:
-        if not contents[index][1].soon_passed(posted.buckets[index].checksum):
-            check(index)
-
     with ThreadPoolExecutor(THREADS) as threads:
         contents = list(threads.map(content, posted.buckets))
-        indices = range(len(contents))
-        left = [index for index, mine in zip(indices, threads.map(check_unless_begun, indices)) if not mine]
-        list(threads.map(check_unless_passed, left))
+        # In another order in each process: those of a host share the work, and nobody waits for one that died at it.
+        order = random.Random(os.getpid()).sample(range(len(contents)), len(contents))
+        list(threads.map(check, order))
     return [
         (at.name, content[at.start : at.start + at.bytes].view(at.dtype).view(at.shape))
         for bucket, content in zip(posted.buckets, (own for own, _ in contents))

@@ -97,14 +97,6 @@ def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(m
             received(posted, files=files)
 
 
-def test_what_a_worker_began_to_check_and_did_not_finish_is_checked_by_another():
-    post, files = WeightPost(bucket_bytes=200), MappedFiles()
-    posted = post.post(named().items())
-    assert all(files.content(bucket)[1].begin() for bucket in posted.buckets)
-    assert same(received(posted, files=files), named())
-    assert all(files.content(bucket)[1].passed(bucket.checksum) for bucket in posted.buckets)
-
-
 def test_tensors_larger_than_a_chunk_arrive_whole_and_are_hashed_as_they_lie():
     chunk = weights.CHUNK_BYTES
     wanted = {
