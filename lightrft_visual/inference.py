@@ -285,6 +285,8 @@ def _drawn(
     if any(given) and "image" not in taken:
         raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
     usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {})) | _arguments(settings, pipeline)
+    if "max_area" in taken and {"height", "width"} <= usual.keys():  # else Kontext draws a megapixel, whatever is asked
+        usual.setdefault("max_area", usual["height"] * usual["width"])
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
     drawn: list[list[Any]] = []
     for number, (row, shown) in enumerate(zip(rows, given)):

@@ -67,6 +67,13 @@ def test_sample_image_for_a_model_of_text_alone_refused_by_its_name(tmp_path):
         sample(left_by_a_run(tmp_path, "z_image"), ["a"], images=[Image.new("RGB", (32, 32))])
 
 
+def test_sample_edit_is_drawn_in_the_runs_size(tmp_path):
+    ((image,),) = sample(
+        left_by_a_run(tmp_path, "flux_kontext"), ["a"], images=[Image.new("RGB", (64, 48))], _auto_resize=False
+    )
+    assert image.size == (48, 32)
+
+
 def test_sample_settings_are_the_pipelines_arguments_or_a_runs_steps_and_others_are_refused_by_name(tmp_path):
     folder = left_by_a_run(tmp_path, "flux")
     runs, pipelines = (
