@@ -276,8 +276,7 @@ def _drawn(
     rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
     given = [[load_image(each) for each in row.get("images") or []] for row in rows]  # before a pipeline is loaded
     device = get_accelerator().device_name()
-    bf16 = settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu"))
-    pipeline = checkpoint.pipeline(bf16)
+    pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
     if device != "cpu":  # one part at a time, so that what a run trains in shards fits
         pipeline.enable_model_cpu_offload(device=device)
@@ -288,10 +287,10 @@ def _drawn(
     if "max_area" in taken and {"height", "width"} <= usual.keys():  # else Kontext draws a megapixel, whatever is asked
         usual.setdefault("max_area", usual["height"] * usual["width"])
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
+    usual |= {"num_images_per_prompt": n} if at_once > 1 else {}
     drawn: list[list[Any]] = []
     for number, (row, shown) in enumerate(zip(rows, given)):
-        own: dict[str, Any] = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
-        own |= {"num_images_per_prompt": n} if at_once > 1 else {}
+        own = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
         generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
