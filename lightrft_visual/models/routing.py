@@ -21,7 +21,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ..errors import ConfigError
 from ..experience.types import ModelInputs
-from ..runtime.host_copies import on_host, to_device
+from ..runtime.host_copies import to_device
+from .vlm.positions import real_tokens
 
 T = torch.Tensor
 FREE = -1  # in place of an expert: the model chooses for itself
@@ -197,15 +198,6 @@ def sparse_blocks(base: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in named if hasattr(m, "experts") and (hasattr(m, "gate") or hasattr(m, "router"))}
 
 
-def _real_tokens(inputs: ModelInputs) -> list[T]:
-    """Of each sample, where its real tokens are in the flattened (rows * S) inputs; on the host."""
-    mask, found, offset = on_host(inputs.attention_mask).flatten() != 0, [], 0
-    for width in inputs.sample_lengths:
-        found.append(offset + mask[offset : offset + width].nonzero().squeeze(1))
-        offset += width
-    return found
-
-
 def laid_out(inputs: ModelInputs) -> T | None:
     """(rows, S, layers, k) int16 of the samples' recorded choices, FREE where there are none; None without any.
 
@@ -215,7 +207,7 @@ def laid_out(inputs: ModelInputs) -> T | None:
     if not known:
         return None
     table = known[0].new_full((inputs.sequences.numel(), *known[0].shape[1:]), FREE, dtype=torch.int16)
-    for own, tokens in zip(inputs.routing, _real_tokens(inputs), strict=True):
+    for own, tokens in zip(inputs.routing, real_tokens(inputs), strict=True):
         if own is not None:
             count = min(len(own), len(tokens))
             table[to_device(tokens[:count], table.device)] = own[:count].to(torch.int16)
@@ -224,7 +216,7 @@ def laid_out(inputs: ModelInputs) -> T | None:
 
 def by_sample(inputs: ModelInputs, choices: T) -> list[T]:
     """Of each sample the choices of its real tokens; choices (rows * S, layers, k) of all."""
-    return [choices[to_device(tokens, choices.device)] for tokens in _real_tokens(inputs)]
+    return [choices[to_device(tokens, choices.device)] for tokens in real_tokens(inputs)]
 
 
 def of_responses(passes: list[T], sizes: list[int], prompts: list[int], lengths: list[int]) -> list[T]:

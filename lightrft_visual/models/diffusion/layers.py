@@ -180,9 +180,12 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def flow_match_schedule(num_steps: int, shift: float = 1.0) -> tuple[T, T]:
-    """Timesteps (K) and sigmas (K) from 1 to 1/K, evenly spaced and then shifted: s -> shift s / (1 + (shift-1) s)."""
-    sigmas = torch.linspace(1.0, 1.0 / num_steps, num_steps, dtype=torch.float64)
+def flow_match_schedule(num_steps: int, shift: float = 1.0, last: float | None = None) -> tuple[T, T]:
+    """Timesteps (K) and sigmas (K) from 1 to `last`, evenly spaced and then shifted: s -> shift s / (1 + (shift-1) s).
+
+    last: None for 1/K.
+    """
+    sigmas = torch.linspace(1.0, last or 1.0 / num_steps, num_steps, dtype=torch.float64)
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     return (sigmas * TRAIN_TIMESTEPS).float(), sigmas.float()
 
@@ -190,10 +193,7 @@ def flow_match_schedule(num_steps: int, shift: float = 1.0) -> tuple[T, T]:
 def stock_flow_match_schedule(num_steps: int, shift: float = 1.0) -> tuple[T, T]:
     """That of diffusers' and FastVideo's FlowMatchEulerDiscreteScheduler with a shift: K even steps from 1 to the
     shifted 1/1000, and shifted again."""
-    low = shift / TRAIN_TIMESTEPS / (1 + (shift - 1) / TRAIN_TIMESTEPS)
-    sigmas = torch.linspace(1.0, low, num_steps, dtype=torch.float64)
-    sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
-    return (sigmas * TRAIN_TIMESTEPS).float(), sigmas.float()
+    return flow_match_schedule(num_steps, shift, shift / TRAIN_TIMESTEPS / (1 + (shift - 1) / TRAIN_TIMESTEPS))
 
 
 def upcast(tensor: T) -> T:

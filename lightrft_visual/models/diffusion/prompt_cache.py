@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,11 @@ class PromptFiles:
 
     def _bound(self) -> None:
         """Over all encoders' files, unfinished ones too. `limit` holds for the folder, whoever fills it."""
-        found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _stats(self.root.glob(f"*/*{SUFFIX}*"))]
+        found = []
+        for path in self.root.glob(f"*/*{SUFFIX}*"):
+            with suppress(FileNotFoundError):  # another process has deleted it
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size, path))
         size = sum(each[1] for each in found)
         if size <= self.limit:
             return
@@ -198,17 +203,6 @@ def _sum_of(conditions: Mapping[str, T]) -> str:
     return found.hexdigest()
 
 
-def _stats(paths: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
-    """Those that still exist."""
-    found = []
-    for path in paths:
-        try:
-            found.append((path, path.stat()))
-        except FileNotFoundError:  # another process has deleted it
-            continue
-    return found
-
-
 def _bytes(conditions: Conditions) -> int:
     return sum(value.numel() * value.element_size() for value in conditions.values())
 
@@ -229,8 +223,8 @@ def checkpoint_decoder(vae: nn.Module) -> None:
         vae.enable_gradient_checkpointing()
         return
     for block in _innermost(vae.decoder):
-        block.forward = checkpointed_block(block.forward)
-    vae.decoder.forward = checkpointed_frame(vae.decoder.forward)
+        block.forward = checkpointed_part(block.forward)
+    vae.decoder.forward = checkpointed_part(vae.decoder.forward)
 
 
 def _innermost(decoder: nn.Module) -> list[nn.Module]:
@@ -239,37 +233,20 @@ def _innermost(decoder: nn.Module) -> list[nn.Module]:
     return [each for each in handing if not any(part in handing for part in each.modules() if part is not each)]
 
 
-def checkpointed_block(forward: Callable[..., T]) -> Callable[..., T]:
-    """The forward of a block of such a decoder, (x, feat_cache, feat_idx), as one checkpointed part."""
+def checkpointed_part(forward: Callable[..., T]) -> Callable[..., T]:
+    """The forward of such a decoder or of a block of it, (x, feat_cache, feat_idx, …), as one checkpointed part."""
 
-    def run(x: T, first: int, *handed_over: Any) -> tuple[T, int, list[Any]]:
+    def run(x: T, first: int, options: dict[str, Any], *handed_over: Any) -> tuple[T, int, list[Any]]:
+        # The part writes into the cache, and must find it as it was when it runs again.
         cache, index = list(handed_over), [first]
-        return forward(x, cache, index), index[0], cache
+        return forward(x, feat_cache=cache, feat_idx=index, **options), index[0], cache
 
-    def checkpointed(x: T, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None) -> T:
+    def checkpointed(x: T, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None, **options: Any) -> T:
         if feat_cache is None or not torch.is_grad_enabled():
-            return forward(x, feat_cache, feat_idx)
-        frames, feat_idx[0], feat_cache[:] = checkpoint(
-            run, x, feat_idx[0], *feat_cache, use_reentrant=False, preserve_rng_state=False
-        )
-        return frames
-
-    return checkpointed
-
-
-def checkpointed_frame(forward: Callable[..., T]) -> Callable[..., T]:
-    """The forward of a causal video decoder, (x, feat_cache, feat_idx, …), as one checkpointed part."""
-
-    def run(x: T, options: dict[str, Any], *handed_over: Any) -> tuple[T, list[Any]]:
-        cache = list(handed_over)  # the decoder writes into it, and must find it as it was when it runs again
-        return forward(x, feat_cache=cache, feat_idx=[0], **options), cache
-
-    def checkpointed(x: T, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> T:
-        if not torch.is_grad_enabled():
             return forward(x, feat_cache=feat_cache, feat_idx=feat_idx, **options)
-        frames, feat_cache[:] = checkpoint(
-            run, x, options, *feat_cache, use_reentrant=False, preserve_rng_state=False
-        )  # fmt: skip
+        frames, feat_idx[0], feat_cache[:] = checkpoint(
+            run, x, feat_idx[0], options, *feat_cache, use_reentrant=False, preserve_rng_state=False
+        )
         return frames
 
     return checkpointed

@@ -91,7 +91,9 @@ def load_wan_parts(path: str, dtype: torch.dtype, tokenizer: str | None = None) 
     """The pipeline of the parts, in `dtype` but for what diffusers keeps in fp32. ConfigError for wrong files."""
     files = parts_of(path)
     kind = WanPipeline if wan_pipeline_name(path) == "WanPipeline" else WanImageToVideoPipeline
-    vae, text = _load(files["vae"], dtype), _load(files["text_encoder"], dtype)
+    vae, text = (
+        {key: value.to(dtype) for key, value in _load(files[name]).items()} for name in ("vae", "text_encoder")
+    )
     return kind(
         tokenizer=_tokenizer(tokenizer or TOKENIZER),
         text_encoder=_text_encoder(text),
@@ -140,9 +142,8 @@ def _read(file: Path) -> State:
         raise ConfigError(f"{file}: cannot be read as weights: {error}") from error
 
 
-def _load(files: list[Path], dtype: torch.dtype) -> State:
-    state = {key: value for file in files for key, value in _read(file).items()}
-    return {key: value.to(dtype) for key, value in state.items()}
+def _load(files: list[Path]) -> State:
+    return {key: value for file in files for key, value in _read(file).items()}
 
 
 def _filled(model: nn.Module, state: Mapping[str, T], what: str) -> nn.Module:
@@ -157,7 +158,7 @@ def _filled(model: nn.Module, state: Mapping[str, T], what: str) -> nn.Module:
 
 
 def _transformer(files: list[Path], dtype: torch.dtype) -> WanTransformer3DModel:
-    state, told = {key: value for file in files for key, value in _read(file).items()}, _told(files[0])
+    state, told = _load(files), _told(files[0])
     if any("self_attn" in key for key in state):
         state = convert_wan_transformer_to_diffusers(state)
     patch, table = _of(state, "patch_embedding.weight", files), _of(state, "scale_shift_table", files)

@@ -12,31 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GotOcr2ImageProcessor,
-    InternVLConfig,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    JanusConfig,
-    JanusImageProcessor,
-    JanusProcessor,
     PretrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLProcessor,
-    Qwen2Config,
     Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLConfig,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
 )
 
 from ...runtime.seeding import seed_everything
@@ -148,37 +132,25 @@ def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 44
     return TINY_FAMILIES[family].processor(tokenizer, max_pixels)
 
 
-def _qwen_processor(name: str, processor: type, videos: type, patch_size: int):
-    def build(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMixin:
-        size = {"shortest_edge": (2 * patch_size) ** 2, "longest_edge": max_pixels}
-        shared = {"patch_size": patch_size, "merge_size": 2, "temporal_patch_size": 2, "size": size}
-        return processor(
-            image_processor=Qwen2VLImageProcessor(**shared),
-            tokenizer=tokenizer,
-            video_processor=videos(**shared),
-            chat_template=chat_template(name),
-        )
-
-    return build
-
-
-def _internvl_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> InternVLProcessor:
+def _internvl_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMixin:
     size = {"height": INTERNVL_TILE, "width": INTERNVL_TILE}
     tiles = max(1, min(4, max_pixels // INTERNVL_TILE**2))
-    return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=tiles),
+    return transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=tiles
+        ),
         tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=size),
+        video_processor=transformers.InternVLVideoProcessor(size=size),
         image_seq_length=(INTERNVL_TILE // INTERNVL_PATCH // 2) ** 2,
         chat_template=chat_template("internvl"),
     )
 
 
-def _janus_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> JanusProcessor:
+def _janus_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMixin:
     size = {"height": JANUS_SIDE, "width": JANUS_SIDE}
     half = [0.5, 0.5, 0.5]  # pixels in -1..1, as the decoder of drawn images gives them
-    return JanusProcessor(
-        image_processor=JanusImageProcessor(size=size, image_mean=half, image_std=half),
+    return transformers.JanusProcessor(
+        image_processor=transformers.JanusImageProcessor(size=size, image_mean=half, image_std=half),
         tokenizer=tokenizer,
         num_image_tokens=(JANUS_SIDE // JANUS_PATCH) ** 2,
         chat_template=chat_template("janus"),
@@ -205,11 +177,11 @@ def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool,
     return TINY_FAMILIES[family].config(text, token_id, hidden, tie_embeddings)
 
 
-def _qwen2(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2Config:
-    return Qwen2Config(**text, tie_word_embeddings=tied)
+def _qwen2(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
+    return transformers.Qwen2Config(**text, tie_word_embeddings=tied)
 
 
-def _internvl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> InternVLConfig:
+def _internvl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
     vision = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -218,7 +190,7 @@ def _internvl(text: dict, token_id: Callable[[str], int], hidden: int, tied: boo
         "image_size": [INTERNVL_TILE, INTERNVL_TILE],
         "patch_size": [INTERNVL_PATCH, INTERNVL_PATCH],
     }
-    return InternVLConfig(
+    return transformers.InternVLConfig(
         vision_config=vision,
         text_config=text | {"model_type": "qwen2"},
         image_token_id=token_id("<IMG_CONTEXT>"),
@@ -227,7 +199,7 @@ def _internvl(text: dict, token_id: Callable[[str], int], hidden: int, tied: boo
     )
 
 
-def _janus(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> JanusConfig:
+def _janus(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
     vision = {
         "hidden_size": 64,
         "mlp_ratio": 4.0,
@@ -249,7 +221,7 @@ def _janus(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) 
         "image_token_embed_dim": hidden,
         "initializer_range": 0.05,  # at 0.02 some seeds stay where colours are known and shapes are not
     }
-    return JanusConfig(
+    return transformers.JanusConfig(
         text_config=text | {"model_type": "llama", "initializer_range": 0.08},
         vision_config=vision,
         vq_config=drawing,
@@ -272,34 +244,44 @@ def _qwen_shared(token_id: Callable[[str], int], tied: bool) -> dict:
     }
 
 
-def _qwen2_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2VLConfig:
+def _qwen2_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
     vision = {"depth": 2, "embed_dim": 64, "hidden_size": hidden, "num_heads": 2, "mlp_ratio": 2}
     text = text | {"rope_parameters": _MROPE}
-    return Qwen2VLConfig(text_config=text, vision_config=vision, **_qwen_shared(token_id, tied))
+    return transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **_qwen_shared(token_id, tied))
 
 
-def _qwen2_5_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen2_5_VLConfig:
+def _qwen2_5_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
     own = {"out_hidden_size": hidden, "window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
     text = text | {"rope_parameters": _MROPE}
-    return Qwen2_5_VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
+    return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
 
 
-def _qwen3_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> Qwen3VLConfig:
+def _qwen3_vl(text: dict, token_id: Callable[[str], int], hidden: int, tied: bool) -> PretrainedConfig:
     own = {"out_hidden_size": hidden, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = text | {"head_dim": 32, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
-    return Qwen3VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=_TOWER | own, **_qwen_shared(token_id, tied))
+
+
+def _qwen(
+    name: str, config: Callable, processor: type, videos: type = transformers.Qwen2VLVideoProcessor, patch: int = 14
+) -> TinyFamily:
+    def build(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMixin:
+        size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": max_pixels}
+        shared = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+        return processor(
+            image_processor=transformers.Qwen2VLImageProcessor(**shared),
+            tokenizer=tokenizer,
+            video_processor=videos(**shared),
+            chat_template=chat_template(name),
+        )
+
+    return TinyFamily(config, build, _QWEN_MEDIA)
 
 
 TINY_FAMILIES: dict[str, TinyFamily] = {
-    "qwen2_vl": TinyFamily(
-        _qwen2_vl, _qwen_processor("qwen2_vl", Qwen2VLProcessor, Qwen2VLVideoProcessor, 14), _QWEN_MEDIA
-    ),
-    "qwen2_5_vl": TinyFamily(
-        _qwen2_5_vl, _qwen_processor("qwen2_5_vl", Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14), _QWEN_MEDIA
-    ),
-    "qwen3_vl": TinyFamily(
-        _qwen3_vl, _qwen_processor("qwen3_vl", Qwen3VLProcessor, Qwen3VLVideoProcessor, 16), _QWEN_MEDIA
-    ),
+    "qwen2_vl": _qwen("qwen2_vl", _qwen2_vl, transformers.Qwen2VLProcessor),
+    "qwen2_5_vl": _qwen("qwen2_5_vl", _qwen2_5_vl, transformers.Qwen2_5_VLProcessor),
+    "qwen3_vl": _qwen("qwen3_vl", _qwen3_vl, transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor, 16),
     "internvl": TinyFamily(_internvl, _internvl_processor, _INTERNVL_MEDIA, _INTERNVL_TOKENS),
     "qwen2": TinyFamily(_qwen2, None, _QWEN_MEDIA),
     "janus": TinyFamily(_janus, _janus_processor, _JANUS_MEDIA, _JANUS_TOKENS, draws=True),

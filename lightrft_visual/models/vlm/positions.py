@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from ...errors import DataError
+from ...experience.types import ModelInputs
 from ...runtime.host_copies import on_host
 
 T = torch.Tensor
@@ -108,24 +109,22 @@ def consecutive(positions: T, types: T) -> T:
     return torch.cat(moved, dim=1)
 
 
-def token_types(ids: T, image_token_id: int | None, video_token_id: int | None) -> T:
-    """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
-    types = torch.zeros_like(ids, dtype=torch.int32)
-    if image_token_id is not None:
-        types[ids == image_token_id] = 1
-    if video_token_id is not None:
-        types[ids == video_token_id] = 2
-    return types
+def text_positions(inputs: ModelInputs) -> T:
+    """(rows, S): 0, 1, 2, … over the real tokens of each sample, 0 on padding."""
+    if inputs.packed_seq_lens is not None:
+        device = inputs.sequences.device
+        return torch.cat([torch.arange(length, device=device) for length in inputs.packed_seq_lens]).unsqueeze(0)
+    mask = inputs.attention_mask.long()
+    return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
 
-def text_positions(attention_mask: T) -> T:
-    """(B, S): 0, 1, 2, … over the real tokens of each row, 0 on padding."""
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0) * attention_mask.long()
-
-
-def packed_text_positions(lengths: list[int], device: torch.device) -> T:
-    """(1, total): 0, 1, 2, … restarting at each sample."""
-    return torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
+def real_tokens(inputs: ModelInputs) -> list[T]:
+    """Of each sample, where its real tokens are in the flattened (rows * S) inputs; on the host."""
+    mask, found, offset = on_host(inputs.attention_mask).flatten() != 0, [], 0
+    for width in inputs.sample_lengths:
+        found.append(offset + mask[offset : offset + width].nonzero().squeeze(1))
+        offset += width
+    return found
 
 
 class PatchConv3d(nn.Conv3d):

@@ -112,7 +112,8 @@ def prove_family(actor: Actor, checkpoint: Checkpoint, longest: int, model: Mapp
     kept = cache_root() / "families" / f"{_key(actor, longest, model)}.json"
     known = collectives.broadcast_object(_read(kept) if collectives.is_rank_0() else None)
     if known is None:
-        finding = _agreed(_tried(actor, checkpoint, longest))
+        found = collectives.all_gather_object(_tried(actor, checkpoint, longest))
+        finding = max(found, key=lambda each: each.difference / each.bound)  # the worst of the ranks
         if not finding.right:
             raise ConfigError(_refusal(actor, finding))
         known = {"difference": finding.difference, "bound": finding.bound, "tried": finding.tried}
@@ -154,11 +155,6 @@ def _keep(path: Path, found: Mapping[str, Any]) -> None:
         write_atomic(path, to_json(found))
     except OSError as error:
         logger.warning("%s cannot be written (%s): the next start compares again", path, error)
-
-
-def _agreed(finding: Finding) -> Finding:
-    """The worst of what the ranks found."""
-    return max(collectives.all_gather_object(finding), key=lambda each: each.difference / each.bound)
 
 
 def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:

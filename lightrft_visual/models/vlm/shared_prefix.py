@@ -22,6 +22,7 @@ from ...experience.vision import InParts, Sample, VisionTensors, parts_of
 from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 from ..routing import laid_out
+from .positions import real_tokens
 from .vision_cache import SomeMedia
 
 T = torch.Tensor
@@ -90,13 +91,9 @@ class SharedSequence:
     @classmethod
     def alone(cls, inputs: ModelInputs) -> SharedSequence:
         """The row of a batch in which nothing is shared: each sample's own tokens, without padding."""
-        mask, offset, columns, lengths = on_host(inputs.attention_mask).flatten() != 0, 0, [], []
-        for width in inputs.sample_lengths:
-            columns.append(offset + mask[offset : offset + width].nonzero().flatten())
-            lengths.append(len(columns[-1]))
-            offset += width
-        tokens, device = torch.cat(columns), inputs.sequences.device
-        indices = torch.zeros(len(mask), dtype=torch.long)
+        columns, device = real_tokens(inputs), inputs.sequences.device
+        tokens, lengths = torch.cat(columns), [len(own) for own in columns]
+        indices = torch.zeros(inputs.sequences.numel(), dtype=torch.long)
         indices[tokens] = torch.arange(len(tokens))
         return cls(
             to_device(tokens, device), to_device(indices, device), lengths, [None] * len(lengths), inputs.vision, 0
@@ -142,17 +139,14 @@ def _laid_out(groups: list[list[_Sample]], size: int) -> tuple[T, T, list[int], 
 
 def _samples(inputs: ModelInputs) -> list[_Sample] | None:
     """Every sample's tokens; None where one has masked tokens between others, or no prompt."""
-    mask, samples = on_host(inputs.attention_mask) != 0, []
-    widths = inputs.sample_lengths
+    widths, samples, end = inputs.sample_lengths, [], 0
     actions = inputs.num_actions or [inputs.action_mask.shape[1]] * len(widths)
-    offset, mask = 0, mask.flatten()
-    for width, count in zip(widths, actions):
-        real = mask[offset : offset + width].nonzero().flatten()
-        middle = width - count
+    for real, width, count in zip(real_tokens(inputs), widths, actions):
+        end += width
+        middle = end - count
         if not len(real) or real[-1] - real[0] + 1 != len(real) or real[0] >= middle:
             return None
-        samples.append(_Sample(offset + int(real[0]), offset + middle, offset + max(middle, int(real[-1]) + 1)))
-        offset += width
+        samples.append(_Sample(int(real[0]), middle, max(middle, int(real[-1]) + 1)))
     return samples
 
 

@@ -19,7 +19,6 @@ from tiny_models import (
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import freeze
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
-from lightrft_visual.models.vlm.positions import token_types
 
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
 
@@ -74,7 +73,7 @@ def test_log_probs_are_those_of_transformers_own_forward(root, kind):
         ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
         media = {}
         if checkpoint.vision and checkpoint.config.model_type != "internvl":
-            media["mm_token_type_ids"] = token_types(ids, checkpoint.config.image_token_id, None)
+            media["mm_token_type_ids"] = checkpoint.family.token_types(ids)
         media |= rollout.prompt.vision.joined()
         logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
         table = logits[-len(rollout.token_ids) - 1 : -1].log_softmax(dim=-1)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel
 
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_tokenizer, tiny_config
-from lightrft_visual.models.vlm.positions import MRopePositions, packed_text_positions, text_positions, token_types
+from lightrft_visual.models.vlm.families import VLMFamily
+from lightrft_visual.models.vlm.positions import MRopePositions, text_positions
 
 
 @cache
@@ -26,14 +28,17 @@ def grid(*rows):
 
 def test_text_positions():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-    assert text_positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 0, 0]]
-    assert packed_text_positions([3, 1, 2], torch.device("cpu")).tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert text_positions(ModelInputs(mask, mask, mask)).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 0, 0]]
+    row = torch.ones(1, 6)
+    assert text_positions(ModelInputs(row, row, row, [3, 1, 2])).tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
 def test_token_types_name_text_images_and_videos():
-    types = token_types(torch.tensor([[7, 8, 8, 1, 8, 9]]), image_token_id=8, video_token_id=9)
+    family = SimpleNamespace(image_token_id=8, video_token_id=9)
+    types = VLMFamily.token_types(family, torch.tensor([[7, 8, 8, 1, 8, 9]]))
     assert types.tolist() == [[0, 1, 1, 0, 1, 2]] and types.dtype == torch.int32
-    assert token_types(torch.tensor([[7, 8]]), None, None).tolist() == [[0, 0]]
+    family.image_token_id = None
+    assert VLMFamily.token_types(family, torch.tensor([[7, 8]])).tolist() == [[0, 0]]
 
 
 def test_an_image_of_two_by_three_by_hand():

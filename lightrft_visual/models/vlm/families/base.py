@@ -6,7 +6,7 @@ buffer, trainer) stays as it is: it carries the family's tensors under their own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from ....errors import ConfigError, DataError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host
-from ..positions import packed_text_positions, text_positions, token_types
+from ..positions import real_tokens, text_positions
 from ..vision_cache import Drawing
 
 T = torch.Tensor
@@ -162,7 +162,11 @@ class VLMFamily(MediaConventions):
 
     def token_types(self, ids: T) -> T:
         """int32 of ids' shape: 1 at image placeholders, 2 at video placeholders, 0 elsewhere."""
-        return token_types(ids, self.image_token_id, self.video_token_id)
+        types = torch.zeros_like(ids, dtype=torch.int32)
+        for value, token in ((1, self.image_token_id), (2, self.video_token_id)):
+            if token is not None:
+                types[ids == token] = value
+        return types
 
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """position_ids (rows, S), or (4, rows, S) with M-RoPE; text's own positions come first.
@@ -170,7 +174,7 @@ class VLMFamily(MediaConventions):
         Raises DataError, naming the sample, when media and placeholders do not match.
         """
         self.check_features(inputs, types)
-        return one_dimensional_positions(inputs)
+        return text_positions(inputs)
 
     def check_features(self, inputs: ModelInputs, types: T) -> None:
         """Where a sample's features can be counted before they are computed.
@@ -180,7 +184,8 @@ class VLMFamily(MediaConventions):
         features = [self.feature_count(sample) for sample in inputs.vision.samples]
         if not self.vision or None in features:
             return
-        wanted = [int((own == 1).sum()) for own in samples_of(inputs, types)]
+        images = on_host(types).flatten() == 1
+        wanted = [int(images[tokens].sum()) for tokens in real_tokens(inputs)]
         if len(features) != len(wanted):  # they came joined: only the sums can be compared
             wanted, features = [sum(wanted)], [sum(features)]
         for index, (have, get) in enumerate(zip(wanted, features)):
@@ -216,29 +221,6 @@ def as_tensor(values: Any) -> T:
     if isinstance(values, list) and values and not isinstance(values[0], (int, float)):
         return torch.stack([torch.as_tensor(value) for value in values])
     return torch.as_tensor(values)
-
-
-def one_dimensional_positions(inputs: ModelInputs) -> T:
-    """(rows, S): 0, 1, 2, … over the real tokens of each sample."""
-    if inputs.packed_seq_lens is not None:
-        return packed_text_positions(inputs.packed_seq_lens, inputs.sequences.device)
-    return text_positions(inputs.attention_mask)
-
-
-def spans_of(inputs: ModelInputs) -> list[tuple[int, Any]]:
-    """(row, index of its real tokens) of each sample."""
-    if inputs.packed_seq_lens is not None:
-        ends = torch.tensor(inputs.packed_seq_lens).cumsum(0).tolist()
-        return [(0, slice(end - length, end)) for end, length in zip(ends, inputs.packed_seq_lens)]
-    mask = on_host(inputs.attention_mask).bool()
-    return [(index, mask[index]) for index in range(len(mask))]
-
-
-def samples_of(inputs: ModelInputs, types: T) -> Iterator[T]:
-    """Token types (L) of the real tokens of each sample, on the host."""
-    host = on_host(types)
-    for index, where in spans_of(inputs):
-        yield host[index][where]
 
 
 def name_of(inputs: ModelInputs, index: int) -> str:

@@ -12,9 +12,9 @@ from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host
 from ...attention import attend_by_windows
-from ..positions import GridCursor, MRopePositions, PatchConv3d
+from ..positions import GridCursor, MRopePositions, PatchConv3d, real_tokens, text_positions
 from ..vision_cache import SharedMedia
-from .base import T, VLMFamily, name_of, one_dimensional_positions, spans_of
+from .base import T, VLMFamily, name_of
 
 
 class QwenVL(VLMFamily):
@@ -54,15 +54,15 @@ class QwenVL(VLMFamily):
         images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
         seconds = vision.get("second_per_grid_ts")
         seconds = None if seconds is None else seconds.cpu()
-        for sample, (index, where) in enumerate(spans_of(inputs)):
-            own, first = host[index][where], videos.next
+        for sample, tokens in enumerate(real_tokens(inputs)):
+            own, first = host.flatten()[tokens], videos.next
             name = name_of(inputs, sample)
             grids = images.take(own, 1, name), videos.take(own, 2, name)
             timing = None if seconds is None else seconds[first : videos.next]
-            found[:, index, where] = self.mrope(own, *grids, timing)
+            found.flatten(1)[:, tokens] = self.mrope(own, *grids, timing)
         images.finish()
         videos.finish()
-        return torch.cat([one_dimensional_positions(inputs).unsqueeze(0), found.to(types.device)])
+        return torch.cat([text_positions(inputs).unsqueeze(0), found.to(types.device)])
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """Patches and grids, and which tokens are whose; seconds are in the positions already."""
