@@ -313,13 +313,13 @@ def _arguments(settings: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
 
 def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes. run: its sampling."""
-    from .models.diffusion.policy import family_class
+    from .models.diffusion.policy import named_family
 
     names = ("height", "width", "num_frames", "frame_rate", "guidance_scale", "guidance_scale_2", "negative_prompt")
     own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}
     own["output_type"] = "pil"
     taken = signature(pipeline.__call__).parameters
-    if own["guidance_scale"] and "true_cfg_scale" in taken and family_class(type(pipeline).__name__).uses_negative:
+    if own["guidance_scale"] and "true_cfg_scale" in taken and named_family(type(pipeline).__name__).uses_negative:
         # Its guidance_scale is an embedding, and without a negative prompt it does not guide.
         own |= {"true_cfg_scale": own.pop("guidance_scale"), "negative_prompt": own["negative_prompt"] or ""}
     return {name: value for name, value in own.items() if name in taken and value is not None}

@@ -183,10 +183,8 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
         exclude_modules=rf"(.*\.)?({below})(\..*)?" if frozen else None,
         task_type="CAUSAL_LM",
     )
-    try:
+    with refused_as(ConfigError, f"LoRA cannot be added (target_modules {targets})"):
         return get_peft_model(transformer, lora)
-    except ValueError as error:
-        raise ConfigError(f"LoRA cannot be added (target_modules {targets}): {error}") from error
 
 
 HEAD_FILE = "reward_head.safetensors"

@@ -12,14 +12,19 @@ from lightrft_visual.models.vlm.actor import Actor
 PLAIN = ScoringRule()
 
 
+@torch.no_grad()
+def with_adapters(model, std: float = 0.1):
+    """A fresh LoRA changes nothing: its B is zero."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=std)
+    return model
+
+
 def adapters(model, dropout: float = 0.0):
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return model
+    return with_adapters(model)
 
 
 def loss_and_gradients(actor: Actor, batches: list[ModelInputs], rule=PLAIN) -> tuple[float, dict]:

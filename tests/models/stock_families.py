@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, Qwen
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.experience.rollouts import PromptBatch
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint, open_checkpoint
 from lightrft_visual.models.tiny.vlm import (
     _MROPE,
@@ -31,6 +32,7 @@ from lightrft_visual.models.tiny.vlm import (
     build_tokenizer,
     tiny_config,
 )
+from lightrft_visual.models.vlm import probe
 
 IMAGE_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -390,6 +392,19 @@ def stock_prompts(checkpoint: Checkpoint) -> PromptBatch:
     images = [picture(0, 90, 60), picture(1, 40, 130), picture(2, 64, 64)]
     texts = ["what is 1 plus 2?", f"{image}\nwhich shape is it?", f"first {image}\nsecond {image}\nhow many?"]
     return PromptBatch.of(texts, [[], images[:1], images[1:]])
+
+
+def grouped_samples(checkpoint: Checkpoint) -> tuple[ModelInputs, ModelInputs]:
+    """Three answers to each of text alone, one image and two images, in turn: padded and packed."""
+    samples = []
+    for turn in range(3):
+        for each in probe.made_up_samples(checkpoint, 0):
+            ids = each.ids.clone()
+            ids[-each.actions :] = (ids[-each.actions :] + 7 * turn) % 50 + 20
+            samples.append(replace(each, own=each.own | {"input_ids": ids[None]}))
+    numbers = torch.arange(len(samples))
+    groups = {"sample_ids": numbers, "group_ids": numbers % 3}
+    return replace(probe._padded(samples), **groups), replace(probe._packed(samples), **groups)
 
 
 def _rename(file: Path, start: str, other: str) -> None:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of, text_prompts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from watched import Operations
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
@@ -23,11 +22,6 @@ LENGTHS = [5, 1, 9, 3]
 TOTAL = sum(LENGTHS)
 # The second and third segment go on from the first, the fourth stands alone.
 ALONE, CONTINUED = None, [None, 0, 0, None]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture
@@ -133,19 +127,6 @@ def test_the_host_and_float32_have_no_kernel():
     assert not attention.has_varlen_kernel("cuda", torch.float32)
 
 
-class Shapes(TorchDispatchMode):
-    """Last two sizes of every tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        self.seen |= {tuple(each.shape[-2:]) for each in tree_leaves(result) if isinstance(each, torch.Tensor)}
-        return result
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "internvl"])
 def test_no_mask_of_a_whole_packed_row_is_made(root, kind):
     checkpoint = checkpoint_of(root, kind)
@@ -159,9 +140,9 @@ def test_no_mask_of_a_whole_packed_row_is_made(root, kind):
         if not by_segments:
             actor.backbone.by_segments = False
             getattr(actor.backbone.base, "language_model", actor.backbone.base).config._attn_implementation = "sdpa"
-        with Shapes() as shapes:
+        with Operations() as operations:
             actor(inputs, ScoringRule())
-        found.append(bool(shapes.seen & masks))
+        found.append(any(shape[-2:] in masks for _, shape, _ in operations.made))
     assert found == [False, True]
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.attention.varlen
 import torch.nn.functional as F
-from attention_calls import AttentionCalls
 from equality import adapters, assert_same, loss_and_gradients, weighed
-from tiny_models import checkpoint_of, features_of, inputs_of, prompts_for, rollouts_of, text_prompts
+from tiny_models import checkpoint_of, grouped_rollouts, inputs_of, prompts_for, rollouts_of, text_prompts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from watched import Operations
 
 from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.errors import ConfigError
@@ -28,15 +26,15 @@ from lightrft_visual.models.checkpointed import (
     keeps,
 )
 from lightrft_visual.models.loading import load_transformer
-from lightrft_visual.models.vlm.actor import Actor, Critic
+from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.trainer.features.compiled_blocks import compile_blocks
 
 HOW = ("none", "attention", "full")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return checkpoint_of(tmp_path_factory.mktemp("models"), "qwen2_5_vl")
+@pytest.fixture
+def checkpoint(root):
+    return checkpoint_of(root, "qwen2_5_vl")
 
 
 def actor_of(checkpoint, how: str, adapted: bool = False, share: bool = False, dropout: float = 0.0) -> Actor:
@@ -47,26 +45,19 @@ def actor_of(checkpoint, how: str, adapted: bool = False, share: bool = False, d
 
 def rollouts(checkpoint) -> list[Rollout]:
     """Two responses to each prompt: text alone, one image, several."""
-    draw, prompts = np.random.default_rng(3), features_of(checkpoint, prompts_for(checkpoint, False))
-    return [
-        Rollout(
-            replace(prompt, group_id=index), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
-            sample_id=index + 7 * turn,
-        )
-        for index, prompt in enumerate(prompts)
-        for turn in range(2)
-    ]  # fmt: skip
+    found = grouped_rollouts(checkpoint, prompts_for(checkpoint, False))
+    return sorted(found, key=lambda each: each.prompt.group_id)
 
 
 def counted(actor: Actor, inputs) -> tuple[tuple, int, int]:
     """((loss, gradients), calls of attention in forward and backward, those before backward)."""
     actor.zero_grad(set_to_none=True)
-    with AttentionCalls() as calls:
+    with Operations() as calls:
         loss = weighed(actor(inputs, ScoringRule()), inputs)
-        before = calls.count
+        before = calls.attentions
         loss.backward()
     gradients = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
-    return (loss.item(), gradients), calls.count, before
+    return (loss.item(), gradients), calls.attentions, before
 
 
 def compare(made: dict[str, Actor], inputs) -> None:
@@ -102,19 +93,6 @@ def test_dropout_behind_attention_draws_the_same_numbers_again(checkpoint):
         results.append(loss_and_gradients(actor, [inputs]))
     assert_same(results[1], results[0], 1e-6)
     assert_same(results[2], results[0], 1e-6)
-
-
-def test_a_critic_keeps_attention_too(checkpoint):
-    found, inputs = [], inputs_of(checkpoint, rollouts(checkpoint)[:5])
-    for how in HOW:
-        model = load_transformer(checkpoint.path, ModelConfig(gradient_checkpointing=how), torch.float32)
-        critic = Critic(model, True).train()
-        torch.nn.init.constant_(critic.value_head.weight, 0.1)
-        with AttentionCalls() as calls:
-            critic(inputs).square().sum().backward()
-        found.append((calls.count, [p.grad for p in critic.parameters() if p.grad is not None]))
-    assert found[0][0] == found[1][0] == found[2][0] / 2
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-6)
 
 
 class Block(torch.nn.Module):

@@ -18,11 +18,6 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @pytest.fixture
 def copy(root, tmp_path):
     """A checkpoint folder to damage."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import Operations
 
 from lightrft_visual.models.logprobs import LogProbLinear, chunk_length, linear_log_probs, plain_log_probs
 
@@ -151,30 +151,15 @@ class TestGradients:
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Element count of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 class TestMemory:
     def test_no_tensor_of_rows_times_vocabulary(self):
         *inputs, targets = problem(rows=64, width=4, vocab=100)
-        with LargestTensor() as chunked:
+        with Operations() as chunked:
             values_and_gradients(linear_log_probs, inputs, targets, chunk_size=8)
-        with LargestTensor() as plain:
+        with Operations() as plain:
             values_and_gradients(plain_log_probs, inputs, targets)
-        assert plain.elements == 64 * 100
-        assert chunked.elements == 8 * 100
+        assert plain.largest == 64 * 100
+        assert chunked.largest == 8 * 100
 
     def test_the_parameter_is_read_again_in_backward(self):
         """ZeRO-3 frees a parameter's data after forward and gathers it before backward."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe import moe_checkpoint
+from equality import with_adapters
 from safetensors.torch import load_file
 from tiny_models import actor_of, inputs_of, load, mixed_prompts, perturb, rollouts_of
 
@@ -28,22 +28,17 @@ ON_EXPERTS = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return moe_checkpoint(tmp_path_factory.mktemp("moe"))
+def inputs(mixture):
+    return inputs_of(mixture, rollouts_of(mixture, mixed_prompts(videos=False)))
 
 
-@pytest.fixture(scope="module")
-def inputs(checkpoint):
-    return inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts(videos=False)))
-
-
-def test_the_balance_is_transformers_own_auxiliary_loss(checkpoint, inputs):
-    actor = actor_of(checkpoint)
+def test_the_balance_is_transformers_own_auxiliary_loss(mixture, inputs):
+    actor = actor_of(mixture)
     actor.backbone.routers.use("off", balances=True)
     found = actor(inputs, RULE).router_loss
     _, types = actor.backbone._positions(inputs)
     arguments = actor.backbone.family.arguments(inputs, types)
-    wanted = load(checkpoint.path, True)(
+    wanted = load(mixture.path, True)(
         input_ids=inputs.sequences, attention_mask=inputs.attention_mask, output_router_logits=True, **arguments
     ).aux_loss
     assert found.item() == pytest.approx(wanted.item(), rel=1e-4) and found.item() > 1
@@ -53,8 +48,8 @@ def test_the_balance_is_transformers_own_auxiliary_loss(checkpoint, inputs):
         assert actor(inputs, RULE).router_loss is None
 
 
-def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(checkpoint, inputs):
-    actor, term = actor_of(checkpoint), Balance(AlgorithmConfig(router_aux_loss_coef=0.5))
+def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(mixture, inputs):
+    actor, term = actor_of(mixture), Balance(AlgorithmConfig(router_aux_loss_coef=0.5))
     with pytest.raises(ValueError, match="needs a mixture of experts"):
         term.forward(lambda each: actor(each, RULE), inputs, 0)
     actor.backbone.routers.use("off", balances=True)
@@ -66,8 +61,8 @@ def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(checkpoint, in
     assert metrics["router_loss"] == pytest.approx(output.router_loss.item() / 4)
 
 
-def test_checkpointed_layers_give_the_same_balance_and_gradients(checkpoint, inputs):
-    actor, found = actor_of(checkpoint), []
+def test_checkpointed_layers_give_the_same_balance_and_gradients(mixture, inputs):
+    actor, found = actor_of(mixture), []
     actor.backbone.routers.use("off", balances=True)
     for checkpointed in (False, True):
         if checkpointed:
@@ -79,8 +74,8 @@ def test_checkpointed_layers_give_the_same_balance_and_gradients(checkpoint, inp
     assert len(found[0]) > 10 and all(torch.equal(*pair) for pair in zip(*found))
 
 
-def test_routers_that_choose_by_no_softmax_are_refused(checkpoint, inputs):
-    actor = actor_of(checkpoint)
+def test_routers_that_choose_by_no_softmax_are_refused(mixture, inputs):
+    actor = actor_of(mixture)
     routers = actor.backbone.routers
     routers.use("off", balances=True)
     actor.backbone.hidden_states(inputs)
@@ -89,45 +84,42 @@ def test_routers_that_choose_by_no_softmax_are_refused(checkpoint, inputs):
         routers.balance()
 
 
-def test_a_model_in_bfloat16_chooses_and_weighs_experts_in_float32(checkpoint, inputs):
-    actor = actor_of(checkpoint, wrap=lambda model: model.bfloat16())
+def test_a_model_in_bfloat16_chooses_and_weighs_experts_in_float32(mixture, inputs):
+    actor = actor_of(mixture, wrap=lambda model: model.bfloat16())
     actor.backbone.routers.use("off", balances=True)
     actor.backbone.hidden_states(inputs)
     assert {each.dtype for each in actor.backbone.routers._scores} == {torch.float32}
 
 
-def test_sparse_blocks_are_leaves_of_zero_3(checkpoint):
-    actor = actor_of(checkpoint)
+def test_sparse_blocks_are_leaves_of_zero_3(mixture):
+    actor = actor_of(mixture)
     leaves = [module for module in actor.modules() if getattr(module, "_z3_leaf", False)]
     assert len(leaves) == 2 and leaves == list(sparse_blocks(actor.backbone.base).values())
 
 
-def test_adapters_of_experts_are_merged_into_the_weights_that_are_sent(checkpoint, inputs, tmp_path):
-    actor = actor_of(checkpoint, wrap=lambda model: add_lora(model, ON_EXPERTS))
+def test_adapters_of_experts_are_merged_into_the_weights_that_are_sent(mixture, inputs, tmp_path):
+    actor = actor_of(mixture, wrap=lambda model: add_lora(model, ON_EXPERTS))
     names = {name for name, each in actor.model.named_parameters() if each.requires_grad}
     assert len([name for name in names if ".experts." in name]) == 2 * 2 * 2  # layers, weights, matrices
-    with torch.no_grad():
-        for name, parameter in actor.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
+    with_adapters(actor.model, 0.05)
     adapted = actor(inputs, RULE).log_probs.detach()
     sent = dict(named_weights(TrainEngine(SimpleNamespace(module=actor), zero_stage=0, max_norm=1.0)))
-    plain = load(checkpoint.path, True)
+    plain = load(mixture.path, True)
     assert sent.keys() == dict(plain.named_parameters()).keys()
     export_hf(actor.transformer, None, tmp_path, sent)
-    merged = actor_of(SimpleNamespace(**vars(checkpoint) | {"path": tmp_path}, **facts(checkpoint)))
+    merged = actor_of(SimpleNamespace(**vars(mixture) | {"path": tmp_path}, **facts(mixture)))
     assert (merged(inputs, RULE).log_probs - adapted).abs().max() < 1e-4
-    assert (actor_of(checkpoint)(inputs, RULE).log_probs - adapted).abs().max() > 1e-2
+    assert (actor_of(mixture)(inputs, RULE).log_probs - adapted).abs().max() > 1e-2
 
 
-def facts(checkpoint) -> dict:
-    return {"family": checkpoint.family, "vision": True, "eos_ids": checkpoint.eos_ids}
+def facts(mixture) -> dict:
+    return {"family": mixture.family, "vision": True, "eos_ids": mixture.eos_ids}
 
 
-def test_exports_hold_experts_as_published_checkpoints_do_and_load_again(checkpoint, tmp_path):
-    model = load(checkpoint.path, True)
+def test_exports_hold_experts_as_published_checkpoints_do_and_load_again(mixture, tmp_path):
+    model = load(mixture.path, True)
     perturb(model, 3, 0.05)
-    export_hf(model, checkpoint.processor, tmp_path)
+    export_hf(model, mixture.processor, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     name = "model.language_model.layers.0.mlp.experts.{}".format
     saved = load_file(file)

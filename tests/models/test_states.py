@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from equality import adapters, assert_same, loss_and_gradients
-from stock_families import stock, stock_checkpoint
+from stock_families import grouped_samples, stock, stock_checkpoint
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.attention import Segments
 from lightrft_visual.models.checkpointed import checkpoint_blocks
 from lightrft_visual.models.states import divide_segments
-from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor, Backbone
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.runtime.sequence import SequenceGroup
@@ -34,19 +31,6 @@ def actor_of(kind: str, how: str = "none", attention: str = "sdpa", wrap=lambda 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return stock_checkpoint(tmp_path_factory.mktemp("models"), "qwen3_5")
-
-
-def forms(checkpoint) -> tuple[ModelInputs, ModelInputs]:
-    """Text alone, one image and two of other sizes, thrice with other answers: padded and packed."""
-    samples = []
-    for turn in range(3):
-        for each in probe.made_up_samples(checkpoint, 0):
-            ids = each.ids.clone()
-            ids[-each.actions :] = (ids[-each.actions :] + 7 * turn) % 50 + 20
-            samples.append(replace(each, own=each.own | {"input_ids": ids[None]}))
-    numbers = torch.arange(len(samples))
-    groups = {"sample_ids": numbers, "group_ids": numbers % 3}
-    return replace(probe._padded(samples), **groups), replace(probe._packed(samples), **groups)
 
 
 def rows(lengths: list[int]) -> ModelInputs:
@@ -72,7 +56,7 @@ def test_segments_of_any_length_are_as_alone(kind, attention):
 @pytest.mark.parametrize("how", ["none", "attention", "full"])
 @pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
 def test_packed_and_shared_losses_and_gradients_are_those_of_padded_samples(checkpoint, wrap, how):
-    padded, packed = forms(checkpoint)
+    padded, packed = grouped_samples(checkpoint)
     wanted = loss_and_gradients(actor_of("qwen3_5", wrap=wrap), [padded])
     assert any("linear_attn" in name and gradient.any() for name, gradient in wanted[1].items())
     actor = actor_of("qwen3_5", how, wrap=wrap)

@@ -6,10 +6,9 @@ import json
 import shutil
 
 import pytest
-import torch
 from tiny_models import checkpoint_of
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText
+from watched import Operations
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
@@ -17,26 +16,9 @@ from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.weight_files import check_size, weight_files
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return checkpoint_of(tmp_path_factory.mktemp("checkpoints"), "qwen2_5_vl").path
-
-
 @pytest.fixture
-def folder(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "model")
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that is made outside of the meta device."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.device.type != "meta":
-            self.elements = max(self.elements, made.numel())
-        return made
+def folder(root, tmp_path):
+    return shutil.copytree(checkpoint_of(root, "qwen2_5_vl").path, tmp_path / "model")
 
 
 def rewritten(folder, **text_settings):
@@ -47,9 +29,9 @@ def rewritten(folder, **text_settings):
 
 def test_open_checkpoint_config_far_wider_than_weights_refused_before_it_is_allocated(folder):
     rewritten(folder, vocab_size=10**7)
-    with Largest() as seen, pytest.raises(ConfigError, match=r"describes [\d,]+ parameters, the files hold [\d,]+"):
+    with Operations() as seen, pytest.raises(ConfigError, match=r"describes [\d,]+ parameters, the files hold [\d,]+"):
         open_checkpoint(str(folder), ModelConfig(), DataConfig())
-    assert seen.elements < 10**6
+    assert seen.largest < 10**6
 
 
 def test_check_size_more_layers_than_weights_refused_by_their_number(folder):

@@ -7,8 +7,17 @@ import torch
 import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer, build_t5_tokenizer
+from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
+from lightrft_visual.models.tiny.diffusion import (
+    TEXT_LENGTH,
+    TinyDiffusionSettings,
+    build_clip_tokenizer,
+    build_pipeline,
+    build_t5_tokenizer,
+)  # fmt: skip
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer, tiny_config
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 
 WIDTH = 32
 
@@ -52,6 +61,14 @@ def picture_vae(channels=4):
 
 def video_vae(kind=diffusers.AutoencoderKLWan):
     return kind(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True])
+
+
+def sd3():
+    return build_pipeline(TinyDiffusionSettings(layers=1))
+
+
+def sd3_policy(lora=None, layers=1):
+    return DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=layers)), TEXT_LENGTH), lora)
 
 
 def sd15():
@@ -315,7 +332,7 @@ def z_image():
 FAMILIES = {
     build.__name__: build
     for build in (
-        sd15, flux, flux_kontext, wan, wan_i2v, wan_two_experts, hunyuan_video15, ltx2, ltx23, cosmos, qwen_image,
+        sd3, sd15, flux, flux_kontext, wan, wan_i2v, wan_two_experts, hunyuan_video15, ltx2, ltx23, cosmos, qwen_image,
         qwen_image21, qwen_image_edit, qwen_image_edit_plus, z_image, flux2, flux2_klein,
     )
 }  # fmt: skip
@@ -329,3 +346,17 @@ def pipeline_of(name):
         if isinstance(part, torch.nn.Module):
             part.eval()
     return pipeline
+
+
+def after_a_step(policy, conditions, start, guidance, rate, folder):
+    """Trains all weights by one step on two noises; the saved pipeline, and what the policy draws in three steps."""
+    timesteps = torch.tensor([800.0, 300.0])[: len(start)]
+    policy(start, timesteps, conditions, guidance).square().sum().backward()
+    torch.optim.SGD(policy.trainable_parameters(), lr=rate).step()
+    batch = DiffusionBatch(conditions, start.shape[1:], len(start), guidance, start)
+    ours = DiffusionSampler(SamplingConfig(3)).sample(policy, batch, generator=torch.Generator())
+    policy.save_pretrained(folder)
+    stock = diffusers.DiffusionPipeline.from_pretrained(folder)
+    stock.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        return stock, policy.decode(ours.latents).clamp(0, 1)

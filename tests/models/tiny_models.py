@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,17 @@ def rollouts_of(checkpoint: Checkpoint, batch: PromptBatch, seed: int = 0) -> li
         Rollout(prompt, draw.integers(0, 256, 2 + place % 5).tolist(), None, "", False, sample_id=100 + place)
         for place, prompt in enumerate(features_of(checkpoint, batch))
     ]
+
+
+def grouped_rollouts(checkpoint: Checkpoint, batch: PromptBatch, completions: int = 2) -> list[Rollout]:
+    """Responses of 1 to 7 tokens, those of a prompt not beside each other."""
+    draw, prompts = np.random.default_rng(0), features_of(checkpoint, batch)
+    return [
+        Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
+                sample_id=place + 7 * turn)
+        for turn in range(completions)
+        for place, prompt in enumerate(prompts)
+    ]  # fmt: skip
 
 
 def inputs_of(checkpoint: Checkpoint, rollouts: list[Rollout], packed: bool = False) -> ModelInputs:

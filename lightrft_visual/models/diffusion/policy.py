@@ -424,29 +424,24 @@ def save_text_length(folder: str | Path, text_length: int) -> None:
     Path(folder, PIPELINE_SETTINGS).write_text(json.dumps({"text_length": text_length}))
 
 
-def family_of(pipeline: DiffusionPipeline, text_length: int | None = None, family: str = "auto") -> DiffusionFamily:
-    """The adapter for a loaded pipeline; see `named_family`."""
-    return named_family(type(pipeline).__name__, family)(pipeline, text_length)
+def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
+    """The adapter for a loaded pipeline."""
+    return named_family(type(pipeline).__name__)(pipeline, text_length)
 
 
 def named_family(pipeline_name: str, family: str = "auto") -> type[DiffusionFamily]:
     """The family named, or the one registered last for the class of pipelines.
 
-    Raises ConfigError where none does, or the one named does not.
+    Raises ConfigError where none does, with the known classes, or the one named does not.
     """
-    if family == "auto":
-        return family_class(pipeline_name)
-    if registry.diffusion_families[family].pipeline != pipeline_name:
-        raise ConfigError(f"family is {family}, but the model is a {pipeline_name}")
-    return registry.diffusion_families.load(family)
-
-
-def family_class(pipeline_name: str) -> type[DiffusionFamily]:
-    """The family that reads a class of pipelines; ConfigError names the known classes when there is none."""
-    for family in reversed([*registry.diffusion_families]):  # one from outside comes first
-        if family.pipeline == pipeline_name:
-            return family.load()
-    known = ", ".join(family.pipeline for family in registry.diffusion_families)
+    if family != "auto":
+        if registry.diffusion_families[family].pipeline != pipeline_name:
+            raise ConfigError(f"family is {family}, but the model is a {pipeline_name}")
+        return registry.diffusion_families.load(family)
+    for entry in reversed([*registry.diffusion_families]):  # one from outside comes first
+        if entry.pipeline == pipeline_name:
+            return entry.load()
+    known = ", ".join(entry.pipeline for entry in registry.diffusion_families)
     raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {known}")
 
 
@@ -457,7 +452,7 @@ def adapter_of(path: str, family: str = "auto") -> type[DiffusionFamily]:
     """
     if family != "auto":
         return registry.diffusion_families.load(family)
-    return family_class(pipeline_class(path))
+    return named_family(pipeline_class(path))
 
 
 def pipeline_class(path: str) -> str:

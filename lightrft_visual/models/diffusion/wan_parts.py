@@ -24,12 +24,12 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers, convert_wan_vae_to_diffusers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-from ...errors import ConfigError
+from ...errors import ConfigError, refused_as
 
 T = torch.Tensor
 State = dict[str, T]
@@ -58,10 +58,8 @@ def parts_of(path: str) -> dict[str, list[Path]]:
     Raises ConfigError for a file that is no such list, and for a part whose files are not there.
     """
     file = Path(path)
-    try:
+    with refused_as(ConfigError, f"{path} (model_paths) cannot be read as JSON"):
         named = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} (model_paths) cannot be read as JSON: {error}") from error
     if isinstance(named, list) and len(named) == len(PARTS):
         named = dict(zip(PARTS, named))
     if not isinstance(named, dict) or set(named) != set(PARTS):
@@ -116,30 +114,20 @@ def _shape(files: list[Path], key: str) -> tuple[int, ...]:
     """Of one tensor, without reading the others. Raises ConfigError where no file has it."""
     for file in files:
         if file.suffix != ".safetensors":
-            tensors = _read(file)
-            if key in tensors:
+            if key in (tensors := _read(file)):
                 return tuple(tensors[key].shape)
             continue
-        with _open(file) as tensors:
+        with refused_as(ConfigError, f"{file}: not a safetensors file"), safe_open(file, "pt") as tensors:
             if key in tensors.keys():  # noqa: SIM118  no mapping
                 return tuple(tensors.get_slice(key).get_shape())
     raise ConfigError(f"{files[0]}: not a Wan model, it has no tensor {key}")
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-
-
 def _read(file: Path) -> State:
-    try:
+    with refused_as(ConfigError, f"{file}: cannot be read as weights"):
         if file.suffix == ".safetensors":
             return load_file(file)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # tensors only, no code
-    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read as weights: {error}") from error
 
 
 def _load(files: list[Path]) -> State:
@@ -148,10 +136,8 @@ def _load(files: list[Path]) -> State:
 
 def _filled(model: nn.Module, state: Mapping[str, T], what: str) -> nn.Module:
     """The model, made without weights, with those of the state. Raises ConfigError where they do not fit."""
-    try:
+    with refused_as(ConfigError, what):
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    except RuntimeError as error:
-        raise ConfigError(f"{what}: {error}") from error
     if missing or unexpected:
         raise ConfigError(f"{what}: {len(missing)} tensors missing ({missing[:2]}), unknown: {unexpected[:2]}")
     return model.eval()

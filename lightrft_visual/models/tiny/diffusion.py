@@ -1,4 +1,4 @@
-"""A tiny but real Stable Diffusion 1.5 pipeline with freshly drawn weights, of the stock classes."""
+"""Tiny but real Stable Diffusion pipelines (1.5 and 3) with freshly drawn weights, of the stock classes."""
 
 from __future__ import annotations
 

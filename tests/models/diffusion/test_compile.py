@@ -7,16 +7,17 @@ are traced and run as they are, and the compiler makes one of them.
 import pytest
 import torch
 import torch._dynamo
-from attention_calls import AttentionCalls
 from deepspeed.accelerator import get_accelerator
+from equality import with_adapters
+from tiny_families import sd3_policy
 from torch import nn
+from watched import Operations
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, repeated_blocks
-from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.diffusion.policy import LoraSettings, repeated_blocks
 
 DEVICE = get_accelerator().device_name()
 
@@ -30,12 +31,7 @@ def nothing_is_compiled_yet():
 
 def policy(backend=None, layers=2):
     torch.manual_seed(0)
-    family = family_of(build_pipeline(TinyDiffusionSettings(layers=layers)), TEXT_LENGTH)
-    made = DiffusionPolicy(family, LoraSettings(2, 4))
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    made = with_adapters(sd3_policy(LoraSettings(2, 4), layers))
     if backend is not None:
         made.compile_blocks(backend)
     made.move_to(torch.device(DEVICE))
@@ -83,9 +79,9 @@ def test_checkpointed_programs_keep_the_results_of_attention():
         made.train()
         if how != "none":
             made.enable_gradient_checkpointing(how=how)
-        with AttentionCalls() as calls:
+        with Operations() as calls:
             made(*asked_for).square().mean().backward()
-        found.append((calls.count, [parameter.grad for parameter in made.trainable_parameters()]))
+        found.append((calls.attentions, [parameter.grad for parameter in made.trainable_parameters()]))
     assert found[1][0] == found[0][0] > 0
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 

@@ -3,6 +3,7 @@
 import pytest
 import tiny_families
 import torch
+from watched import kept_for_backward
 
 from lightrft_visual.models.diffusion import prompt_cache as decoding
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
@@ -19,16 +20,10 @@ def decoded(policy: DiffusionPolicy, frames: int) -> tuple[torch.Tensor, torch.T
     """Media, the gradient of their squares at the latents, and the bytes kept for backward."""
     shape = policy.latent_shape(32, 32, frames)
     latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    storages = {}
-
-    def keep(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_for_backward() as kept:
         media = policy.decode(latents)
     media.square().sum().backward()
-    return media.detach(), latents.grad, sum(storages.values())
+    return media.detach(), latents.grad, sum(kept.values())
 
 
 @pytest.mark.parametrize("name,frames,share", (("wan", 17, 0.25), ("flux", 1, 0.5), ("qwen_image", 1, 0.25)))

@@ -5,20 +5,19 @@ import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as stock_plus
 import pytest
 import tiny_families
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
+from tiny_families import after_a_step
 
 from lightrft_visual.algorithms.diffusion.denoising_batch import batch_at, experience_of
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer, items_from_state, items_to_state
-from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig, SamplingResult
+from lightrft_visual.experience.diffusion_sampling import SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import stacked
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS
 from lightrft_visual.models.diffusion.families.source_tokens import SOURCE_PIXELS
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.runtime import collectives
 
 PIXELS = 64 * 64
@@ -57,22 +56,14 @@ def test_after_training_the_saved_pipeline_draws_what_the_policy_draws(name, tmp
     negative = "a dog" if policy.family.uses_negative else None
     conditions = stacked(policy.encode_edits(["make it red"], [sources], negative), policy.device)
     start = torch.randn(1, *policy.latent_shape(32, 32))
-    policy(start, torch.tensor([500.0]), conditions, 3.0).square().sum().backward()
-    torch.optim.SGD(policy.trainable_parameters(), lr=0.1).step()
-    ours = DiffusionSampler(SamplingConfig(3)).sample(
-        policy, DiffusionBatch(conditions, start.shape[1:], 1, 3.0, start), generator=torch.Generator()
-    )
-    policy.save_pretrained(tmp_path)
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline, ours = after_a_step(policy, conditions, start, 3.0, 0.1, tmp_path)
     if name == "flux_kontext":
         sources = [policy.family._scaled(image, PIXELS) for image in sources]
     theirs = pipeline(
         sources if len(sources) > 1 else sources[0], "make it red", **asked,
         height=32, width=32, num_inference_steps=3, latents=pack(start), output_type="pt",
     ).images  # fmt: skip
-    with torch.no_grad():
-        torch.testing.assert_close(policy.decode(ours.latents).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_source_images_of_several_sizes_and_numbers_give_what_each_gives_alone(monkeypatch):

@@ -7,10 +7,10 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from diffusers.models.normalization import RMSNorm
+from tiny_families import sd3_policy
 
 from lightrft_visual.models.diffusion.layers import FrozenRMSNorm, JointAttention, use_frozen_norms
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
-from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+from lightrft_visual.models.diffusion.policy import LoraSettings
 
 
 def test_joint_attention_is_that_of_diffusers() -> None:
@@ -56,9 +56,7 @@ def test_a_frozen_norm_is_that_of_diffusers(half: tuple[str, ...]) -> None:
 
 
 def test_a_policy_uses_them() -> None:
-    transformer = DiffusionPolicy(
-        family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH), LoraSettings(2, 4)
-    ).denoisers["transformer"]
+    transformer = sd3_policy(LoraSettings(2, 4)).denoisers["transformer"]
     assert {type(each) for each in transformer.attn_processors.values()} == {JointAttention}
     assert [each for each in transformer.modules() if isinstance(each, FrozenRMSNorm)]
     assert not [each for each in transformer.modules() if type(each) is RMSNorm]

@@ -8,6 +8,7 @@ import tiny_families
 import torch
 from peft import LoraConfig
 from PIL import Image
+from tiny_families import sd3_policy
 
 from lightrft_visual.models.diffusion import policy as policy_module
 from lightrft_visual.models.diffusion import prompt_cache
@@ -36,15 +37,12 @@ def test_encoded_once_and_the_oldest_goes_first():
     assert len(cache) == 2 and cache.size == 32
     ask("a"), ask("b")
     assert calls == ["a", "b", "c", "b"]
-
-
-def test_one_larger_than_the_limit_is_still_given():
-    cache = PromptCache(limit=1)
-    assert cache.get("a", lambda: {"context": torch.ones(1, 4)})["context"].shape == (1, 4) and len(cache) == 1
+    cache.limit = 1
+    assert ask("d")["context"].shape == (1, 4) and len(cache) == 1  # larger than the limit
 
 
 def test_a_prompt_encodes_the_same_in_any_company():
-    policy = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH))
+    policy = sd3_policy()
     other = DiffusionPolicy(policy.family)
     together = policy.encode_prompts(["a red circle", "a blue cross", "a red circle"], "")
     alone = other.encode_prompts(["a red circle"], "")
@@ -55,33 +53,28 @@ def test_a_prompt_encodes_the_same_in_any_company():
     assert not torch.equal(together["context"][0], together["context"][1])
 
 
-def test_the_negative_prompt_is_encoded_once_for_all(monkeypatch):
-    policy, texts = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
-    encode = policy.family.encode_prompts
+def test_prompts_and_the_negative_one_are_encoded_once_and_several_in_one_call(monkeypatch):
+    policy, texts, calls = sd3_policy(), [], []
+    pipeline, encode = policy.family.pipeline, policy.family.encode_prompts
+    encode_prompt = pipeline.encode_prompt
     monkeypatch.setattr(policy.family, "encode_prompts", lambda prompts: texts.extend(prompts) or encode(prompts))
-    policy.encode_prompts(["a red circle", "a blue cross"], "a dog")
-    guided = policy.encode_prompts(["a red circle", "a green ring"], "a dog")
-    assert sorted(texts) == ["a blue cross", "a dog", "a green ring", "a red circle"]
-    assert torch.equal(guided["negative_context"][0], guided["negative_context"][1])
-    assert torch.equal(guided["negative_context"][:1], policy.encode_prompts(["a dog"])["context"])
-
-
-def test_new_prompts_go_through_the_encoders_several_at_once(monkeypatch):
-    policy, calls = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
-    pipeline = policy.family.pipeline
-    encode = pipeline.encode_prompt
     monkeypatch.setattr(
-        pipeline, "encode_prompt", lambda prompts, *a, **k: calls.append(len(prompts)) or encode(prompts, *a, **k)
+        pipeline,
+        "encode_prompt",
+        lambda prompts, *a, **k: calls.append(len(prompts)) or encode_prompt(prompts, *a, **k),
     )
-    texts = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "cross", "ring")]
-    conditions = policy.encode_prompts(texts * 2, "")  # 9 texts and the negative one
+    given = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "cross", "ring")]
+    conditions = policy.encode_prompts(given * 2, "a dog")  # 9 texts and the negative one
     assert calls == [8, 8] and len(conditions["context"]) == len(conditions["negative_context"]) == 18
-    one = policy.remember_prompts(texts)[texts[3]]["context"]
+    assert sorted(texts) == sorted([*given, "a dog"])
+    assert torch.equal(conditions["negative_context"][:1], policy.encode_prompts(["a dog"])["context"])
+    assert torch.equal(conditions["negative_context"][0], conditions["negative_context"][1]) and len(texts) == 10
+    one = policy.remember_prompts(given)[given[3]]["context"]
     assert one.untyped_storage().nbytes() == one.nbytes  # and not that of all that were encoded beside it
 
 
 def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeypatch):
-    policy, turns = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings(layers=1)), TEXT_LENGTH)), []
+    policy, turns = sd3_policy(), []
     names = {id(part): name for name, part in policy.family.pipeline.components.items()}
 
     @contextmanager

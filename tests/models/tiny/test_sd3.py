@@ -2,21 +2,12 @@
 
 import torch
 
-from lightrft_visual.models.tiny.diffusion import (
-    TinyDiffusionSettings,
-    apply_merge,
-    build_clip_tokenizer,
-    build_pipeline,
-)
+from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_clip_tokenizer, build_pipeline
 
 
 def test_unknown_words_are_spelt():
     clip = build_clip_tokenizer()
     assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
-
-
-def test_merges_from_the_left():
-    assert apply_merge(["a", "a", "a", "b"], ("a", "a")) == ["aa", "a", "b"]
 
 
 def test_the_same_settings_give_the_same_weights():

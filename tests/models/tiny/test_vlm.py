@@ -21,11 +21,6 @@ from lightrft_visual.models.vlm.families import family_of
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from deepspeed.utils import safe_get_full_grad
 from equality import PLAIN, adapters, loss_and_gradients, weighed
 from launched import leave
-from tiny_models import actor_of, features_of, inputs_of, load, perturb, prompts_for
+from tiny_models import actor_of, grouped_rollouts, inputs_of, load, perturb, prompts_for
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
@@ -24,17 +22,6 @@ from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettin
 from lightrft_visual.runtime.sequence import SequenceGroup
 
 Result = tuple[float, dict[str, torch.Tensor]]
-
-
-def grouped(checkpoint: Checkpoint, videos: bool, completions: int = 2) -> list[Rollout]:
-    """Text alone, one to three images, and videos."""
-    draw, prompts = np.random.default_rng(0), features_of(checkpoint, prompts_for(checkpoint, videos))
-    return [
-        Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
-                sample_id=place + 7 * turn)
-        for place, prompt in enumerate(prompts)
-        for turn in range(completions)
-    ]  # fmt: skip
 
 
 def own_part(rollouts: list, size: int) -> list:
@@ -154,7 +141,8 @@ def main(folders: str, full: str, out: str) -> None:
     found: dict[str, dict[str, float]] = {}
     for kind, folder in json.loads(folders).items():
         checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
-        rollouts = grouped(checkpoint, videos=kind == full)
+        rollouts = grouped_rollouts(checkpoint, prompts_for(checkpoint, videos=kind == full))
+        rollouts.sort(key=lambda each: each.prompt.group_id)
         for cases in (plain_cases, *((critic_cases, together, zero_cases, buffers) if kind == full else ())):
             found.setdefault(kind, {}).update(cases(checkpoint, rollouts, groups))
     if not collectives.rank():

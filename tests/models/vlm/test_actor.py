@@ -23,11 +23,6 @@ from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_padded(root, kind, wrap):

@@ -27,11 +27,6 @@ from lightrft_visual.models.vlm.actor import Critic
 from lightrft_visual.rollout.hf import prompt_inputs
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 def scored(actor, inputs):
     with torch.no_grad():
         return actor(inputs, ScoringRule(), with_entropy=False).log_probs

@@ -24,11 +24,6 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 INTERNVL_IMAGE = "<IMG_CONTEXT>"
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 @pytest.mark.parametrize("kind,family", [("qwen3_vl", QwenVL), ("internvl", InternVL), ("qwen2", TextOnly)])
 def test_a_checkpoint_and_its_processor_find_their_family(root, kind, family):
     checkpoint = checkpoint_of(root, kind)

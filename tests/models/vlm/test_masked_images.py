@@ -15,11 +15,6 @@ from lightrft_visual.models.vlm.masked_images import beside_hidden, halves, hide
 KINDS = ("qwen2_5_vl", "internvl")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 def test_a_share_of_the_patches_is_hidden_alike_for_samples_of_one_prompt():
     shown = {"pixel_values": torch.ones(20, 6), "image_grid_thw": torch.tensor([[1, 4, 5]])}
     other = {"pixel_values": torch.ones(20, 6), "image_grid_thw": torch.tensor([[1, 4, 5]])}

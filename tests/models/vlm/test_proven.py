@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from engine_rig import Rig
-from equality import assert_same, loss_and_gradients
-from stock_families import STOCK, TABLE, claimed, stock_checkpoint, stock_prompts
+from equality import assert_same, loss_and_gradients, with_adapters
+from stock_families import STOCK, TABLE, claimed, grouped_samples, stock_checkpoint, stock_prompts
 from tiny_models import VIDEO, clip, perturb
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -109,21 +108,9 @@ def test_windows_of_attention_hold_in_packed_samples(tmp_path, name, window):
     assert_own(actor_of(checkpoint), samples, probe._packed(samples))
 
 
-def grouped(checkpoint: Checkpoint) -> ModelInputs:
-    """Three answers to each of three prompts, in turn."""
-    samples, groups = [], sampled(checkpoint)
-    for turn in range(3):
-        for each in groups:
-            ids = each.ids.clone()
-            ids[-each.actions :] = (ids[-each.actions :] + 7 * turn) % 50 + 20
-            samples.append(replace(each, own=each.own | {"input_ids": ids[None]}))
-    numbers = torch.arange(len(samples))
-    return replace(probe._padded(samples), sample_ids=numbers, group_ids=numbers % len(groups))
-
-
 @pytest.mark.parametrize("name", claimed("shared prefix"))
 def test_a_shared_prompt_equals_its_copies_in_loss_and_gradients(opened, name):
-    actor, inputs = actor_of(opened(name)), grouped(opened(name))
+    actor, (inputs, _) = actor_of(opened(name)), grouped_samples(opened(name))
     alone = loss_and_gradients(actor, [inputs])
     actor.backbone.share_prefix = True
     assert SharedSequence.of(inputs).saved > 0
@@ -134,9 +121,7 @@ def test_a_shared_prompt_equals_its_copies_in_loss_and_gradients(opened, name):
 def test_adapters_are_trained_and_equal_pefts_own_forward(opened, name):
     actor, samples = actor_of(opened(name), lora_rank=4), sampled(opened(name))
     torch.manual_seed(0)
-    for parameter_name, parameter in actor.named_parameters():
-        if "lora_B" in parameter_name:
-            torch.nn.init.normal_(parameter, std=0.02)
+    with_adapters(actor, 0.02)
     assert_own(actor, samples, probe._padded(samples))
     actor(probe._padded(samples), RULE).log_probs.sum().backward()
     trained = {n: p.grad is not None for n, p in actor.named_parameters() if p.requires_grad}
@@ -157,30 +142,24 @@ def test_an_export_opens_again_with_the_same_log_probs(opened, name, tmp_path):
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", claimed("hf"))
-def test_engine_hf_samples_from_what_the_trainer_scores(opened, name):
-    checkpoint, actor = opened(name), actor_of(opened(name))
-    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
-    assert rig.difference(stock_prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
-
-
-@pytest.mark.parametrize("name", claimed("hf"))
-def test_engine_hf_samples_from_what_the_trainer_scores_after_text_alone(opened, name):
+def text_alone(checkpoint: Checkpoint) -> PromptBatch:
     """With a blank image, which no later token may see."""
-    checkpoint, actor = opened(name), actor_of(opened(name))
-    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
-    texts = PromptBatch.of(["what is 1 plus 2?", "where?"])
-    assert rig.difference(texts, SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+    return PromptBatch.of(["what is 1 plus 2?", "where?"])
 
 
-@pytest.mark.parametrize("name", claimed("video"))
-def test_engine_hf_samples_from_what_the_trainer_scores_after_videos(opened, name):
+def videos(checkpoint: Checkpoint) -> PromptBatch:
+    clips = [[clip(0)], [clip(1, 8, 1.0), clip(2)]]
+    return PromptBatch.of([f"{VIDEO} how many?", f"{VIDEO} or {VIDEO}"], None, clips)
+
+
+FORMS = [(each, "hf") for each in (stock_prompts, text_alone)] + [(videos, "video")]
+
+
+@pytest.mark.parametrize("prompts,name", [(each, name) for each, form in FORMS for name in claimed(form)])
+def test_engine_hf_samples_from_what_the_trainer_scores(opened, name, prompts):
     checkpoint, actor = opened(name), actor_of(opened(name))
     rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
-    prompts = PromptBatch.of(
-        [f"{VIDEO} how many?", f"{VIDEO} or {VIDEO}"], None, [[clip(0)], [clip(1, 8, 1.0), clip(2)]]
-    )
-    assert rig.difference(prompts, SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+    assert rig.difference(prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
 
 
 def test_videos_that_are_not_claimed_are_refused(opened):

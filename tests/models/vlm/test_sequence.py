@@ -18,11 +18,6 @@ FULL = "qwen2_5_vl"  # tried with a critic and under ZeRO too
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def differences(root) -> dict[str, dict[str, float]]:
     folders = {kind: checkpoint_of(root, kind).path for kind in KINDS}
     out = root / "out.json"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from equality import adapters, assert_same, loss_and_gradients
-from tiny_models import actor_of, checkpoint_of, features_of, inputs_of, load, perturb, prompts_for, text_prompts
+from tiny_models import actor_of, checkpoint_of, grouped_rollouts, inputs_of, load, perturb, prompts_for, text_prompts
 from transformers import AutoModelForImageTextToText, InternVLConfig
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import Rollout, ScoringRule
+from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.actor import Actor, Backbone, Critic
@@ -20,28 +19,12 @@ from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.models.vlm.shared_prefix import SharedSequence
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-def grouped(checkpoint, batch, completions: int = 3, seed: int = 0) -> list[Rollout]:
-    """Responses of 1 to 7 tokens, those of a prompt not beside each other."""
-    draw, prompts = np.random.default_rng(seed), features_of(checkpoint, batch)
-    return [
-        Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
-                sample_id=place + 7 * turn)
-        for turn in range(completions)
-        for place, prompt in enumerate(prompts)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["qwen2", *VISION_FAMILIES])
 def test_a_shared_prompt_equals_its_copies(root, kind, wrap):
     checkpoint = checkpoint_of(root, kind)
     actor = actor_of(checkpoint, wrap=wrap)
-    rollouts = grouped(checkpoint, prompts_for(checkpoint))
+    rollouts = grouped_rollouts(checkpoint, prompts_for(checkpoint))
     padded = loss_and_gradients(actor, [inputs_of(checkpoint, rollouts)])
     actor.backbone.share_prefix = True
     for packed in (False, True):
@@ -52,7 +35,7 @@ def test_the_first_tokens_have_rules_of_their_own(root):
     """All completions read their first token's distribution from one place; each keeps its temperature and bans."""
     checkpoint = checkpoint_of(root, "qwen2")
     actor = actor_of(checkpoint)
-    inputs = inputs_of(checkpoint, grouped(checkpoint, text_prompts()))
+    inputs = inputs_of(checkpoint, grouped_rollouts(checkpoint, text_prompts()))
     rule = ScoringRule(temperature=0.7, first_token_temperature=5.0, eos_banned_tokens=2)
     padded = loss_and_gradients(actor, [inputs], rule)
     actor.backbone.share_prefix = True
@@ -66,14 +49,14 @@ def test_values_of_a_critic(root, kind):
     for shared in (False, True):
         critic = Critic(load(checkpoint.path, checkpoint.vision), share_prefix=shared)
         perturb(critic.value_head, 0, 0.1)
-        values.append(critic(inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))))
+        values.append(critic(inputs_of(checkpoint, grouped_rollouts(checkpoint, prompts_for(checkpoint)))))
     torch.testing.assert_close(*values, atol=1e-5, rtol=0)
 
 
 def test_without_media_the_tower_still_gets_its_gradients(root):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     actor = actor_of(checkpoint)
-    inputs = inputs_of(checkpoint, grouped(checkpoint, text_prompts()))
+    inputs = inputs_of(checkpoint, grouped_rollouts(checkpoint, text_prompts()))
     padded = loss_and_gradients(actor, [inputs])
     actor.backbone.share_prefix = True
     shared = loss_and_gradients(actor, [inputs])
@@ -86,7 +69,7 @@ def test_without_media_the_tower_still_gets_its_gradients(root):
 
 def test_a_row_holds_each_prompt_and_its_media_once(root):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
-    rollouts = grouped(checkpoint, prompts_for(checkpoint))
+    rollouts = grouped_rollouts(checkpoint, prompts_for(checkpoint))
     prompts = {rollout.prompt.group_id: rollout.prompt for rollout in rollouts}
     for packed in (False, True):
         inputs = inputs_of(checkpoint, rollouts, packed)
@@ -97,7 +80,7 @@ def test_a_row_holds_each_prompt_and_its_media_once(root):
         ]
         parts = row.select(inputs.sequences).squeeze(0).split(row.lengths)
         assert [part.tolist() for part in parts] == sum(wanted, [])
-        assert row.saved == 2 * sum(len(prompt.token_ids) for prompt in prompts.values())
+        assert row.saved == sum(len(prompt.token_ids) for prompt in prompts.values())
         assert [id(own) for own in row.vision.samples] == [id(p.vision.samples[0]) for p in prompts.values()]
         starts = torch.tensor([0, *row.lengths]).cumsum(0).tolist()
         heads = [start for start, of in zip(starts, row.continues) if of is None]
@@ -112,7 +95,7 @@ def test_a_row_holds_each_prompt_and_its_media_once(root):
 def test_what_only_looks_alike_is_not_shared(root):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     batch = prompts_for(checkpoint, videos=False).select([1])
-    first = inputs_of(checkpoint, grouped(checkpoint, batch, 2))
+    first = inputs_of(checkpoint, grouped_rollouts(checkpoint, batch, 2))
     assert SharedSequence.of(first) is not None
     for groups in (None, torch.tensor([0, 1]), torch.tensor([-1, -1])):
         assert SharedSequence.of(replace(first, group_ids=groups)) is None
@@ -141,7 +124,7 @@ def test_other_language_models_inside_internvl(root, text):
     perturb(model, 1, 0.05)
     actor = Actor(model, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
     assert actor.backbone.config.get_text_config().model_type == text
-    inputs = inputs_of(checkpoint, grouped(checkpoint, prompts_for(checkpoint)))
+    inputs = inputs_of(checkpoint, grouped_rollouts(checkpoint, prompts_for(checkpoint)))
     padded = loss_and_gradients(actor, [inputs])
     actor.backbone.share_prefix = True
     assert_same(padded, loss_and_gradients(actor, [inputs]), 1e-5)

@@ -51,17 +51,6 @@ def test_the_same_values_in_another_shape_are_another_image():
 
 
 @pytest.mark.parametrize("family", QWEN_FAMILIES)
-def test_flat_images_of_two_shapes_keep_their_own_features(family):
-    model = tower(family)
-    pixels = torch.full((48, width_of(model)), 0.25).double()
-    grids = torch.tensor([[1, 4, 6], [1, 6, 4]])
-    expected = flat(model.get_image_features(pixels, grids))
-    SharedMedia(model.visual)
-    for one, other in zip(expected, flat(model.get_image_features(pixels, grids))):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
 def test_features_and_gradients_are_those_of_the_whole_batch(family):
     plain, sharing = tower(family), tower(family)
     SharedMedia(sharing.visual)
@@ -83,10 +72,16 @@ def test_features_and_gradients_are_those_of_the_whole_batch(family):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_a_batch_without_repetition_is_passed_on_as_it_is():
-    model = tower("qwen2_5_vl")
+@pytest.mark.parametrize("flat_images", [False, True])
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_a_batch_without_repetition_is_passed_on_as_it_is(family, flat_images):
+    """Flat images of two shapes are none: their values are the same, and their positions are not."""
+    model = tower(family)
     pixels, grids = media(width_of(model))
-    expected = flat(model.get_image_features(pixels[:32], grids[:2]))
+    pixels, grids = pixels[:32], grids[:2]
+    if flat_images:
+        pixels, grids = torch.full((48, width_of(model)), 0.25).double(), torch.tensor([[1, 4, 6], [1, 6, 4]])
+    expected = flat(model.get_image_features(pixels, grids))
     SharedMedia(model.visual)
-    for one, other in zip(expected, flat(model.get_image_features(pixels[:32], grids[:2]))):
+    for one, other in zip(expected, flat(model.get_image_features(pixels, grids))):
         assert torch.equal(one, other)

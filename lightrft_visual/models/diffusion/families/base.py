@@ -24,6 +24,7 @@ from ....runtime import collectives
 from ..layers import flow_match_schedule, upcast
 
 T = torch.Tensor
+Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 ATTENTION_TARGETS = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
@@ -248,6 +249,25 @@ class KLImages(DiffusionFamily):
         """(B, 3, H, W) to (B, C, h, w): the mean of the autoencoder's answer."""
         vae = self.pipeline.vae
         return (encoded_mean(vae, images) - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+class PackedLatents(DiffusionFamily):
+    """Latents are kept unpacked, (C, h, w); the transformer reads two by two patches of them as tokens."""
+
+    @abstractmethod
+    def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
+
+    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
+        """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
+        height, width = latents.shape[-2:]
+        grids = [(1, height // 2, width // 2)]
+        return upcast(unpack(self._tokens(pack(latents), grids, timesteps, conditions, guidance_scale), height, width))
+
+    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """(C, height / 8, width / 8)."""
+        scale = self.pipeline.vae_scale_factor
+        return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)
 
 
 def join_lora(pipeline: Any, folder: Path) -> None:

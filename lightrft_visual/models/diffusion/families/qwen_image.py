@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from ....experience.vision import MASK, Conditions, used_widths, widened
-from ..layers import upcast
-from .base import DiffusionFamily, channel_statistics, decoded, encoded_mean, pack, spatial_latent, unpack
+from .base import Grid, PackedLatents, channel_statistics, decoded, encoded_mean, pack, unpack
 
 T = torch.Tensor
 TEXT_STEP = 64  # tokens
-Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 
 
 def in_steps(context: T, mask: T) -> tuple[T, T]:
@@ -21,8 +19,8 @@ def in_steps(context: T, mask: T) -> tuple[T, T]:
     return widened(context[:, :used], used), widened(mask[:, :used], used)
 
 
-class QwenImage(DiffusionFamily):
-    """Latents are kept unpacked, (C, h, w); guidance keeps the norm of every token, as the stock pipeline does.
+class QwenImage(PackedLatents):
+    """Guidance keeps the norm of every token, as the stock pipeline does.
 
     Texts are kept by their own lengths, and padded and masked where samples of several prompts are one batch. A forward
     reads as much of them as its longest text takes, in steps of `TEXT_STEP`: nearly always the same for all batches,
@@ -41,14 +39,7 @@ class QwenImage(DiffusionFamily):
             mask = torch.ones(context.shape[:2], dtype=torch.long, device=context.device)
         return {"context": context, MASK: mask}
 
-    def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
-        """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""
-        height, width = latents.shape[-2:]
-        grids = [(1, height // 2, width // 2)]
-        return upcast(unpack(self._tokens(pack(latents), grids, timesteps, conditions, guidance_scale), height, width))
-
     def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
-        """What the transformer makes of tokens (B, L, 4 C) of images of these sizes, behind each other."""
         transformer, dtype = self.pipeline.transformer, self.dtype
         context, mask = in_steps(conditions["context"], conditions[MASK])
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
@@ -75,8 +66,3 @@ class QwenImage(DiffusionFamily):
         frames = encoded_mean(self.pipeline.vae, images[:, :, None])
         mean, std = channel_statistics(self.pipeline.vae, frames)
         return ((frames - mean) / std)[:, :, 0]
-
-    def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """(C, height / 8, width / 8)."""
-        scale = self.pipeline.vae_scale_factor
-        return self.pipeline.transformer.config.in_channels // 4, *spatial_latent(height, width, scale, 2 * scale)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,21 +11,19 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dime
 
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import DiffusionFamily, by_kind, pack, unpack
+from .base import PackedLatents, by_kind, pack, unpack
 
 T = torch.Tensor
 SOURCE_PIXELS = 1024 * 1024  # area that the pipelines scale source images to
 SIDE = 32  # pixels; sides are multiples of it
 
 
-class SourceTokens(DiffusionFamily):
+class SourceTokens(PackedLatents):
     """Source images as tokens beside those of the noisy latents; goes before the family of the model that draws.
 
     Source images keep their proportions, so those of a batch may differ in size; a forward takes samples of one size.
     `source` (1, L, 4 C) holds the tokens of all images of a prompt, `source_grid` (1, N, 2) rows and columns of each.
     """
-
-    _tokens: Callable[..., T]  # of the model that draws: tokens, their grids, timesteps, conditions, guidance scale
 
     def encode_sources(self, images: list[Any]) -> Conditions:
         """source (1, L, 4 C) and source_grid (1, N, 2)."""
