@@ -264,7 +264,7 @@ def made(way: str, build) -> AutoencoderKLWan:
     """A decoder that computes again as the way says."""
     vae = build().eval().requires_grad_(False)
     if way == "frames":
-        vae.decoder.forward = decoding.checkpointed_frame(vae.decoder.forward)
+        vae.decoder.forward = decoding.checkpointed_part(vae.decoder.forward)
     if way == "blocks":
         decoding.checkpoint_decoder(vae)
     return vae
