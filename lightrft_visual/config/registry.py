@@ -352,9 +352,9 @@ entry(
 # ---------------------------------------------------------------------------------------------------------------------
 
 entry = scorers.below(f"{PACKAGE}.rewards.functions")
-entry("exact", "exact:Exact", "the final answer equals the reference")
-entry("numeric", "numeric:Numeric", "numbers within a tolerance")
-entry("choice", "choice:Choice", "the letter of a multiple choice")
+entry("exact", "answers:Exact", "the final answer equals the reference")
+entry("numeric", "answers:Numeric", "numbers within a tolerance")
+entry("choice", "answers:Choice", "the letter of a multiple choice")
 entry("format", "format:Format", "the form of a response")
 entry("math", "math:Math", "mathematical answers, by math-verify")
 entry("ocr", "ocr:OCR", "the text that an image shows")

@@ -48,7 +48,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from lightrft_visual.rewards.functions.exact import Exact
+from lightrft_visual.rewards.functions.answers import Exact
 
 LEARNING = {
     "learning_rate": 5e-4, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},

@@ -1,12 +1,9 @@
 import pytest
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.functions.answers import final_answer, last_boxed
-from lightrft_visual.rewards.functions.choice import Choice
-from lightrft_visual.rewards.functions.exact import Exact
+from lightrft_visual.rewards.functions.answers import Choice, Exact, Numeric, final_answer, last_boxed, last_number
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.functions.math import Math
-from lightrft_visual.rewards.functions.numeric import Numeric, last_number
 from lightrft_visual.runtime.usercode.calls import Failed
 
 

@@ -1,12 +1,16 @@
-"""Reading answers out of responses, shared by the rule scorers."""
+"""Scorers that compare the final answer of a response with the reference: as text, as a number, as a letter."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import ConfigError
+
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?%?")
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
 
@@ -43,8 +47,108 @@ def normalise(text: str) -> str:
     return " ".join(text.casefold().split()).strip(_EDGE)
 
 
+def references_in(reference: Any) -> list[str]:
+    """The reference, or each of a list of references, as text; nothing for None."""
+    options = reference if isinstance(reference, (list, tuple)) else [reference]
+    return [str(option) for option in options if option is not None]
+
+
 def any_reference(reference: Any, matches: Callable[[str], bool]) -> float | None:
     """1.0 when the reference, or one of a list of references, matches; None without a reference."""
-    options = reference if isinstance(reference, (list, tuple)) else [reference]
-    known = [str(option) for option in options if option is not None]
+    known = references_in(reference)
     return float(any(matches(option) for option in known)) if known else None
+
+
+class Exact:
+    """1 when the normalised final answer equals the reference (or one of them), else 0; None without a reference.
+
+    normalised: case, repeated spaces and punctuation at the ends do not count; set it false to compare as is.
+    tagged: only an answer between <answer> tags counts; else the whole response may be one.
+    """
+
+    needs_reference = True
+
+    def __init__(self, normalised: bool = True, tagged: bool = False) -> None:
+        self._form = normalise if normalised else str.strip
+        self._answer = tagged_answer if tagged else final_answer
+
+    def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
+        given = [self._answer(completion) for completion in completions]
+        answers = [None if answer is None else self._form(answer) for answer in given]
+        return [
+            any_reference(reference, lambda option, given=answer: self._form(option) == given)
+            for answer, reference in zip(answers, references)
+        ]
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None. A `-` after a digit is not a sign."""
+    found = [m for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
+    if not found:
+        return None
+    token = found[-1].group()
+    if token[0] in "+-" and found[-1].start() > 0 and text[found[-1].start() - 1].isdigit():
+        token = token[1:]
+    number = float(token.rstrip("%").replace(",", ""))
+    number = number / 100 if token.endswith("%") else number
+    return number if math.isfinite(number) else None
+
+
+class Numeric:
+    """1 when the last number of the final answer equals the reference's within the tolerances, else 0.
+
+    tolerance: relative; absolute: absolute, both as in math.isclose. None without a number in the reference.
+    """
+
+    needs_reference = True
+
+    def __init__(self, tolerance: float = 1e-6, absolute: float = 1e-9) -> None:
+        self.tolerance, self.absolute = tolerance, absolute
+
+    def _close(self, given: float | None, wanted: float) -> bool:
+        return given is not None and math.isclose(given, wanted, rel_tol=self.tolerance, abs_tol=self.absolute)
+
+    def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
+        scores: list[float | None] = []
+        for completion, reference in zip(completions, references):
+            given = last_number(final_answer(completion))
+            wanted = [number for number in map(last_number, references_in(reference)) if number is not None]
+            scores.append(float(any(self._close(given, number) for number in wanted)) if wanted else None)
+        return scores
+
+
+class Choice:
+    """1 when the chosen letter equals the reference's, 0 when it differs or none can be read; None without a reference.
+
+    letters: the options, such as "ABCD". Read are, in this order: a letter alone, "answer is B" or "answer: (B)", the
+    last letter in brackets, and a leading "B." or "B:". An article "A" inside a sentence is not an answer.
+    """
+
+    needs_reference = True
+
+    def __init__(self, letters: str = "ABCDEFGHIJ") -> None:
+        if not letters.isalpha():
+            raise ConfigError(f"choice: letters is {letters!r}; give the option letters, such as ABCD")
+        upper, both = f"[{letters.upper()}]", f"[{letters.upper()}{letters.lower()}]"
+        lead = r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*]*"
+        self._forms = [
+            re.compile(rf"^[\s(\[*]*({both})[\s)\].:*]*$"),
+            re.compile(rf"{lead}({upper}(?![\w'])|{both}(?=[\s)\].*]*$))"),
+            re.compile(rf"[(\[]({both})[)\]]"),
+            re.compile(rf"^\s*({both})[.:)]\s"),
+        ]
+
+    def letter(self, text: str) -> str | None:
+        """The chosen letter in upper case, or None."""
+        for form in self._forms:
+            found = form.findall(text)
+            if found:
+                return found[-1].upper()
+        return None
+
+    def __call__(self, completions: list[str], references: list[Any]) -> list[float | None]:
+        chosen = [self.letter(final_answer(completion)) for completion in completions]
+        return [
+            any_reference(reference, lambda option, given=given: given is not None and self.letter(option) == given)
+            for given, reference in zip(chosen, references)
+        ]

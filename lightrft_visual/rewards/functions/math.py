@@ -7,6 +7,7 @@ from typing import Any
 from ...errors import ConfigError, RewardError
 from ...runtime.usercode.calls import Failed
 from ...runtime.usercode.sandbox import CallTimeout, Worker
+from .answers import references_in
 
 _WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"
 
@@ -30,8 +31,7 @@ class Math:
         return [self._score(completion, reference) for completion, reference in zip(completions, references)]
 
     def _score(self, completion: str, reference: Any) -> float | Failed | None:
-        options = reference if isinstance(reference, (list, tuple)) else [reference]
-        known = [str(option) for option in options if option is not None]
+        known = references_in(reference)
         if not known:
             return None
         try:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from ...config.shared import RewardConfig
 from ...errors import ConfigError
 from ..batch import Call, Job, RewardBatch, Scores, named_components, run_jobs, weighted_sum
 from ..recipe import ANY_LABEL, recipe_from_components
+from ..registry import Catalogue
 
 
 class MultiScorer:
@@ -23,9 +25,6 @@ class MultiScorer:
     name = "multi"
 
     def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        from ...config.shared import RewardConfig
-        from ..registry import Catalogue
-
         recipe = recipe_from_components(components, kwargs)
         self._catalogue = Catalogue(RewardConfig())
         entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
@@ -35,16 +34,10 @@ class MultiScorer:
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """The weighted sum, with every component beside it."""
-        size = len(batch)
+        size, everything = len(batch), list(range(len(batch)))
         jobs = [
-            Job(
-                entry.name,
-                source,
-                list(range(size)),
-                torch.full((size,), entry.weight, dtype=torch.float64),
-                entry.score_key,
-            )
-            for entry, source in self._sources
+            Job(e.name, source, everything, torch.full((size,), e.weight, dtype=torch.float64), e.score_key)
+            for e, source in self._sources
         ]
         columns, by_name = run_jobs(jobs, batch, call)
         reasons = sum(by_name.values(), Counter())
