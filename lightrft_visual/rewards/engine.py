@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -139,7 +139,11 @@ class RewardComputationEngine:
         self._catalogue.check_placed()
         self._all = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
-        self._watched = self._watch(self.config.reward_weights_file)
+        self._watched: WatchedWeights | None = None
+        if self.config.reward_weights_file is not None:
+            self.require_weights("reward_weights_file")
+            names = [entry.name for entry in self.recipe.components()] if self.recipe else list(self._sources)
+            self._watched = WatchedWeights(self.config.reward_weights_file, names)
 
     @classmethod
     def from_config(
@@ -190,12 +194,6 @@ class RewardComputationEngine:
         if unused:
             log.warning("the reward recipe does not use: %s", ", ".join(unused))
         return built
-
-    def _watch(self, path: str | None) -> WatchedWeights | None:
-        if path is None:
-            return None
-        self.require_weights("reward_weights_file")
-        return WatchedWeights(path, [e.name for e in self.recipe.components()] if self.recipe else list(self._sources))
 
     @property
     def watches_weights(self) -> bool:
@@ -413,13 +411,10 @@ class RewardComputationEngine:
         return {"reward/invalid_share": share}
 
     def _too_many(self, share: float, total: int, by_rank: Sequence[Mapping[str, Counter[str]]]) -> str:
-        merged: dict[str, Counter[str]] = {}
-        for reasons in by_rank:
-            for name, counts in reasons.items():
-                merged[name] = merged.get(name, Counter()) + counts
-        told = [
-            f"{name}: {reason} ({n} samples)" for name, counts in merged.items() for reason, n in counts.most_common(3)
-        ]
+        merged: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for name, counts in (item for reasons in by_rank for item in reasons.items()):
+            merged[name].update(counts)
+        told = [f"{name}: {reason} ({n} samples)" for name in merged for reason, n in merged[name].most_common(3)]
         why = "; ".join(told) or "no component of the reward applies to them"
         limit = self.config.reward_max_invalid
         return f"{share:.0%} of {total} rewards are invalid (reward_max_invalid is {limit:.0%}): {why}"

@@ -143,7 +143,7 @@ class Catalogue:
         remotes = named_entries(remote_rm_url)
         self._wires = wires_of(self.config.reward_wire, remotes)
         for name, entry in remotes.items():
-            known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(name, entry))
+            known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(entry))
             self._remotes[known] = entry
         for function in custom:
             self.add_function(sources, function, given)
@@ -174,7 +174,7 @@ class Catalogue:
             return sources[entry.key]
         if entry.scorer not in self._built:
             if entry.type == "remote":
-                self._built[entry.scorer] = self._remote(entry.name, entry.key)
+                self._built[entry.scorer] = self._remote(entry.key)
             else:
                 self._built[entry.scorer] = (self._func if entry.type == "func" else self._scorer)(entry)
         return self._built[entry.scorer]
@@ -252,7 +252,7 @@ class Catalogue:
             return placed
         return local_model_source(name, model, self.config, self.tokenizer, self.packing_samples, self.strategy)
 
-    def _remote(self, name: str, entry: str) -> Source:
+    def _remote(self, entry: str) -> Source:
         if entry.endswith(".py"):
             return self._user_function(load_reward_fn(f"{entry}:reward_func"), Path(entry).stem, {})
         from .remote.client import RemoteClient, RemoteReward

@@ -33,9 +33,9 @@ class Checking(Catalogue):
     def _model(self, name: str, model: Any) -> Any:
         return name
 
-    def _remote(self, name: str, entry: str) -> Any:
+    def _remote(self, entry: str) -> Any:
         if entry.endswith(".py"):
-            return super()._remote(name, entry)
+            return super()._remote(entry)
         for url in entry.split("|"):
             check_url(url.strip())
         return entry

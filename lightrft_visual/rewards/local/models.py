@@ -338,18 +338,15 @@ class EngineModel:
             "labels": batch.labels,
         }
         with AsRewardError(f"reward model {self.name}"):
-            entries = self._entries(self.model(None, None, **arguments))
+            output = self.model(None, None, **arguments)
+            if isinstance(output, Mapping) and "score" not in output:
+                raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")
+            scores = output["score"] if isinstance(output, Mapping) else output
+            entries = as_list(scores, self.name, "reward model")
         if len(entries) != len(batch):
             what = callable_name(self.model)
             raise RewardError(f"reward model {self.name} ({what}) gave {len(entries)} scores for {len(batch)} samples")
         return to_scores([number_or_nan(entry) for entry in entries])
-
-    def _entries(self, output: Any) -> Sequence[Any]:
-        if not isinstance(output, Mapping):
-            return as_list(output, self.name, "reward model")
-        if "score" not in output:
-            raise RewardError(f"reward model {self.name} returned a {type(output).__name__} without score")
-        return as_list(output["score"], self.name, "reward model")
 
 
 def number_or_nan(entry: Any) -> float:
