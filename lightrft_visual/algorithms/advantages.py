@@ -11,7 +11,7 @@ false have no usable reward: they stay out of every statistic and get advantage 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +28,7 @@ T = torch.Tensor
 STD_EPS = 1e-6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Over time
-# ---------------------------------------------------------------------------------------------------------------------
+# -- over time ---------------------------------------------------------------------------------------------------
 
 
 def get_advantages_and_returns(
@@ -64,18 +62,10 @@ def get_cumulative_returns(rewards: T, action_mask: T, gamma: float, discounts: 
     rewards = torch.where(mask, rewards.detach().float(), 0.0)
     if gamma == 1 and discounts is None:
         return torch.where(mask, rewards.flip(1).cumsum(dim=1).flip(1), 0.0)
-    returns = torch.zeros_like(rewards)
-    following = rewards.new_zeros(len(rewards))
-    for step in range(rewards.shape[1] - 1, -1, -1):
-        discount = gamma if discounts is None else gamma * discounts[:, step]
-        following = torch.where(mask[:, step], rewards[:, step] + discount * following, following)
-        returns[:, step] = following
-    return torch.where(mask, returns, 0.0)
+    return get_advantages_and_returns(torch.zeros_like(rewards), rewards, mask, gamma, 1.0, discounts)[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Over turns
-# ---------------------------------------------------------------------------------------------------------------------
+# -- over turns --------------------------------------------------------------------------------------------------
 
 
 def turn_ends(experience: Any) -> T | None:
@@ -119,9 +109,7 @@ def rewards_at_turns(experience: Any, rewards: T) -> T:
     return rewards
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Over groups: functions of rewards (N), group index (N) in [0, groups), valid (N) bool
-# ---------------------------------------------------------------------------------------------------------------------
+# -- over groups: functions of rewards (N), group index (N) in [0, groups), valid (N) bool -----------------------
 
 
 class GroupStatistics:
@@ -156,16 +144,14 @@ class GroupStatistics:
         return (sums / (self.count - correction).clamp(min=1)).sqrt()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Estimators
-# ---------------------------------------------------------------------------------------------------------------------
+# -- estimators --------------------------------------------------------------------------------------------------
 
 
 class AdvantageCalculator:
     """Base: reward shaping for all, advantages as discounted sums of the token rewards.
 
-    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `compute`. It is known by the
-    name under which config/registry.py, or a plugin, registers it.
+    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `over_time`. It is known by
+    the name under which config/registry.py, or a plugin, registers it.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -257,13 +243,19 @@ class AdvantageCalculator:
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
-        returns = get_cumulative_returns(rewards, mask, gamma, None if self.grouped else turn_discounts(experience))
+        advantages, returns = self.over_time(experience, rewards, gamma, generate_kwargs)
         counted = _counted(experience).unsqueeze(1)
-        return torch.where(counted, returns, 0.0), returns, {"return": rewards.sum(dim=1)}
+        return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
+
+    def over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
+        """(advantages, returns), (B, A) each, of token rewards (B, A): here both are their discounted sums."""
+        discounts = None if self.grouped else turn_discounts(experience)
+        returns = get_cumulative_returns(rewards, experience.action_mask, gamma, discounts)
+        return returns, returns
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments of the rewards, of answers and of drawn images."""
-        return {"running": asdict(self.running.seen), "running_drawn": asdict(self.running_drawn.seen)}
+        return {"running": self.running.state_dict(), "running_drawn": self.running_drawn.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, in which drawn images may be missing."""
@@ -274,19 +266,13 @@ class AdvantageCalculator:
 class GAECalculator(AdvantageCalculator):
     """PPO: generalised advantage estimation from a critic (arXiv 1506.02438)."""
 
-    def compute(
-        self, experience: Any, final_reward: T, gamma: float, generate_kwargs: Mapping[str, Any]
-    ) -> tuple[T, T, dict[str, T]]:
-        """As in the base; reads experience.values (B, A) and generate_kwargs['lambd'] (default: the config's)."""
+    def over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
+        """Reads experience.values (B, A) and generate_kwargs['lambd'] (default: the config's)."""
         if experience.values is None:
             raise ValueError("advantage_estimator gae needs the critic's values")
-        rewards, mask = final_reward, experience.action_mask
-        rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
+        values, mask, discounts = experience.values, experience.action_mask, turn_discounts(experience)
         lambd = generate_kwargs.get("lambd", self.config.lambd)
-        discounts = turn_discounts(experience)
-        advantages, returns = get_advantages_and_returns(experience.values, rewards, mask, gamma, lambd, discounts)
-        counted = _counted(experience).unsqueeze(1)
-        return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
+        return get_advantages_and_returns(values, rewards, mask, gamma, lambd, discounts)
 
 
 class ReinforceCalculator(AdvantageCalculator):
@@ -393,9 +379,7 @@ def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCal
     return calculator
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Over the whole batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- over the whole batch ----------------------------------------------------------------------------------------
 
 
 def assign_advantages(
@@ -495,9 +479,7 @@ def _whiten(experiences: list, images: bool) -> None:
         experience.advantages = torch.where(mask, white, experience.advantages.masked_fill(own, 0.0))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading experiences
-# ---------------------------------------------------------------------------------------------------------------------
+# -- reading experiences -----------------------------------------------------------------------------------------
 
 
 def _drawn(experience: Any) -> T:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,17 +148,14 @@ def forward_with(terms: list[LossTerm], call: Call, inputs: ModelInputs, seed: i
     """One forward pass for all terms: its output, and what they read beside it."""
     extra: dict[str, T] = {}
     for term in terms:
-        call = _nested(term, call, seed, extra)
+        call = partial(_through, term, call, seed, extra)
     return call(inputs), extra
 
 
-def _nested(term: LossTerm, call: Call, seed: int, extra: dict[str, T]) -> Call:
-    def through(inputs: ModelInputs) -> ActorOutput:
-        output, found = term.forward(call, inputs, seed)
-        extra.update(found)
-        return output
-
-    return through
+def _through(term: LossTerm, call: Call, seed: int, extra: dict[str, T], inputs: ModelInputs) -> ActorOutput:
+    output, found = term.forward(call, inputs, seed)
+    extra.update(found)
+    return output
 
 
 def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
@@ -216,16 +214,16 @@ class Balance(LossTerm):
         self.coefficient = config.router_aux_loss_coef
 
     def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
-        """Args: as of `LossTerm.forward`. Raises ValueError for an actor that does not bring it."""
+        """Raises ValueError for an actor that does not bring it."""
         output = call(inputs)
         if output.router_loss is None:
             raise ValueError("router_aux_loss_coef needs a mixture of experts")
         return output, {"router_loss": output.router_loss.reshape(1, 1)}  # of every token
 
     def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
-        """`router_loss`. Args: as of `LossTerm.share`."""
-        mask, tokens = inputs.action_mask, needed(inputs.extra, "router_loss", "router_aux_loss_coef")
-        loss = token_mean(tokens, mask, denominators)
+        """`router_loss`."""
+        tokens = needed(inputs.extra, "router_loss", "router_aux_loss_coef")
+        loss = token_mean(tokens, inputs.action_mask, denominators)
         return self.coefficient * loss, {"router_loss": loss.detach()}
 
 

@@ -79,9 +79,7 @@ class TokenLoss:
     metrics: dict[str, T] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy losses: functions of (LossInputs, AlgorithmConfig). Masked positions hold zeros when they are called.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- policy losses: functions of (LossInputs, AlgorithmConfig). Masked positions hold zeros when they are called. ----
 
 
 def ppo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -196,9 +194,7 @@ def _policy_drift(inputs: LossInputs, cap: float) -> T:
     return slope - log_ratio + slope.clamp(max=cap) * (inputs.log_probs - inputs.log_probs.detach())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole actor loss
-# ---------------------------------------------------------------------------------------------------------------------
+# -- the whole actor loss ----------------------------------------------------------------------------------------
 
 
 def policy_loss(
@@ -332,9 +328,7 @@ def _policy_metrics(inputs: LossInputs, denominators: LossDenominators) -> LossO
     return outputs
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Critic, and the choice of tokens
-# ---------------------------------------------------------------------------------------------------------------------
+# -- critic, and the choice of tokens ----------------------------------------------------------------------------
 
 
 def value_loss(

@@ -35,7 +35,6 @@ from .vision import InParts, VisionTensors, parts_of
 
 T = torch.Tensor
 
-
 _CLASSES: dict[str, type] = {each.__name__: each for each in (Experience, ExperienceVL, ExperienceDiffusion)}
 _PNG, _VISION = "__png__", "__vision__"
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
@@ -202,16 +201,12 @@ class NaiveReplayBuffer:
         """Give each rank of a sequence group the samples of all its members, once all are appended. A collective."""
         if self.sequence is None:
             return
-        first, own = self._first, collectives.rank()
+        own = collectives.rank()
+        first = own - self.sequence.index
         members = range(first, first + self.sequence.size)
         outgoing = [self.items if rank in members else [] for rank in range(collectives.world_size())]
         received = collectives.exchange_objects(outgoing)
         self.items = [item for rank in members for item in (self.items if rank == own else received[rank])]
-
-    @property
-    def _first(self) -> int:
-        """The first rank of those that have the same samples."""
-        return collectives.rank() - (0 if self.sequence is None else self.sequence.index)
 
     def clear(self) -> None:
         """Drop all samples."""

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
 REDUCTIONS = ("mean", "sum")
 SCHEDULERS = ("model_default", "flow_match_euler", "flow_match_euler_stock")
 
-
 TRAJECTORIES = ("ode", "sde", "sde_reflow", "dance", "cps")
 
-
 WINDOW_MOVES = ("random", "anywhere", "slide", "cycle")
-
 
 TRAIN_TIMESTEPS = 1000  # timestep = sigma * TRAIN_TIMESTEPS for flow matching
 

@@ -20,7 +20,6 @@ from ..errors import DataError
 
 T = torch.Tensor
 
-
 _KEY = "replay"
 
 
@@ -146,13 +145,6 @@ def unpack_actions(flat: T, num_actions: Sequence[int]) -> T:
     if flat.numel() != sum(num_actions):
         raise DataError(f"{flat.numel()} per-action values for {sum(num_actions)} actions")
     return scatter_samples(flat, [(0, count) for count in num_actions], max(num_actions, default=0))
-
-
-def pack_actions(padded: T, num_actions: Sequence[int]) -> T:
-    """Right-padded per-action values (B, A) to packed (1, sum of A). Gradients flow through."""
-    if len(padded) != len(num_actions) or max(num_actions, default=0) > padded.shape[1]:
-        raise DataError(f"per-action values of shape {tuple(padded.shape)} do not hold {list(num_actions)} actions")
-    return gather_samples(padded, [(0, count) for count in num_actions]).unsqueeze(0)
 
 
 _MISSING = object()

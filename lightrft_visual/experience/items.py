@@ -14,17 +14,7 @@ import torch
 
 from ..errors import DataError
 from .codecs import KeepRange, make_fields, packed_lengths, split_fields, strip_fields
-from .fields import (
-    Kind,
-    gather_samples,
-    pack_actions,
-    replay_fields,
-    scatter_samples,
-    span_mask,
-    unpack_actions,
-    values_equal,
-    zero_pad_sequences,
-)
+from .fields import Kind, replay_fields, values_equal
 from .types import (
     BatchLayout,
     DiffusionFields,
@@ -38,24 +28,6 @@ from .types import (
     VisionExtras,
     VisionFields,
 )
-
-__all__ = [
-    "BufferItem",
-    "BufferItemDiffusion",
-    "BufferItemVL",
-    "gather_samples",
-    "is_vl_experience",
-    "items_equal",
-    "make_experience_batch",
-    "pack_actions",
-    "remove_padding_in_sequences",
-    "scatter_samples",
-    "span_mask",
-    "split_experience_batch",
-    "strip_padding",
-    "unpack_actions",
-    "zero_pad_sequences",
-]
 
 T = torch.Tensor
 AnyExperience = Experience | ExperienceVL | ExperienceDiffusion

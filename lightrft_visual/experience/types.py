@@ -25,7 +25,6 @@ from .vision import VisionName, VisionTensors, adopt_given
 
 T = torch.Tensor
 
-
 _Batch = TypeVar("_Batch", bound="_Movable")
 
 
@@ -96,7 +95,6 @@ class DiffusionFields:
     advantages: T | None = replay_field(Kind.SAMPLE)
     info: dict | None = replay_field(Kind.INFO, default=None)
     sigmas: T | None = replay_field(Kind.SAMPLE, default=None)  # (K+1)
-    reference_means: T | None = replay_field(Kind.SAMPLE, default=None)  # (K, C, ...)
     shared_embeds: dict[str, T] | None = replay_field(Kind.OBJECTS, default=None)  # (1, ...) by name, once a prompt
 
 

@@ -19,7 +19,6 @@ from .fields import values_equal
 
 T = torch.Tensor
 
-
 Named = dict[str, T]
 
 # Names of the replay contract, and those of transformers which they stand for.
@@ -177,10 +176,6 @@ class VisionTensors:
                 own = [others[id(part)] for part in parts_of(sample)]
                 made[id(sample)] = InParts(own) if isinstance(sample, InParts) else own[0]
         return VisionTensors(made[id(sample)] for sample in self.samples)
-
-    def to(self, device: torch.device | str) -> VisionTensors:
-        """Every tensor on `device`; each distinct one is moved once."""
-        return self.map(lambda tensor: to_device(tensor, device))
 
     def nbytes(self) -> int:
         """Bytes of the distinct storages that are held."""

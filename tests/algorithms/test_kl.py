@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrft_visual.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl, get_kl_controller
+from lightrft_visual.algorithms.kl import AdaptiveKLController, compute_approx_kl, get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig
 
 
@@ -48,15 +48,11 @@ def test_half_precision_is_computed_in_float32():
     assert compute_approx_kl(torch.zeros(1).bfloat16(), torch.zeros(1).bfloat16(), "k1").dtype == torch.float32
 
 
-def test_fixed_controller():
-    controller = get_kl_controller(AlgorithmConfig(init_kl_coef=0.02))
-    controller.update(100.0, 64)
-    assert type(controller) is FixedKLController and controller.value == 0.02
-
-
 def test_adaptive_controller_moves_towards_the_target_and_resumes():
     config = AlgorithmConfig(init_kl_coef=0.1, kl_target=2.0, kl_horizon=100)
-    controller = get_kl_controller(config)
+    fixed, controller = get_kl_controller(AlgorithmConfig(init_kl_coef=0.02)), get_kl_controller(config)
+    fixed.update(100.0, 64)
+    assert fixed.value == 0.02
     controller.update(2.2, 50)  # error 0.1
     assert controller.value == pytest.approx(0.1 * 1.05)
     controller.update(100.0, 50)  # error cut to 0.2

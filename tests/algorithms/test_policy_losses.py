@@ -182,15 +182,6 @@ class TestSequenceLosses:
         assert (loss, clipped) == pytest.approx((g, 0.5), abs=1e-6)
         assert slopes == pytest.approx([g / 2, 0.0], abs=1e-6)
 
-    def test_masked_tokens_leave_the_sequence_ratio(self):
-        log_probs = torch.tensor([[0.1, 5.0]])
-        mask = torch.tensor([[True, False]])
-        inputs = LossInputs(log_probs, torch.zeros(1, 2), torch.ones(1, 2), mask)
-        for name in ("gspo", "gmpo"):
-            config = AlgorithmConfig(policy_loss=name, loss_agg_mode="seq-mean-token-mean")
-            loss = policy_loss(inputs, config, ONE).loss.item()
-            assert loss == pytest.approx(-math.exp(0.1), abs=1e-6)
-
 
 class TestCISPO:
     def test_every_token_keeps_a_gradient(self):
@@ -212,9 +203,6 @@ class TestSAPO:
         loss, slope, clipped = loss_and_slope(ratio, advantage, policy_loss="sapo")
         assert (loss, slope) == pytest.approx((-4 / tau * gate * advantage, -weight * ratio * advantage), rel=1e-4)
         assert clipped == (weight < 0.5)
-
-    def test_on_policy_it_is_the_policy_gradient(self):
-        assert loss_and_slope(1.0, 3.0, policy_loss="sapo")[1] == pytest.approx(-3.0)
 
 
 class TestCPGD:
@@ -314,20 +302,11 @@ class TestWholeLoss:
         inputs.entropy = torch.tensor([[0.7]])
         outputs = policy_loss(inputs, AlgorithmConfig(), ONE)
         metrics = {key: value.item() for key, value in (outputs.metrics | outputs.maxima).items()}
-        assert metrics == pytest.approx(
-            {
-                "approx_kl": 0.5 - math.log(1.5),
-                "ratio_mean": 1.5,
-                "entropy": 0.7,
-                "rollout_logp_diff": 0.25,
-                "policy_loss": -1.2,
-                "clip_frac": 1.0,
-                "loss": -1.2,
-                "ratio_max_dev": 0.5,
-                "rollout_logp_diff_max": 0.25,
-            },
-            abs=1e-6,
-        )
+        wanted = {
+            "approx_kl": 0.5 - math.log(1.5), "ratio_mean": 1.5, "entropy": 0.7, "rollout_logp_diff": 0.25,
+            "policy_loss": -1.2, "clip_frac": 1.0, "loss": -1.2, "ratio_max_dev": 0.5, "rollout_logp_diff_max": 0.25,
+        }  # fmt: skip
+        assert metrics == pytest.approx(wanted, abs=1e-6)
 
     def test_kl_loss_and_entropy_bonus_add_up(self):
         inputs = one_token(1.0, 1.0)
@@ -408,6 +387,7 @@ class TestImportanceSampling:
     @pytest.mark.parametrize(
         ("config", "mean_weight", "cut"),
         [
+            ({"tis_mode": "off"}, 1.0, None),
             ({"tis_mode": "token", "tis_cap": 2.0}, (2 + 0.5) / 2, 0.5),
             ({"tis_mode": "token", "tis_cap": 2.0, "tis_mask": True}, 0.5 / 2, 0.5),
             ({"tis_mode": "token", "tis_cap": 5.0}, (4 + 0.5) / 2, 0.0),
@@ -422,11 +402,8 @@ class TestImportanceSampling:
     def test_weights(self, config, mean_weight, cut):
         outputs = self.outputs(**config)
         assert outputs.loss.item() == pytest.approx(-mean_weight, abs=1e-6)
-        assert outputs.metrics["tis_weight"].item() == pytest.approx(mean_weight, abs=1e-6)
-        assert outputs.metrics["tis_clip_frac"].item() == cut
-
-    def test_off_leaves_the_loss_alone(self):
-        assert self.outputs(tis_mode="off").loss.item() == pytest.approx(-1.0)
+        told = [outputs.metrics[name].item() for name in ("tis_weight", "tis_clip_frac") if name in outputs.metrics]
+        assert told == ([] if cut is None else pytest.approx([mean_weight, cut], abs=1e-6))
 
 
 class TestValueLoss:

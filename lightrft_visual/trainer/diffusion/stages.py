@@ -25,7 +25,6 @@ from ...runtime.host_copies import HostCopies
 logger = logging.getLogger(__name__)
 T = torch.Tensor
 
-
 WORTH = 0.5  # share of samples that count, below which a replay of them is quicker than the backward of all
 
 

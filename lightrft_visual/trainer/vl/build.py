@@ -285,10 +285,6 @@ def prompt_schedule(config: RunConfig | SFTRunConfig, dataset: PromptDataset, si
     return (train.max_steps if train.max_steps > 0 else sampler.num_batches(train.num_episodes)), sampler
 
 
-def _optimizer(config: RunConfig | SFTRunConfig, learning_rate: float, total_steps: int) -> OptimizerSettings:
-    return OptimizerSettings.from_config(config.train, learning_rate, config.updates(total_steps))
-
-
 def _actor_optimizer(
     config: RunConfig | SFTRunConfig, family: VLMFamily, model: torch.nn.Module, total_steps: int
 ) -> OptimizerSettings:
@@ -313,7 +309,8 @@ def _actor_optimizer(
     for part, (_, rate) in parts.items():
         if rate is not None and part not in trained:
             raise ConfigError(f"{part}: no such parameter of this model is trained (freeze_prefix, or no vision tower)")
-    return replace(_optimizer(config, train.actor_learning_rate, total_steps), rate_of=rate_of)
+    settings = OptimizerSettings.from_config(train, train.actor_learning_rate, config.updates(total_steps))
+    return replace(settings, rate_of=rate_of)
 
 
 def load_actor(
@@ -347,10 +344,10 @@ def _models(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoi
             backbone = load_transformer(model.critic_pretrain or checkpoint.path, model, strategy.dtype)
         freeze(backbone, model.freeze_prefix)
         shares = family_of(backbone.config).able_to_share(config.train.share_prefix, model.attn_implementation)
-        critic = strategy.prepare(
-            Critic(backbone, shares, strategy.sequence),
-            _optimizer(config, config.train.critic_learning_rate, total_steps),
+        settings = OptimizerSettings.from_config(
+            config.train, config.train.critic_learning_rate, config.updates(total_steps)
         )
+        critic = strategy.prepare(Critic(backbone, shares, strategy.sequence), settings)
     reference, frozen = None, None
     if config.algorithm.init_kl_coef > 0:
         reference, frozen = _reference(config, strategy, checkpoint, actor, new_actor)

@@ -32,18 +32,12 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
     environment = environment_factory(config.episodes)()
     schemas = environment.schemas() if hasattr(environment, "schemas") else []
     checkpoint = replace(checkpoint, tools=tuple(schemas))
-    renderer_of(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
+    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
     return checkpoint
 
 
-def renderer_of(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:
-    """What makes tokens of observations. Raises ConfigError as it does.
-
-    Args:
-        config: of the run.
-        checkpoint: with the schemas of tools.
-        data: makes tokens and reads media.
-    """
+def _renderer(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:
+    """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does."""
     rollout, tools = config.rollout, list(checkpoint.tools)
     return ObservationRenderer(
         data,
@@ -93,7 +87,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
     parse = partial(parse_tool_calls, form=tool_call_format(str(template))) if checkpoint.tools else None
 
     def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:
-        renderer = renderer_of(config, checkpoint, data)
+        renderer = _renderer(config, checkpoint, data)
         return EpisodeStage(engine, data, run_seed, host, renderer, limits, parse)
 
     return stage

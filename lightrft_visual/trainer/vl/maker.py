@@ -86,10 +86,7 @@ class ForwardStage:
 def log_probs_of(model: Callable[..., Any]) -> Callable[[ModelInputs, ScoringRule], T]:
     """The log-probs alone that an actor or a copy of it gives, as a reference is asked for them."""
 
-    def scored(inputs: ModelInputs, rule: ScoringRule) -> T:
-        return model(inputs, rule, with_entropy=False).log_probs
-
-    return scored
+    return lambda inputs, rule: model(inputs, rule, with_entropy=False).log_probs
 
 
 def add_kl(experience: Experience | ExperienceVL, estimator: str) -> None:

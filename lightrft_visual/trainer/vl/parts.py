@@ -38,7 +38,6 @@ from .maker import ExperienceMaker
 
 T = torch.Tensor
 
-
 Loading = list[Future[PromptRow | BadRow]]
 Scores = list[tuple[float, bool]]
 
