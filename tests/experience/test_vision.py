@@ -68,7 +68,7 @@ def test_samples_sent_to_another_rank_carry_their_prompts_patches_once():
 
 
 def test_moving_keeps_what_is_shared():
-    moved = experience_of([prompt(0), prompt(1)], 4).vision.map(lambda tensor: tensor.to("meta"))
+    moved = experience_of([prompt(0), prompt(1)], 4).vision.to("meta")
     assert len({id(sample) for sample in moved.samples}) == 2
     assert moved.get("pixel_values").shape == (8 * PATCHES, DIM)
 

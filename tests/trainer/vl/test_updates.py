@@ -19,6 +19,31 @@ from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch
 
 ONE_PART = parts_of_loss(AlgorithmConfig(), 6)
+RULE = ScoringRule()
+
+
+def filled(checkpoint, micro_batch: int, packed: bool = False, prompts: PromptBatch | None = None, **fields):
+    """A buffer with rollouts. fields: of the experience, or made of its action mask; advantages are 1 by default."""
+    buffer = NaiveReplayBuffer(micro_batch, packing_samples=packed)
+    rollouts = rollouts_of(checkpoint, prompts or text_prompts())
+    experience = collate(rollouts, checkpoint.tokenizer.pad_token_id, checkpoint.vision)
+    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
+    for name, value in fields.items():
+        setattr(experience, name, value(experience.action_mask) if callable(value) else value)
+    buffer.append(experience)
+    return buffer
+
+
+def planned(buffer, config: AlgorithmConfig, *image_tokens: int):
+    """The only train batch of a buffer, where there are images with a part of the loss for them."""
+    return plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6, *image_tokens))
+
+
+def stepped(actor, buffer, batch, config: AlgorithmConfig, first: bool = True, check=None) -> dict[str, float]:
+    """The metrics of one step."""
+    metrics = MetricsAccumulator()
+    PolicyUpdate(actor, config, RULE).step(buffer, batch, 0.0, metrics, first, check)
+    return metrics.reduce()
 
 
 def eight_prompts() -> PromptBatch:
@@ -28,16 +53,12 @@ def eight_prompts() -> PromptBatch:
 
 def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) -> tuple[float, dict]:
     """(loss, {name: gradient}) of one step on eight samples with made-up advantages."""
-    actor = actor_of(checkpoint)
-    buffer = NaiveReplayBuffer(micro_batch, packing_samples=packed)
-    experience = collate(rollouts_of(checkpoint, prompts), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
-    make = torch.Generator().manual_seed(3)
-    shape = experience.action_mask.shape
-    experience.action_log_probs = -2 + torch.randn(shape, generator=make)
-    experience.advantages = torch.randn(shape, generator=make)
-    experience.valid = torch.ones(len(prompts), dtype=torch.bool)
-    experience.info = {}
-    buffer.append(experience)
+    actor, make = actor_of(checkpoint), torch.Generator().manual_seed(3)
+    buffer = filled(
+        checkpoint, micro_batch, packed, prompts,
+        action_log_probs=lambda mask: -2 + torch.randn(mask.shape, generator=make),
+        advantages=lambda mask: torch.randn(mask.shape, generator=make), valid=torch.ones(len(prompts)).bool(),
+    )  # fmt: skip
     metrics = MetricsAccumulator()
     config = AlgorithmConfig(eps_clip=3.0, entropy_coef=0.1)
     (micro_batches,) = buffer.plan(0)
@@ -56,60 +77,39 @@ class Refusal(RolloutCheck):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
-    actor, rule = PlainEngine(actor_of(checkpoint)), ScoringRule()
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
-    experience.rollout_log_probs = torch.full(experience.action_mask.shape, -1.0)
-    filled, config = [], AlgorithmConfig()
+    actor, filled_in, config = PlainEngine(actor_of(checkpoint)), [], AlgorithmConfig()
     for ahead in (False, True):
-        buffer = NaiveReplayBuffer(2, packing_samples=packed)
-        buffer.append(experience)
-        batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
-        update, check = PolicyUpdate(actor, config, rule), RolloutCheck(None, None, 1.0)
+        buffer = filled(checkpoint, 2, packed, rollout_log_probs=lambda mask: torch.full(mask.shape, -1.0))
+        batch, check = planned(buffer, config), RolloutCheck(None, None, 1.0)
         if ahead:
-            update.score(buffer, [batch], check)
-        metrics = MetricsAccumulator()
-        update.step(buffer, batch, 0.0, metrics, True, check)
+            PolicyUpdate(actor, config, RULE).score(buffer, [batch], check)
+        found = stepped(actor, buffer, batch, config, check=check)
         assert check.compared and check.largest > 0
-        found = metrics.reduce()
         assert found["ratio_max_dev_first"] == 0 and found["entropy"] > 0 and actor.stepped
-        filled.append([item.action_log_probs for item in buffer])
+        filled_in.append([item.action_log_probs for item in buffer])
     assert all(len(item.action_log_probs) == len(item.action_mask) for item in buffer)
-    assert all(torch.equal(left, right) for left, right in zip(*filled)) and filled[0][0].any()
+    assert all(torch.equal(left, right) for left, right in zip(*filled_in)) and filled_in[0][0].any()
 
 
 def test_the_first_deviation_is_of_the_samples_of_this_step(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2")
-    actor = PlainEngine(actor_of(checkpoint))
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
-    buffer = NaiveReplayBuffer(2)
-    buffer.append(experience)
-    config, rule = AlgorithmConfig(), ScoringRule()
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
-    PolicyUpdate(actor, config, rule).score(buffer, [batch], RolloutCheck(None, None, 1.0))
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
+    actor, buffer = PlainEngine(actor_of(checkpoint)), filled(checkpoint, 2)
+    batch = planned(buffer, config)
+    PolicyUpdate(actor, config, RULE).score(buffer, [batch], RolloutCheck(None, None, 1.0))
     buffer.items[1].action_log_probs -= 0.5
     for marked in (1, 0):
         for place, item in enumerate(buffer.items):
             item.info = {"replayed": place == marked}
-        metrics = MetricsAccumulator()
-        PolicyUpdate(actor, config, rule).step(buffer, batch, 0.0, metrics, True)
-        found = metrics.reduce()
+        found = stepped(actor, buffer, batch, config)
         assert found["ratio_max_dev"] == pytest.approx(math.exp(0.5) - 1, rel=1e-4)
         assert found["ratio_max_dev_first"] == pytest.approx(0.0 if marked else math.exp(0.5) - 1, rel=1e-4)
 
 
 def test_what_the_check_refuses_is_not_stepped_on(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2")
-    actor, buffer, config = PlainEngine(actor_of(checkpoint)), NaiveReplayBuffer(4), AlgorithmConfig()
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    experience.advantages, experience.info = torch.ones(experience.action_mask.shape), {}
-    buffer.append(experience)
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6))
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
+    actor, buffer = PlainEngine(actor_of(checkpoint)), filled(checkpoint, 4)
     with pytest.raises(RolloutError, match="refused"):
-        PolicyUpdate(actor, config, ScoringRule()).step(
-            buffer, batch, 0.0, MetricsAccumulator(), True, Refusal(None, None, 1.0)
-        )
+        stepped(actor, buffer, planned(buffer, config), config, check=Refusal(None, None, 1.0))
     assert not actor.stepped
 
 
@@ -160,12 +160,11 @@ def test_text_alone_gives_every_weight_of_the_vision_tower_a_zero_gradient(tmp_p
 @pytest.mark.parametrize("packed", [False, True])
 def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, packed):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    buffer = NaiveReplayBuffer(4, packing_samples=packed)
-    experience = collate(rollouts_of(checkpoint, eight_prompts()), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
-    experience.action_log_probs = torch.zeros(experience.action_mask.shape)
-    experience.info = {"truncated": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])}
-    lengths = experience.action_mask.sum(dim=1)
-    buffer.append(experience)
+    cut = {"truncated": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])}
+    buffer = filled(
+        checkpoint, 4, packed, eight_prompts(), action_log_probs=lambda mask: torch.zeros(mask.shape), info=cut
+    )
+    lengths = torch.tensor([int(item.action_mask.sum()) for item in buffer])
     (micro_batches,) = buffer.plan(0)
     kept = plan_batch(buffer, micro_batches, AlgorithmConfig(mask_truncated=True), ONE_PART)
     every = plan_batch(buffer, micro_batches, AlgorithmConfig(), ONE_PART)
@@ -176,16 +175,12 @@ def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, p
 
 def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    experience.advantages = torch.ones(experience.action_mask.shape)
-    drawn = torch.arange(len(experience.action_mask)) % 2
-    experience.info, config, image_tokens = {"loss_part": drawn.float()}, AlgorithmConfig(), 6
-    buffer, found = NaiveReplayBuffer(1), {}
-    buffer.append(experience)
+    drawn, found, config = torch.arange(len(text_prompts())) % 2, {}, AlgorithmConfig()
+    buffer = filled(checkpoint, 1, info={"loss_part": drawn.float()})
     kinds = [[MicroBatch([index]) for index in range(len(drawn)) if drawn[index] == kind] for kind in (0, 1)]
     for name, steps in (("apart", kinds), ("together", [kinds[0] + kinds[1]])):
-        update, metrics = PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()), MetricsAccumulator()
-        for step in (plan_batch(buffer, step, config, parts_of_loss(config, 6, image_tokens)) for step in steps):
+        update, metrics = PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, RULE), MetricsAccumulator()
+        for step in (plan_batch(buffer, step, config, parts_of_loss(config, 6, 6)) for step in steps):
             update.step(buffer, step, 0.0, metrics, False)
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
@@ -197,15 +192,9 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
 )
 def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    experience.advantages, drawn = torch.ones(experience.action_mask.shape), torch.tensor([0.0, 1.0, 0.0])
-    experience.info, metrics = {"loss_part": drawn}, MetricsAccumulator()
-    buffer = NaiveReplayBuffer(2)
-    buffer.append(experience)
+    buffer = filled(checkpoint, 2, info={"loss_part": torch.tensor([0.0, 1.0, 0.0])})
     config = AlgorithmConfig(entropy_coef=coefs[0], drawing_entropy_coef=coefs[1])
-    batch = plan_batch(buffer, buffer.plan(0)[0], config, parts_of_loss(config, 6, 6))
-    PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, ScoringRule()).step(buffer, batch, 0.0, metrics, True)
-    found = metrics.reduce()
+    found = stepped(PlainEngine(actor_of(checkpoint)), buffer, planned(buffer, config, 6), config)
     for kind, coef in zip(("answer", "drawing"), own):
         bonus = found[f"policy_loss_{kind}"] - found[f"loss_{kind}"]
         assert found[f"entropy_{kind}"] > 1 and bonus == pytest.approx(coef * found[f"entropy_{kind}"], abs=1e-5)
@@ -213,17 +202,17 @@ def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
 
 def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2")
-    experience = collate(rollouts_of(checkpoint, text_prompts()), checkpoint.tokenizer.pad_token_id, False)
-    mask, drawn = experience.action_mask, torch.tensor([0.0, 1.0, 0.0])
-    experience.values, experience.returns = torch.zeros(mask.shape), (2.0 + drawn).unsqueeze(1).expand(mask.shape)
-    experience.info, config = {"loss_part": drawn}, AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
-    buffer, metrics = NaiveReplayBuffer(2), MetricsAccumulator()
-    buffer.append(experience)
-    (micro_batches,) = buffer.plan(0)
-    critic = PlainEngine(Critic(actor_of(checkpoint).transformer))
-    ValueUpdate(critic, config).step(
-        buffer, plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6, 6)), metrics
+    drawn, config, metrics = (
+        torch.tensor([0.0, 1.0, 0.0]),
+        AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0),
+        MetricsAccumulator(),
     )
+    buffer = filled(
+        checkpoint, 2, info={"loss_part": drawn}, values=lambda mask: torch.zeros(mask.shape),
+        returns=lambda mask: (2.0 + drawn).unsqueeze(1).expand(mask.shape),
+    )  # fmt: skip
+    critic = PlainEngine(Critic(actor_of(checkpoint).transformer))
+    ValueUpdate(critic, config).step(buffer, planned(buffer, config, 6), metrics)
     found = metrics.reduce()  # a fresh critic says 0, so an answer's token costs 4 / 2, a drawing's 9 / 2
     assert found["critic_loss_answer"] == pytest.approx(2.0) and found["critic_loss_drawing"] == pytest.approx(4.5)
     assert found["critic_loss"] == pytest.approx(3 * 2.0 + 4.5) and "loss" not in found
@@ -231,17 +220,15 @@ def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
 
 def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    buffer = NaiveReplayBuffer(4)
-    experience = collate(rollouts_of(checkpoint, eight_prompts()), checkpoint.tokenizer.pad_token_id, checkpoint.vision)
-    mask, drawn = experience.action_mask, torch.tensor([0.0, 1, 0, 1, 0, 1, 0, 1])
-    experience.action_log_probs = torch.zeros(mask.shape)
-    tokens = torch.arange(mask.numel()).view(mask.shape)
-    experience.action_entropy = 0.01 * tokens + 5 * drawn.unsqueeze(1)  # no answer's comes near to an image's
-    experience.info = {"truncated": torch.zeros(8), "loss_part": drawn}
-    buffer.append(experience)
-    (micro_batches,) = buffer.plan(0)
-    config = AlgorithmConfig(high_entropy_token_ratio=0.5)
-    batch = plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6, 6))
+    drawn = torch.tensor([0.0, 1, 0, 1, 0, 1, 0, 1])
+
+    def entropies(mask):  # no answer's comes near to an image's
+        return 0.01 * torch.arange(mask.numel()).view(mask.shape) + 5 * drawn.unsqueeze(1)
+
+    info = {"truncated": torch.zeros(8), "loss_part": drawn}
+    zeros = lambda mask: torch.zeros(mask.shape)  # noqa: E731
+    buffer = filled(checkpoint, 4, False, eight_prompts(), action_log_probs=zeros, action_entropy=entropies, info=info)
+    batch = planned(buffer, AlgorithmConfig(high_entropy_token_ratio=0.5), 6)
     for kind in batch.parts:
         chosen = sum(int((own & kept).sum()) for own, kept in zip(kind.token_masks, batch.policy_masks))
         assert chosen == -(-kind.denominators.tokens // 2)
