@@ -150,8 +150,8 @@ class GroupStatistics:
 class AdvantageCalculator:
     """Base: reward shaping for all, advantages as discounted sums of the token rewards.
 
-    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `over_time`. It is known by
-    the name under which config/registry.py, or a plugin, registers it.
+    A subclass says how the rewards of a group are compared (`group_rewards`), or replaces `compute`. It is known by the
+    name under which config/registry.py, or a plugin, registers it.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -243,11 +243,11 @@ class AdvantageCalculator:
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
-        advantages, returns = self.over_time(experience, rewards, gamma, generate_kwargs)
+        advantages, returns = self._over_time(experience, rewards, gamma, generate_kwargs)
         counted = _counted(experience).unsqueeze(1)
         return torch.where(counted, advantages, 0.0), returns, {"return": rewards.sum(dim=1)}
 
-    def over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
+    def _over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
         """(advantages, returns), (B, A) each, of token rewards (B, A): here both are their discounted sums."""
         discounts = None if self.grouped else turn_discounts(experience)
         returns = get_cumulative_returns(rewards, experience.action_mask, gamma, discounts)
@@ -266,7 +266,7 @@ class AdvantageCalculator:
 class GAECalculator(AdvantageCalculator):
     """PPO: generalised advantage estimation from a critic (arXiv 1506.02438)."""
 
-    def over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
+    def _over_time(self, experience: Any, rewards: T, gamma: float, generate_kwargs: Mapping[str, Any]) -> tuple[T, T]:
         """Reads experience.values (B, A) and generate_kwargs['lambd'] (default: the config's)."""
         if experience.values is None:
             raise ValueError("advantage_estimator gae needs the critic's values")
@@ -283,7 +283,6 @@ class RLOOCalculator(AdvantageCalculator):
     """RLOO (arXiv 2402.14740): reward minus the mean of the other samples of the prompt."""
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
-        """(N): reward minus the mean of the others."""
         # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
         return statistics.centered() * statistics.count / (statistics.count - 1).clamp(min=1)
 
@@ -292,7 +291,6 @@ class GroupMeanCalculator(AdvantageCalculator):
     """Reward minus the group's mean: Dr. GRPO (arXiv 2503.20783), and REINFORCE++-baseline before its whitening."""
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
-        """(N): reward minus the mean."""
         return statistics.centered()
 
 
@@ -302,7 +300,6 @@ class GroupNormCalculator(AdvantageCalculator):
     correction = 1
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
-        """(N): reward minus the mean, over the standard deviation."""
         return statistics.centered() / (statistics.std(self.correction) + STD_EPS)
 
 

@@ -214,14 +214,14 @@ class Balance(LossTerm):
         self.coefficient = config.router_aux_loss_coef
 
     def forward(self, call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
-        """Raises ValueError for an actor that does not bring it."""
+        """Args: as of `LossTerm.forward`. Raises ValueError for an actor that does not bring it."""
         output = call(inputs)
         if output.router_loss is None:
             raise ValueError("router_aux_loss_coef needs a mixture of experts")
         return output, {"router_loss": output.router_loss.reshape(1, 1)}  # of every token
 
     def share(self, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
-        """`router_loss`."""
+        """`router_loss`. Args: as of `LossTerm.share`."""
         tokens = needed(inputs.extra, "router_loss", "router_aux_loss_coef")
         loss = token_mean(tokens, inputs.action_mask, denominators)
         return self.coefficient * loss, {"router_loss": loss.detach()}

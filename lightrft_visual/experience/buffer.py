@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -148,6 +148,7 @@ class SumsOverRanks(Protocol):
     def all_reduce(self, data: T, op: str) -> T: ...
 
 
+@dataclass(eq=False, repr=False)
 class NaiveReplayBuffer:
     """Samples of one rank: text, vision-language or diffusion. After LightRFT.
 
@@ -158,32 +159,23 @@ class NaiveReplayBuffer:
     homogeneous: an optimizer step trains on one part of the loss alone, such as answers.
     """
 
-    def __init__(
-        self,
-        sample_batch_size: int,
-        limit: int = 0,
-        cpu_offload: bool = True,
-        packing_samples: bool = False,
-        seed: int = 42,
-        share_prefix: bool = False,
-        keep_groups: bool = False,
-        sequence: SequenceGroup | None = None,
-        homogeneous: bool = False,
-    ) -> None:
-        if sample_batch_size < 1:
-            raise ConfigError(f"sample_batch_size must be at least 1, not {sample_batch_size}")
-        self.sample_batch_size = sample_batch_size
-        self.limit = limit
-        self.cpu_offload = cpu_offload
-        self.packing_samples = packing_samples
-        self.share_prefix = share_prefix
-        self.keep_groups = keep_groups
-        self.sequence = sequence
-        self.homogeneous = homogeneous
-        self.items: list[AnyItem] = []
-        self._copies = 1 if sequence is None else sequence.size  # ranks that have the same samples
-        self.counts = sequence is None or sequence.leads  # of those ranks the first one counts them
-        self._generator = torch.Generator().manual_seed(seed)
+    sample_batch_size: int
+    limit: int = 0
+    cpu_offload: bool = True
+    packing_samples: bool = False
+    seed: int = 42
+    share_prefix: bool = False
+    keep_groups: bool = False
+    sequence: SequenceGroup | None = None
+    homogeneous: bool = False
+    items: list[AnyItem] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.sample_batch_size < 1:
+            raise ConfigError(f"sample_batch_size must be at least 1, not {self.sample_batch_size}")
+        self._copies = 1 if self.sequence is None else self.sequence.size  # ranks that have the same samples
+        self.counts = self.sequence is None or self.sequence.leads  # of those ranks the first one counts them
+        self._generator = torch.Generator().manual_seed(self.seed)
 
     @torch.no_grad()
     def append(self, experience: AnyExperience) -> None:

@@ -117,17 +117,15 @@ def _recast(item: AnyItem, target: type) -> AnyItem:
     return target(**{name: getattr(item, name) for name in shared})
 
 
-def split_experience_batch(experience: AnyExperience) -> list[AnyItem]:
+def split_experience_batch(experience: AnyExperience, layout: BatchLayout | None = None) -> list[AnyItem]:
     """The samples of a batch, each owning its memory, so that the batch can be freed; vision inputs stay shared.
 
     A batch made by `make_experience_batch` gives back its items without padding. The rows of any other padded batch
     stay at full width: see `remove_padding_in_sequences`. Without image counts, images are owned one by each sample
-    if there are B of them. Raises DataError where ownership or lengths do not add up.
+    if there are B of them. layout: in place of the batch's own. Raises DataError where ownership or lengths do not add
+    up.
     """
-    return _split(experience, experience.layout or BatchLayout())
-
-
-def _split(experience: AnyExperience, layout: BatchLayout) -> list[AnyItem]:
+    layout = layout or experience.layout or BatchLayout()
     if type(experience) not in _ITEM_OF:
         raise DataError(f"not a batch of experience: {type(experience).__name__}")
     item_class = _ITEM_OF[type(experience)]
@@ -156,7 +154,7 @@ def strip_padding(experience: AnyExperience) -> list[AnyItem]:
         raise DataError(f"the per-action fields of a batch must have one width, found {sorted(widths)}")
     width = experience.sequences.shape[1] - widths.pop()
     spans = _real_spans(experience.sequences, experience.attention_mask, experience.action_mask, width)
-    return _split(experience, BatchLayout(spans=spans, prompt_width=width))
+    return split_experience_batch(experience, BatchLayout(spans=spans, prompt_width=width))
 
 
 def remove_padding_in_sequences(items: list[AnyItem]) -> list[AnyItem]:

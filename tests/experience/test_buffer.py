@@ -173,18 +173,33 @@ def test_masked_actions_count_neither_for_mean_nor_for_deviation():
     assert buffer[3].advantages is None
 
 
-def test_one_number_for_a_sample_counts_once():
-    items = [text_item(6, count, advantages=torch.tensor([float(count)])) for count in (1, 2, 3)]
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        (
+            [text_item(6, count, advantages=torch.tensor([float(count)])) for count in (1, 2, 3)],
+            [-(1.5**0.5), 0, 1.5**0.5],
+        ),
+        (
+            [
+                text_item(
+                    5,
+                    3,
+                    advantages=torch.tensor([float("nan"), 2.0, 4.0]),
+                    action_mask=torch.tensor([False, True, True]),
+                )
+            ],
+            [-1, 1],
+        ),
+        ([diffusion_item(advantages=torch.tensor(value)) for value in (1.0, 5.0)], [-1, 1]),
+    ],
+    ids=["one number of a sample counts once", "masked NaN does no harm", "trajectories"],
+)
+def test_numbers_have_mean_0_and_deviation_1(items, expected):
     buffer = filled(items)
-    buffer.normalize("advantages", None)
-    assert sum(advantages(buffer), []) == pytest.approx([-(1.5**0.5), 0, 1.5**0.5])
-
-
-def test_masked_nan_does_no_harm():
-    nan = torch.tensor([float("nan"), 2.0, 4.0])
-    buffer = filled([text_item(5, 3, advantages=nan, action_mask=torch.tensor([False, True, True]))])
-    buffer.normalize("advantages", None)
-    assert buffer[0].advantages[1:].tolist() == pytest.approx([-1, 1])
+    buffer.normalize("advantages")
+    found = torch.cat([item.advantages.reshape(-1) for item in buffer])
+    assert found[~found.isnan()].tolist() == pytest.approx(expected)
 
 
 def test_a_strategy_sums_over_its_ranks():
@@ -204,12 +219,6 @@ def test_equal_numbers_become_zero_and_unknown_names_are_refused():
     assert buffer[0].returns.tolist() == [0, 0]
     with pytest.raises(ConfigError, match="'advantage'"):
         buffer.normalize("advantage")
-
-
-def test_trajectory_advantages():
-    buffer = filled([diffusion_item(advantages=torch.tensor(value)) for value in (1.0, 5.0)])
-    buffer.normalize("advantages")
-    assert [item.advantages.item() for item in buffer] == pytest.approx([-1, 1])
 
 
 # --- state ---------------------------------------------------------------------------------------------------------

@@ -36,16 +36,12 @@ def test_each_hook_is_given_what_the_one_before_it_returned(method):
 
 @pytest.mark.parametrize("method", THROUGH)
 def test_a_method_that_returns_nothing_is_refused_by_its_name(method):
-    class Forgets(StepHook):
-        pass
-
-    def forgets(self, value):
+    def forgets(value):
         value.append("changed in place")
 
     forgets.__qualname__ = f"Forgets.{method}"
-    setattr(Forgets, method, forgets)
     with pytest.raises(TypeError, match=rf"Forgets\.{method} returned None"):
-        getattr(Hooks([Forgets()]), method)([])
+        getattr(Hooks([SimpleNamespace(**{method: forgets})]), method)([])
 
 
 def test_those_of_the_configuration_come_in_the_registrys_order_and_a_users_own_last(monkeypatch):
@@ -77,15 +73,10 @@ def test_a_stop_before_training_is_raised_at_once(method):
 
 @pytest.mark.parametrize("method", ["on_train_batch", "on_update", "on_sync", "on_metrics", "on_evaluation"])
 def test_a_stop_of_a_step_that_trains_waits_and_the_other_hooks_are_still_asked(method):
-    asked = []
-
-    class After(StepHook):
-        pass
-
-    setattr(After, method, lambda self, *value: asked.append(method) or (value[0] if value else None))
-    hooks, given = Hooks([Ends(), After()]), ["batch"]
-    arguments = () if method == "on_sync" else (given,)
-    returned = getattr(hooks, method)(*arguments)
+    asked, given = [], ["batch"]
+    after = SimpleNamespace(**{method: lambda *value: asked.append(method) or (value[0] if value else None)})
+    hooks = Hooks([Ends(), after])
+    returned = getattr(hooks, method)(*(() if method == "on_sync" else (given,)))
     assert hooks.stopping.reason == "enough" and asked == [method]
     assert returned is (given if method == "on_train_batch" else None)
 

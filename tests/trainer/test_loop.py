@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -104,15 +103,6 @@ class Walk(PolicyTrainer):
 @pytest.fixture
 def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
-
-
-def test_a_run_handles_sigterm_only_while_it_lasts(walk):
-    trainer, before, during = walk(), signal.getsignal(signal.SIGTERM), []
-    sync = trainer.sync
-    trainer.sync = lambda: (during.append(signal.getsignal(signal.SIGTERM)), sync())
-    assert signal.getsignal(signal.SIGTERM) is before
-    trainer.fit()
-    assert during and before not in during and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):

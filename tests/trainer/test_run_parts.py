@@ -61,8 +61,9 @@ def test_folders_held_until_their_locks_are_released(tmp_path):
     with pytest.raises(FolderInUse, match=f"output_dir {tmp_path} belongs"), held(tmp_path):
         pytest.fail("two runs in one folder")
     release(locks)
-    with held(tmp_path) as locks:
-        release(locks)
+    with held(tmp_path / "run", tmp_path / "other" / ".." / "run") as locks:
+        assert len(locks) == 1  # checkpoints in the folder of the output
+    release(locks)
 
 
 def test_folders_held_other_output_same_checkpoints_refused_by_the_name_of_the_setting(tmp_path):
@@ -75,12 +76,6 @@ def test_folders_held_other_output_same_checkpoints_refused_by_the_name_of_the_s
     with held(tmp_path / "second", tmp_path / "checkpoints") as locks:
         release(locks)
     assert not list(tmp_path.rglob("run.lock"))
-
-
-def test_folders_held_checkpoints_in_the_output_folder_take_one_lock(tmp_path):
-    with held(tmp_path / "run", tmp_path / "other" / ".." / "run") as locks:
-        assert len(locks) == 1
-    release(locks)
 
 
 def test_folders_held_start_that_fails_releases_them(tmp_path):

@@ -285,7 +285,8 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
 
 
 def _most_images(config: DiffusionRunConfig) -> int:
-    """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not."""
+    """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not, and
+    for parts that it does not have."""
     model = config.model
     built_in = model.pretrain in registry.checkpoint_resolvers
     adapter = DiffusionFamily if built_in else adapter_of(model.pretrain, model.family)
@@ -294,18 +295,11 @@ def _most_images(config: DiffusionRunConfig) -> int:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
     if config.offline and edits:
         raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
-    _check_trained(config, adapter)
+    for name in () if built_in else model.trained_denoisers or ():
+        if name not in adapter.denoiser_names:
+            told = did_you_mean(name, adapter.denoiser_names)
+            raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
     return edits or int(adapter.takes_first_frame)
-
-
-def _check_trained(config: DiffusionRunConfig, adapter: type[DiffusionFamily]) -> None:
-    """Raises ConfigError for parts that the model does not have."""
-    names = adapter.denoiser_names
-    for name in (
-        config.model.trained_denoisers or () if config.model.pretrain not in registry.checkpoint_resolvers else ()
-    ):
-        if name not in names:
-            raise ConfigError(f"trainable_models: this model has no {name!r}{did_you_mean(name, names)}")
 
 
 def _total_steps(config: DiffusionRunConfig, prompts: int) -> int:

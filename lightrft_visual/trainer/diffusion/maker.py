@@ -286,7 +286,7 @@ class TrainingReward:
         if share >= 1 or share > most_invalid:
             raise ConfigError(
                 f"differentiable_reward {self.name} cannot score {len(unknown)} of {len(prompts)} prompts "
-                f"({_first(unknown)}): it needs {self.function.needs}. {with_gradient()}"
+                f"(the first is {ascii(unknown[0].prompt)[:80]}): it needs {self.function.needs}. {with_gradient()}"
             )
 
     def check_gradient(self, sample: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
@@ -297,10 +297,6 @@ class TrainingReward:
             self(media, drawing_batch([sample], [0], first=0))
         except RewardError as error:
             raise RewardError(f"{error}\nit was given noise before any model is loaded. {with_gradient()}") from error
-
-
-def _first(samples: list[PromptRow]) -> str:
-    return f"the first is {ascii(samples[0].prompt)[:80]}"
 
 
 def _with_first_frame(metadata: dict[str, Any], images: list[Any]) -> dict[str, Any]:

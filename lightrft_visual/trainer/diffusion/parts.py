@@ -71,7 +71,6 @@ class DrawingWatched:
             add_image_metrics(step.metrics, step.rollouts.requests, step.rollouts.media)
 
     def gold_of(self, drawn: Drawn) -> RewardOutput:
-        """All its scores."""
         return score_samples(self.gold.rewards, drawn.requests, drawn.media)
 
     def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
@@ -81,7 +80,6 @@ class DrawingWatched:
         return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
 
     def close(self) -> None:
-        """Release the judge's workers."""
         if self.gold is not None:
             self.gold.rewards.close()
 

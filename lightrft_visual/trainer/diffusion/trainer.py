@@ -81,14 +81,15 @@ class DiffusionTrainer(PolicyTrainer):
 
     def _measure(self, data: StepData) -> None:
         """Rewards of the step, and numbers of its stages; pairs of a file have none."""
-        for experience in experiences_of(data) if isinstance(data.rollouts, Drawn) else ():
+        if not isinstance(data.rollouts, Drawn):
+            return
+        for experience in experiences_of(data):
             valid = experience.valid.bool()
             data.metrics.add_moments("reward", experience.info["reward"][valid])
             data.metrics.add_mean("reward_invalid_share", (~valid).float())
             for name, values in experience.info["reward_metrics"].items():
                 data.metrics.add_mean(f"reward/{name}", values, ~values.isnan())
-        if isinstance(data.rollouts, Drawn):
-            data.metrics.add_numbers(data.rollouts.counts)
+        data.metrics.add_numbers(data.rollouts.counts)
 
     def _context(self, on_policy: bool = False) -> LossContext:
         seed = derive_seed(self.config.train.seed, "loss", self.step, self.updates)

@@ -50,15 +50,17 @@ class BalancedRolloutsHook(StepHook):
         self._learn([seen for _, seen in told])
         self._own = requests
         self._dealt = deal([list(map(self.expected, labels)) for labels, _ in told])
-        outgoing = [[self._stripped(requests[i]) for home, i in each if home == _rank()] for each in self._dealt]
+        outgoing = [
+            [self._stripped(requests[i]) for home, i in each if home == collectives.rank()] for each in self._dealt
+        ]
         arrived = [iter(sent) for sent in collectives.exchange_objects(outgoing)]
-        return [next(arrived[home]) for home, _ in self._dealt[_rank()]]
+        return [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """The responses to this rank's own prompts, in their order. A collective."""
         outgoing: list[list[tuple[int, list]]] = [[] for _ in self._dealt]
         n = rollouts.sampling.n
-        for number, (home, index) in enumerate(self._dealt[_rank()]):
+        for number, (home, index) in enumerate(self._dealt[collectives.rank()]):
             group = rollouts[n * number : n * (number + 1)]
             outgoing[home].append((index, [replace(each, prompt=None) for each in group]))
         arrived = sorted(pair for sent in collectives.exchange_objects(outgoing) for pair in sent)
@@ -90,10 +92,6 @@ class BalancedRolloutsHook(StepHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.means, self._seen = dict(state["means"]), dict(state["seen"])
-
-
-def _rank() -> int:
-    return collectives.rank()
 
 
 def build(parts: Any) -> BalancedRolloutsHook | None:

@@ -59,11 +59,6 @@ def noisy(image: Image.Image, strength: int, seed: int) -> Image.Image:
     return Image.fromarray((mixed * 255).round().byte().numpy())
 
 
-def noisy_images(images: list[Image.Image], strength: int, seed: int) -> list[Image.Image]:
-    """Those of one prompt, each with noise of its own. seed: of the prompt's rollouts."""
-    return [noisy(image, strength, derive_seed(seed, "distortion", number)) for number, image in enumerate(images)]
-
-
 class NoisyRolloutsHook(StepHook):
     """Gives each request a variant with noisy images for some of its samples; reports what they earned.
 
@@ -80,7 +75,10 @@ class NoisyRolloutsHook(StepHook):
             return requests
         strength = self.distortion.strength(self.context.step())
         seeds = [derive_seed(each.seed, "noisy copy") for each in requests]
-        images = [noisy_images(each.images, strength, seed) for each, seed in zip(requests, seeds)]
+        images = [
+            [noisy(image, strength, derive_seed(seed, "distortion", at)) for at, image in enumerate(each.images)]
+            for each, seed in zip(requests, seeds)
+        ]
         copies = self.processor.with_images(requests, images)
         return [
             replace(each, variants=[Variant(replace(copy, seed=seed), self.count, bool(each.images))])

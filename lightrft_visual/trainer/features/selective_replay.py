@@ -37,8 +37,9 @@ class Refilled(NamedTuple):
 
 
 @dataclass
-class SelectiveReplay:
-    """The samples of earlier steps that had an advantage, on this rank its own.
+class SelectiveReplay(StepHook):
+    """The samples of earlier steps that had an advantage, on this rank its own; refills each step's buffer of them.
+    `replayed_share` and `replayed_age` say with how much, and how old it is.
 
     capacity: samples of each part of the loss, such as answers and drawn images, kept on this rank, the oldest dropped
     first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run.
@@ -47,6 +48,19 @@ class SelectiveReplay:
     capacity: int
     seed: int
     kept: list[AnyItem] = field(default_factory=list)
+    found: dict[str, float] = field(default_factory=dict)
+    name = "replay"
+
+    def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
+        step = self.context.step()
+        refilled = self.refill(buffer, step)
+        self.found = {"replayed_share": refilled.replaced / refilled.samples}
+        if refilled.versions:
+            self.found["replayed_age"] = step - sum(refilled.versions) / len(refilled.versions)
+        return buffer
+
+    def metrics(self) -> dict[str, float]:
+        return self.found
 
     def refill(self, buffer: NaiveReplayBuffer, step: int) -> Refilled:
         """Replace samples without advantage, in place, and keep those that have one. A collective.
@@ -114,11 +128,13 @@ class SelectiveReplay:
         return [item for _, item in sorted(arrived, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """The kept samples."""
         return {"kept": items_to_state(self.kept)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        kept = [item for state in states for item in items_from_state(state["kept"])]
+        return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.kept = self._newest(items_from_state(state["kept"]))
 
 
@@ -154,43 +170,10 @@ def advantage_size(item: AnyItem) -> float:
     return sizes.mean().item() if sizes.numel() else 0.0
 
 
-class SelectiveReplayHook(StepHook):
-    """Refills each step's buffer; `replayed_share` and `replayed_age` say with how much, and how old it is."""
-
-    name = "replay"
-
-    def __init__(self, replay: SelectiveReplay) -> None:
-        self.replay = replay
-        self.found: dict[str, float] = {}
-
-    def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
-        """A collective."""
-        step = self.context.step()
-        refilled = self.replay.refill(buffer, step)
-        self.found = {"replayed_share": refilled.replaced / refilled.samples}
-        if refilled.versions:
-            self.found["replayed_age"] = step - sum(refilled.versions) / len(refilled.versions)
-        return buffer
-
-    def metrics(self) -> dict[str, float]:
-        """Of the step's buffer, the same on every rank."""
-        return self.found
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.replay.state_dict()
-
-    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        kept = [item for state in states for item in items_from_state(state["kept"])]
-        return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.replay.load_state_dict(state)
-
-
-def build(parts: Any) -> SelectiveReplayHook | None:
+def build(parts: Any) -> SelectiveReplay | None:
     """For `selective_replay`, samples over all ranks."""
     algorithm = parts.config.algorithm
     if algorithm.selective_replay == 0:
         return None
     share = max(1, algorithm.selective_replay // collectives.world_size())
-    return SelectiveReplayHook(SelectiveReplay(share, parts.config.train.seed))
+    return SelectiveReplay(share, parts.config.train.seed)

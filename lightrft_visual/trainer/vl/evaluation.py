@@ -65,7 +65,8 @@ class Evaluation:
         shard = validation_shard_indices(
             len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
         )
-        fetched = self._fetched([index for index, _ in shard], step)
+        indices = [index for index, _ in shard]
+        fetched = self.samples.fetch(indices, step) if self.samples else Fetched(indices, [False] * len(indices))
         batch = self.prompts.select(fetched.indices)
         for position, index in enumerate(fetched.indices):
             if index in fetched.rows:
@@ -101,9 +102,6 @@ class Evaluation:
         mine = [(r.sample_id, None, score, r.prompt.draws) for r, (score, valid) in zip(rollouts, scores) if valid]
         metrics |= means_of("eval_gold", mine, set())
         return scores
-
-    def _fetched(self, indices: list[int], step: int) -> Fetched:
-        return self.samples.fetch(indices, step) if self.samples else Fetched(indices, [False] * len(indices))
 
     def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
         """Scored responses to this rank's prompts, of those that are real."""

@@ -175,7 +175,6 @@ class VLWatched:
             add_image_metrics(step.metrics, step.rollouts)
 
     def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
-        """See `gold_scores`."""
         assert self.gold is not None
         return gold_scores(self.gold, rollouts)
 
@@ -187,7 +186,6 @@ class VLWatched:
         return paired_scores_at(number, step.rollouts, scores)
 
     def close(self) -> None:
-        """Release the judge's workers."""
         if self.gold is not None:
             self.gold.close()
 

@@ -97,7 +97,6 @@ RUNS = {
         }.items()
     },
     "rolled": f"{HACKED} --guard.policy rollback",
-    "stopped": f"{HACKED} --guard.policy stop",
     "warned": f"{HACKED} --guard.keep_best true",
     "rolled_resumed": f"{HACKED} --resume_from {{folder}}/rolled",
     "no_gold": "--reward_fn {folder}/scores.py:red --guard.policy rollback",

@@ -20,23 +20,16 @@ def chosen(*argv: str) -> dict:
     return engine_arguments(config.reward)
 
 
-def test_the_embedded_task_has_its_own_reward():
+def test_the_embedded_task_has_its_own_reward_unless_the_user_names_one(tmp_path: Path):
     (entry,) = chosen()["reward_recipe"].components()
     assert (entry.type, entry.key) == ("rule", "shape_match")
-
-
-def test_a_users_function_takes_its_place(tmp_path: Path):
     (tmp_path / "mine.py").write_text("def score(images):\n    return [0.0] * len(images)\n")
-    arguments = chosen("--reward_fn", f"{tmp_path}/mine.py:score")
-    assert arguments["reward_fn"].__name__ == "score" and arguments["reward_recipe"] is None
-
-
-def test_a_users_server_takes_its_place():
-    arguments = chosen("--remote_rm_url", "http://127.0.0.1:8000/reward")
-    assert arguments["remote_rm_url"] and arguments["reward_recipe"] is None
-
-
-def test_a_users_components_take_its_place():
+    function, server = (
+        chosen("--reward_fn", f"{tmp_path}/mine.py:score"),
+        chosen("--remote_rm_url", "http://127.0.0.1/r"),
+    )
+    assert function["reward_fn"].__name__ == "score" and server["remote_rm_url"]
+    assert function["reward_recipe"] is server["reward_recipe"] is None
     (entry,) = chosen("reward.components.jpeg_compressibility=1.0")["reward_recipe"].components()
     assert entry.key == "jpeg_compressibility"
 

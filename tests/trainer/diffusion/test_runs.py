@@ -130,11 +130,6 @@ def test_the_guard_goes_back_to_the_best_gold_and_a_run_resumes_from_there(folde
     assert [row["step"] for row in evaluated] == ["0", "1", "2", "3"]  # step 0 is where it was resumed
 
 
-def test_the_guard_stops_a_run_with_a_checkpoint_and_exports_nothing(folder):
-    assert facts(folder, "stopped")["steps"] == 1 and not (folder / "stopped" / "checkpoint-final").exists()
-    assert (folder / "stopped" / "checkpoint-000001" / "manifest.json").is_file()
-
-
 def test_the_guard_warns_and_the_run_goes_on_beside_its_best_checkpoint(folder):
     assert facts(folder, "warned")["steps"] == 3 and (folder / "warned" / "checkpoint-final").is_dir()
     assert json.loads((folder / "warned" / "checkpoint-best" / "manifest.json").read_text())["step"] == 0

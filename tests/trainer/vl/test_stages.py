@@ -32,7 +32,6 @@ from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
-from lightrft_visual.trainer.vl import maker as maker_module
 from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.maker import ExperienceMaker, ForwardStage, MakerSettings, build_maker
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
@@ -206,17 +205,6 @@ def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoi
     told: list[str] = []
     made_by(maker_of(checkpoint, told, weights_follow=True))
     assert "sleep without weights" in told and "sleep" not in told
-
-
-def test_an_evaluation_pads_nothing(checkpoint, monkeypatch):
-    monkeypatch.setattr(maker_module, "collate", None)
-    maker = maker_of(checkpoint, [])
-    sampled = SamplingSettings(n=2, max_new_tokens=4)
-    greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
-    found = Evaluation(maker, PROMPTS, sampled, greedy, records_to_keep=4, run_seed=1).run(step=3)
-    records = found.records
-    assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "validation/reward/reward_fn": 1.0}
-    assert len(records) == 4 and all(record["reward"] == 1.0 for record in records)
 
 
 def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
