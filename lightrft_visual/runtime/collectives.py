@@ -64,7 +64,7 @@ def _reachable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    if _alone():
+    if world_size() == 1:  # see `_alone`
         return tensor.clone()
     moved = _reachable(tensor)
     result = moved.clone() if moved is tensor else moved

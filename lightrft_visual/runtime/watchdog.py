@@ -216,10 +216,9 @@ class Watchdog:
     def keep(self, connection: socket.socket, other: int) -> None:
         """Hold the connection to another rank."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if connection.family != socket.AF_UNIX:
-            for name, value in (("TCP_KEEPIDLE", IDLE), ("TCP_KEEPINTVL", INTERVAL), ("TCP_KEEPCNT", PROBES)):
-                if hasattr(socket, name):
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", IDLE), ("TCP_KEEPINTVL", INTERVAL), ("TCP_KEEPCNT", PROBES)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._heard[other] = Heard(self.clock())
         self._connections[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection, other))

@@ -20,7 +20,6 @@ from .manifest import is_adapted, plain_name
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -146,36 +145,24 @@ def export_diffusers_lora(
     """
     # Imported late: exports of language models never need diffusers, which takes seconds.
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+    from peft import get_peft_model_state_dict
 
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, Any] = {}
     for prefix, (model, state_dict) in components.items():
-        adapter = adapter_of(model, state_dict, adapter_name)
+        held = dict(model.state_dict() if state_dict is None else state_dict)
+        adapter = get_peft_model_state_dict(model, held, adapter_name, save_embedding_layers=False)
         check_gathered(adapter)
-        weights.update({f"{prefix}.{name}": tensor for name, tensor in adapter.items()})
-        settings = peft_settings(model, adapter_name)
-        metadata.update({f"{prefix}.{name}": value for name, value in settings.items()})
+        # Under the base model's module names.
+        weights |= {f"{prefix}.{name.removeprefix('base_model.model.')}": each for name, each in adapter.items()}
+        for name, value in model.peft_config[adapter_name].to_dict().items():
+            metadata[f"{prefix}.{name}"] = sorted(value) if isinstance(value, set) else value
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(metadata, sort_keys=True)
     save_file(plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
     follow_umask(folder)
     return folder
-
-
-def adapter_of(model: torch.nn.Module, state_dict: StateDict | None, adapter_name: str) -> dict[str, torch.Tensor]:
-    """The adapter's weights under the base model's module names, without peft's `base_model.model.` in front."""
-    from peft import get_peft_model_state_dict
-
-    weights = dict(model.state_dict() if state_dict is None else state_dict)
-    adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
-    return {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.items()}
-
-
-def peft_settings(model: torch.nn.Module | BaseTuner, adapter_name: str) -> dict[str, Any]:
-    """The adapter's settings as JSON values."""
-    settings = model.peft_config[adapter_name].to_dict()
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def plain_tensors(weights: StateDict) -> dict[str, torch.Tensor]:
