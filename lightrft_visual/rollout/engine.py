@@ -80,7 +80,6 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 Taker = Callable[[int, list[Rollout]], None]
-Given = Callable[[int, list[Completion]], None]
 
 
 class RolloutStage:
@@ -179,7 +178,9 @@ class RolloutStage:
             for index, response in enumerate(responses)
         ]
 
-    def _generate(self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Given, at_once: bool) -> None:
+    def _generate(
+        self, prompts: list[PromptFeatures], settings: SamplingSettings, take: Finished, at_once: bool
+    ) -> None:
         """take(number, responses) for each prompt; at_once: as soon as its responses are there, if the engine can."""
         given: set[int] = set()
 
