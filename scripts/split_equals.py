@@ -3,17 +3,22 @@
     python scripts/split_equals.py FOLDER [--ranks 1] [--steps 10] CASE...
     python scripts/split_equals.py /tmp/split hf vllm drawn                     # GRPO, GRPO, Flow-GRPO
     python scripts/split_equals.py /tmp/split --ranks 2 hf-zero3-lora-w2 drawn-full-w2 hf-k1-w2
+    python scripts/split_equals.py /tmp/split --kill_every 10 --steps 100 hf-w2
 
 A case is an engine (hf, vllm; drawn: Flow-GRPO by diffusers) and, joined by hyphens, what differs from a plain run:
 zero0, zero2, zero3; lora, full; w1, w2: workers; device: weights go to them by gloo or NCCL; k1, k2: staleness, where
 only that the run ends well and how old its tokens are is looked at, and then it is resumed from its middle. All runs of
-a call are made by one process a rank, one after the other; what one run was beside which others is of no account. The
-exit code is 1 where a metric differs, times aside, or a run does not end well.
+a call are made by one process a rank, one after the other; what one run was beside which others is of no account.
+
+--kill_every SECONDS: from its second step on a case's workers are ended by SIGKILL in turn. Seeds name what is drawn:
+what a dead worker held is made again as it was, and a prompt that is lost or doubled shows. The exit code is 1 where a
+metric differs, times aside, a run does not end well, or no worker was killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gc
 import itertools
@@ -22,9 +27,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 COMMON = "--report false --eval_steps 0 --max_eval_samples 8 --rollout_batch_size 4 --n_samples_per_prompt 4"
@@ -167,6 +175,32 @@ def look(folder: Path, case: Case, steps: int) -> bool:
     return len(split) == steps and ends[-1:] == [str(steps)] and oldest <= case.staleness
 
 
+def workers_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """The rollout workers below a run's process."""
+    found = []
+    with contextlib.suppress(psutil.Error):  # of those that end meanwhile
+        for process in psutil.Process(run.pid).children(recursive=True):
+            if process.name().startswith("ray::_RayActor"):
+                found.append(process)
+    return found
+
+
+def kill_workers(run: subprocess.Popen, folder: Path, cases: list[Case], every: float) -> int:
+    """Until the run ends, one of its rollout workers every so many seconds of training; how many were."""
+    killed, last = 0, time.monotonic()
+    while run.poll() is None:
+        time.sleep(0.2)
+        workers = workers_of(run)
+        if not workers or not any((folder / case.name / "metrics.csv").exists() for case in cases):
+            last = time.monotonic()
+        elif time.monotonic() - last > every:
+            with contextlib.suppress(psutil.Error):
+                workers[killed % len(workers)].kill()
+                killed += 1
+            last = time.monotonic()
+    return killed
+
+
 def free_port() -> int:
     """Of this host."""
     with socket.socket() as probe:
@@ -181,6 +215,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["hf", "vllm", "drawn"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kill_every", type=float)
     parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
@@ -196,10 +231,14 @@ def main() -> None:
         *args.cases, "--steps", str(args.steps), "--drive",
     ]  # fmt: skip
     with open(args.folder / "log.txt", "w") as log:
-        code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT).returncode
+        run = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        killed = kill_workers(run, args.folder, cases, args.kill_every) if args.kill_every else None
+        code = run.wait()
     if code:
         sys.exit(f"the runs ended with {code}: {args.folder / 'log.txt'}")
-    sys.exit(not all([look(args.folder, case, args.steps) for case in cases]))
+    if killed is not None:
+        print(f"{killed} workers killed")
+    sys.exit(killed == 0 or not all([look(args.folder, case, args.steps) for case in cases]))
 
 
 if __name__ == "__main__":

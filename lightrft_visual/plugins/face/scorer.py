@@ -27,7 +27,8 @@ class KnownReferences:
     def find(self, given: Any, row: dict[str, Any], device: Any) -> torch.Tensor | None:
         """Of an image or path, else of one in the row's REFERENCE_COLUMNS; None without an image or a face in it."""
         if given is None:
-            given = next((row[column] for column in REFERENCE_COLUMNS if row.get(column) is not None), None)
+            named = (row.get(column) for column in REFERENCE_COLUMNS)
+            given = next((each for each in named if each is not None and str(each)), None)
         if given is None:
             return None
         if not isinstance(given, (str, Path)):
