@@ -193,6 +193,17 @@ def panel(title: str, series: Sequence[Series], limit: int, stacked: bool = Fals
     return Panel(title, chart, note, [] if alone else [(item.name, item.color) for item in series])
 
 
+Line = tuple[str, Sequence[Point] | None, dict[str, Any]]  # name, points, how it is drawn
+
+
+def series_of(lines: Sequence[Line]) -> list[Series]:
+    """Of the lines that have points, in the order of the colours."""
+    known = [line for line in lines if line[1]]
+    return [
+        Series(name, points, PALETTE[index % len(PALETTE)], **how) for index, (name, points, how) in enumerate(known)
+    ]
+
+
 def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Panel | None:
     """One metric of every run that has it. kind: "metrics" of training steps or "evaluation"."""
     sources = [(run, getattr(run, kind).get(name)) for run in runs]
@@ -226,13 +237,16 @@ def reward_panel(run: RunData, limit: int) -> Panel | None:
 
 def gold_panel(run: RunData, limit: int) -> Panel | None:
     """Reward and gold, of rollouts and of evaluations, with the point where they parted; None without gold."""
-    sources = (("reward", run.metrics.get("reward_mean")), ("gold", run.metrics.get("gold")))
-    evaluated = (("reward", run.evaluation.get("eval_reward")), ("gold", run.evaluation.get("eval_gold")))
-    if not (sources[1][1] or evaluated[1][1]):
+    if not (run.metrics.get("gold") or run.evaluation.get("eval_gold")):
         return None
-    kinds = (("training", sources, {"smooth": True}), ("evaluation", evaluated, {"dots": True}))
-    drawn = [(f"{name}, {kind}", points, how) for kind, group, how in kinds for name, points in group if points]
-    series = [Series(name, points, PALETTE[index], **how) for index, (name, points, how) in enumerate(drawn)]
+    series = series_of(
+        [
+            ("reward, training", run.metrics.get("reward_mean"), {"smooth": True}),
+            ("gold, training", run.metrics.get("gold"), {"smooth": True}),
+            ("reward, evaluation", run.evaluation.get("eval_reward"), {"dots": True}),
+            ("gold, evaluation", run.evaluation.get("eval_gold"), {"dots": True}),
+        ]
+    )
     diverged = [int(each["since"]) for each in run.alarms if each.get("signal") in ("gold", "eval_gold")]
     if diverged:
         values = [y for each in series for _, y in finite(each.points)]
@@ -244,19 +258,11 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
 def response_panels(run: RunData, limit: int) -> list[Panel | None]:
     """Of a model that also draws: reward and gold of its answers and of its images, each in a panel."""
     panels = []
-    for kind, title in RESPONSES.items():
-        trained = [("training", run.metrics.get(f"reward_{kind}_mean"), {"smooth": True})]
-        evaluated = [
-            (name, run.evaluation.get(f"{column}_{kind}"), {"dots": True})
-            for name, column in (
-                ("evaluation", "eval_reward"),
-                ("evaluation, greedy", "eval_reward_greedy"),
-                ("evaluation, gold", "eval_gold"),
-            )
-        ]
-        drawn = [each for each in trained + evaluated if each[1]]
-        series = [Series(name, points, PALETTE[index], **how) for index, (name, points, how) in enumerate(drawn)]
-        panels.append(panel(f"reward of {title}", series, limit) if draws(run) else None)
+    for kind, title in RESPONSES.items() if draws(run) else ():
+        lines: list[Line] = [("training", run.metrics.get(f"reward_{kind}_mean"), {"smooth": True})]
+        for name, column in (("", "eval_reward"), (", greedy", "eval_reward_greedy"), (", gold", "eval_gold")):
+            lines.append((f"evaluation{name}", run.evaluation.get(f"{column}_{kind}"), {"dots": True}))
+        panels.append(panel(f"reward of {title}", series_of(lines), limit))
     return panels
 
 
@@ -271,7 +277,7 @@ def response_metrics(run: RunData, limit: int) -> dict[str, Panel]:
     for name in (each.removesuffix("_answer") for each in run.metrics if each.endswith("_answer")):
         columns = {title: run.metrics.get(f"{name}_{kind}") for kind, title in RESPONSES.items()}
         if all(columns.values()):
-            series = [Series(title, columns[title], PALETTE[index]) for index, title in enumerate(columns)]
+            series = series_of([(title, points, {}) for title, points in columns.items()])
             found[name] = panel(f"{name}, by kind of response", series, limit)
     return {name: each for name, each in found.items() if each is not None}
 
@@ -285,11 +291,9 @@ def kinds_panels(run: RunData, limit: int) -> list[Panel | None]:
     panels = []
     for title, group in (("evaluation, by kind", sampled), ("evaluation, greedy, by kind", greedy)):
         for start in range(0, len(group), KINDS_A_PANEL):
-            series = [
-                Series(kind_name(name), run.evaluation[name], PALETTE[index % len(PALETTE)], dots=True)
-                for index, name in enumerate(group[start : start + KINDS_A_PANEL])
-            ]
-            panels.append(panel(title, series, limit))
+            some = group[start : start + KINDS_A_PANEL]
+            lines = [(kind_name(name), run.evaluation[name], {"dots": True}) for name in some]
+            panels.append(panel(title, series_of(lines), limit))
     return panels
 
 
@@ -305,7 +309,7 @@ def time_panel(run: RunData) -> Panel | None:
     """Seconds of each phase stacked."""
     names = [name for name in run.metrics if name.startswith("time_") and name != "time_step"]
     names = [name for name in names if any(value > 0 for _, value in run.metrics[name])]
-    series = [Series(name[5:], run.metrics[name], PALETTE[index % len(PALETTE)]) for index, name in enumerate(names)]
+    series = series_of([(name[5:], run.metrics[name], {}) for name in names])
     return panel("seconds a step, by phase", series, 0, stacked=True)
 
 
@@ -315,10 +319,7 @@ def ahead_panels(run: RunData) -> list[Panel]:
         (name for name in run.metrics if name.startswith("staleness_") and name[10:].isdigit()),
         key=lambda name: int(name[10:]),
     )
-    by_age = [
-        Series(f"{name[10:]} versions old", run.metrics[name], PALETTE[index % len(PALETTE)])
-        for index, name in enumerate(ages)
-    ]
+    by_age = series_of([(f"{name[10:]} versions old", run.metrics[name], {}) for name in ages])
     rest = ("idle_trainer", "idle_engines", "buffer_level", "dropped_stale_share") if ages else ()
     stacked = panel("share of tokens or samples, by age", by_age, 0, stacked=True) if ages else None
     return present([stacked, *(metric_panel(name, [run], 300) for name in rest)])

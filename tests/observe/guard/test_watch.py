@@ -45,16 +45,10 @@ def test_entropy_may_fall_while_gold_rises():
 
 def test_without_gold_the_reward_says_whether_learning_explains_it():
     entropies = [1.0] * 8 + [0.2] * 6
-    assert (
-        walk(
-            Guard(GuardConfig(), learn_steps=8),
-            [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)],
-        )
-        == []
-    )
-    assert walk(Guard(GuardConfig(), learn_steps=8), [{"reward_mean": 0.3, "entropy": e} for e in entropies]) == [
-        (10, "entropy")
-    ]
+    rising = [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]
+    level = [{"reward_mean": 0.3, "entropy": e} for e in entropies]
+    assert walk(Guard(GuardConfig(), learn_steps=8), rising) == []
+    assert walk(Guard(GuardConfig(), learn_steps=8), level) == [(10, "entropy")]
 
 
 def test_until_gold_is_looked_at_again_the_reward_says_it():
@@ -94,14 +88,9 @@ def test_penalties_may_fall():
     assert walk(Guard(GuardConfig(), learn_steps=8), steps) != []
 
 
-def test_the_time_of_scoring_is_no_component():
-    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/time": 1 - i / 40} for i in range(30)]
-    assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
-
-
-def test_scorers_that_stop_failing_are_no_component():
-    failed = [0.05] * 9 + [0.0] * 21
-    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/invalid_share": f} for i, f in enumerate(failed)]
+@pytest.mark.parametrize("name", ["time", "invalid_share"])
+def test_times_and_failures_of_scoring_are_no_components(name):
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, f"reward/{name}": 1 - i / 40} for i in range(30)]
     assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
 
 
@@ -149,19 +138,10 @@ def test_values_that_are_missing_or_not_finite_are_not_looked_at():
 
 def test_it_goes_on_alike_after_a_resume():
     steps = [
-        {
-            "reward_mean": 0.1 * i,
-            "gold": 0.5 - 0.04 * abs(i - 12),
-            "response_length": 5.0 + (i > 15) * 9,
-            "entropy": 1.0,
-        }
+        {"reward_mean": 0.1 * i, "gold": 0.5 - 0.04 * abs(i - 12), "response_length": 5.0 + (i > 15) * 9}
         for i in range(25)
     ]
-    whole, first, second = (
-        Guard(GuardConfig(), learn_steps=8),
-        Guard(GuardConfig(), learn_steps=8),
-        Guard(GuardConfig(), learn_steps=8),
-    )
+    whole, first, second = (Guard(GuardConfig(), learn_steps=8) for _ in range(3))
     first.after_evaluation(0, {"eval_reward": 0.1, "eval_gold": 0.2})
     expected, told = walk(whole, steps), walk(first, steps[:13])
     state = first.state_dict()

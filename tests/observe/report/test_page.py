@@ -8,17 +8,14 @@ import random
 import re
 import shutil
 import statistics
-import sys
 from html.parser import HTMLParser
 
 import pytest
 from observe_runs import make_run, scene
 from PIL import Image
-from waiting import finished
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
-from lightrft_visual.observe.report.__main__ import main
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times
 from lightrft_visual.observe.report.examples import turns
@@ -224,18 +221,11 @@ def test_what_html_and_utf8_cannot_carry_is_replaced():
     assert printable("a\ud800\x00b\n") == "a��b\n" and printable(None) == "" and printable(3) == 3
 
 
-def test_command_line(run_folder, tmp_path, capsys):
-    assert main([str(run_folder), "-o", str(tmp_path / "out.html")]) == 0
-    assert (tmp_path / "out.html").exists()
-    assert main([str(tmp_path / "absent"), "-o", str(tmp_path / "x.html")]) == 2
-    assert "absent" in capsys.readouterr().err
+def test_a_folder_that_is_not_there_is_named_and_none_is_refused(tmp_path):
+    with pytest.raises(DataError, match="absent is not the folder of a run"):
+        write_report([tmp_path / "absent"], tmp_path / "x.html")
     with pytest.raises(DataError):
         write_report([], tmp_path / "x.html")
-
-
-def test_last_step_of_a_run(run_folder):
-    assert load_run(run_folder).last_step == 30
-    assert re.match(r"first", load_run(run_folder).name)
 
 
 def test_metrics_that_never_change_take_no_panel(tmp_path):
@@ -269,14 +259,6 @@ def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):
     assert [each.title for each in group] == ["entropy, by kind of response", "loss, by kind of response"]
     text = write_report([run.folder], tmp_path / "r.html").read_text()
     assert "Best, answers" in text and "Worst, drawn images" in text
-
-
-@pytest.mark.parametrize("module", ["lightrft_visual.observe.report", "lightrft_visual.observe.report"])
-def test_both_names_of_the_command(run_folder, tmp_path, module):
-    target = tmp_path / "out.html"
-    command = [sys.executable, "-m", module, str(run_folder), "-o", str(target), "--title", "mine"]
-    assert finished(command, 120).returncode == 0
-    assert "<h1>mine</h1>" in target.read_text()
 
 
 def a_pipe(path):
@@ -313,8 +295,7 @@ DAMAGES = [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
     damage(damaged_run / name)
-    assert main([str(damaged_run), "-o", str(damaged_run / "report.html")]) == 0
-    assert "</html>" in (damaged_run / "report.html").read_text()
+    assert "</html>" in write_report([damaged_run], damaged_run / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
