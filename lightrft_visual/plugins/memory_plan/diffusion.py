@@ -21,7 +21,7 @@ from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
 from .meta import Held, Work, held_bytes, weights_bytes
 from .process import fragments, program
-from .reward_models import RewardModel, judging, kept_here, reward_items, reward_models
+from .reward_models import RewardModel, judges_of, judging, reward_items
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, Speeds
 from .zero import FP32, Model, Zero
@@ -208,8 +208,7 @@ class DiffusionPlanner:
 
     @cached_property
     def _judges(self) -> dict[str, RewardModel]:
-        reward = kept_here(self.config.reward, self.config.distributed.resources)
-        return reward_models(reward_model=reward, gold=self.config.guard.gold)
+        return judges_of(self.config)
 
     @property
     def _reference(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -29,21 +28,14 @@ def fragments(device: Device) -> list[Item]:
     return [] if device.on_cpu else [Item("left unused by the allocator", FRAGMENTS * device.memory)]
 
 
-@dataclass(frozen=True)
-class Host:
-    """The CPU as the device."""
+def host_engine(weights: float, cache: float) -> list[Item]:
+    """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start.
 
-    device: Device
-    local: int
-
-    def engine(self, weights: float, cache: float) -> list[Item]:
-        """vLLM on the CPU: weights, packed for its products, and its cache, which is all in memory from the start.
-
-        cache: bytes of keys and values, unless the environment says otherwise.
-        """
-        given = os.environ.get(HOST_CACHE)
-        cache = cache if given is None else float(given) * GIB
-        return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", cache + 0.08 * GIB)]
+    cache: bytes of keys and values, unless the environment says otherwise.
+    """
+    given = os.environ.get(HOST_CACHE)
+    cache = cache if given is None else float(given) * GIB
+    return [Item("vLLM: weights", weights), Item("vLLM: KV cache and work space", cache + 0.08 * GIB)]
 
 
 def host_memory() -> float:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from ...config.placement import ResourcesConfig
 from ...config.shared import RewardConfig
 from ...rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
 from ...rewards.registry import find_scorer, named_entries, own_settings, scorer_names
@@ -33,9 +33,12 @@ class RewardModel:
     divided: bool
 
 
-def kept_here(reward: RewardConfig, resources: ResourcesConfig) -> RewardConfig:
-    """Without the models that are in Ray actors, on devices which are not planned."""
-    return replace(reward, reward_pretrain=None) if resources.rewards_placed else reward
+def judges_of(config: Any) -> dict[str, RewardModel]:
+    """Those of a run, without the models that are in Ray actors, on devices which are not planned."""
+    reward = config.reward
+    if config.distributed.resources.rewards_placed:
+        reward = replace(reward, reward_pretrain=None)
+    return reward_models(reward_model=reward, gold=config.guard.gold)
 
 
 def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:

@@ -19,8 +19,8 @@ from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
 from .meta import Work
-from .process import Host, fragments, program
-from .reward_models import RewardModel, judging, kept_here, reward_items, reward_models
+from .process import fragments, host_engine, program
+from .reward_models import RewardModel, judges_of, judging, reward_items
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, ENGINE_CALLS, SYNC_CALLS, Speeds
@@ -47,7 +47,6 @@ class VLPlanner:
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
-        self.host = Host(device, local)
         self.speeds = Speeds.of(device, shape.width, ranks, local)
 
     def plan(self) -> Plan:
@@ -114,8 +113,7 @@ class VLPlanner:
 
     @cached_property
     def _judges(self) -> dict[str, RewardModel]:
-        reward = kept_here(self.config.reward, self.config.distributed.resources)
-        return reward_models(reward_model=reward, gold=self.config.guard.gold)
+        return judges_of(self.config)
 
     @cached_property
     def _teacher(self) -> Item | None:
@@ -174,7 +172,7 @@ class VLPlanner:
         weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
         if self.device.on_cpu:
             sequences = most_sequences(rollout, self.samples)
-            return self.host.engine(weights, host_cache(self.shape.text, self.shape.width, sequences, self.length))
+            return host_engine(weights, host_cache(self.shape.text, self.shape.width, sequences, self.length))
         if not awake and rollout.enable_engine_sleep:
             return [Item(f"{self.engine} asleep", ASLEEP)]
         room = rollout.engine_mem_util * self.device.memory
