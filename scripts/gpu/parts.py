@@ -178,9 +178,7 @@ def engines_sglang(folder: Path, size: str) -> Rows:
 def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more: str) -> Rows:
     from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
-    precision = "--bf16 true" if size == "real" else ""
     (folder / "models").mkdir(parents=True, exist_ok=True)
-    (folder / "reward.py").write_text(REWARD)
     for family in families:
         model = folder / "models" / f"tiny_{family}"
         if not (model / "config.json").is_file():
@@ -193,13 +191,19 @@ def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more
             if family == "qwen2":
                 del row["images"]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        flags = (
-            f"{SEEING} --pretrain {model} --prompt_data {data} {precision} --rollout_batch_size 4 --max_steps 2 "
-            f"--train_batch_size 32 --generate_max_len 32 --prompt_max_len 256 --engine_type {engine} {more} "
-            f"--reward_fn {folder / 'reward.py'}:score {'' if family == 'qwen2_5_vl' else EAGER}"
-        )
-        run = Run("train_grpo_vl.py", folder / f"{engine}_{family}", flags)
-        yield _agreement(family, run)
+        flags = f"--engine_type {engine} {more} {'' if family == 'qwen2_5_vl' else EAGER}"
+        yield _agreement(family, _tiny(folder, size, f"{engine}_{family}", model, data, flags))
+
+
+def _tiny(folder: Path, size: str, name: str, model: Path, data: Path, more: str) -> Run:
+    """Two steps of a tiny model, in the precision of the size."""
+    (folder / "reward.py").write_text(REWARD)
+    flags = (
+        f"{SEEING} --pretrain {model} --prompt_data {data} {'--bf16 true' if size == 'real' else ''} "
+        "--rollout_batch_size 4 --max_steps 2 --train_batch_size 32 --generate_max_len 32 --prompt_max_len 256 "
+        f"--reward_fn {folder / 'reward.py'}:score {more}"
+    )
+    return Run("train_grpo_vl.py", folder / name, flags)
 
 
 def _agreement(name: str, run: Run) -> tuple[str, str]:
@@ -213,18 +217,13 @@ def routing(folder: Path, size: str) -> Rows:
 
     on_cpu = get_accelerator().device_name() == "cpu"
     (folder / "models").mkdir(parents=True, exist_ok=True)
-    (folder / "reward.py").write_text(REWARD)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if on_cpu else "1"  # the one that tells its experts
     model = shapes.mixture_of_experts(folder / "models" / "tiny_moe")
     questions = shapes.questions(folder / "small_questions", 8, 56)
     for mode in ("off", "rollout"):
         engine = "hf" if on_cpu else "vllm --engine_mem_util 0.2"
-        flags = (
-            f"{SEEING} --pretrain {model} --prompt_data {questions} {'--bf16 true' if size == 'real' else ''} "
-            f"--rollout_batch_size 4 --max_steps 2 --train_batch_size 32 --generate_max_len 32 --prompt_max_len 256 "
-            f"--engine_type {engine} --routing_replay {mode} --reward_fn {folder / 'reward.py'}:score {EAGER}"
-        )
-        run = Run("train_grpo_vl.py", folder / f"routing_{mode}", flags)
+        flags = f"--engine_type {engine} --routing_replay {mode} {EAGER}"
+        run = _tiny(folder, size, f"routing_{mode}", model, questions, flags)
         yield _agreement(mode, run)
         if mode == "rollout":
             yield f"{mode}: routed_otherwise", f"{run.median('routed_otherwise', 0):.4f}"
@@ -242,11 +241,14 @@ def grpo_lora(folder: Path, size: str) -> Rows:
     yield from _speed(run)
 
 
+def _told(run: Run, name: str = "") -> Rows:
+    yield f"{name}phases, medians", run.phases()
+    yield f"{name}peak memory of torch, and of the plan", run.peak
+
+
 def _speed(run: Run) -> Rows:
-    yield "phases, medians", run.phases()
-    tokens = run.median("tokens")
-    yield "tokens trained per second of a step", f"{tokens / run.median('time_step'):.0f}"
-    yield "peak memory of torch, and of the plan", run.peak
+    yield from _told(run)
+    yield "tokens trained per second of a step", f"{run.median('tokens') / run.median('time_step'):.0f}"
     yield from _work(run)
 
 
@@ -281,15 +283,13 @@ def liger(folder: Path, size: str) -> Rows:
         run = seeing(folder, size, f"liger_{name}", f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
         yield _agreement(name, run)
         yield f"{name}: norm of the first gradient", f"{float(run.steps[0]['grad_norm']):.4g}"
-        yield f"{name}: phases, medians", run.phases()
-        yield f"{name}: peak memory of torch, and of the plan", run.peak
+        yield from _told(run, f"{name}: ")
 
 
 def zero_3(folder: Path, size: str) -> Rows:
     """ZeRO-3 on one card: its hooks and its weight sync."""
     run = seeing(folder, size, "zero_3", f"--zero_stage 3 --lora_rank 32 --engine_mem_util 0.25 {EAGER}", 2, 4)
-    yield "phases, medians", run.phases()
-    yield "peak memory of torch, and of the plan", run.peak
+    yield from _told(run)
 
 
 def packing(folder: Path, size: str) -> Rows:
@@ -326,9 +326,8 @@ def resume(folder: Path, size: str) -> Rows:
 def flow_grpo(folder: Path, size: str) -> Rows:
     """Flow-GRPO on the shape of Stable Diffusion 3.5 medium, 512 pixels a side, 10 steps."""
     run = drawing(folder, size, "flow_grpo")
-    yield "phases, medians", run.phases()
+    yield from _told(run)
     yield "images per second of a step", f"{16 / run.median('time_step'):.3f}"
-    yield "peak memory of torch, and of the plan", run.peak
     yield from _work(run)
 
 

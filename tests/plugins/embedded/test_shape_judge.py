@@ -28,7 +28,6 @@ from lightrft_visual.plugins.embedded.shape_judge import (
     kinds_of,
     no_drawings,
 )
-from lightrft_visual.plugins.embedded.task import HELD_OUT
 
 
 def clean(repeats: int = 8, seed: int = 3) -> tuple[torch.Tensor, list[str]]:
@@ -39,23 +38,19 @@ def clean(repeats: int = 8, seed: int = 3) -> tuple[torch.Tensor, list[str]]:
 
 
 def test_held_out_captions_share_words_but_no_combination_with_training(tmp_path):
-    train, test = ([json.loads(line)["prompt"] for line in path.open()] for path in embedded_prompts(tmp_path))
-    assert len(train) == len(set(train)) == 18 and len(set(test)) == 6 and len(test) == 6 * EVAL_REPEATS
-    assert not set(train) & set(test) and set(train) | set(test) == {caption.text for caption in all_captions()}
-    for words in (COLOURS, SHAPES):
-        assert all(any(word in caption for caption in train) for word in words)
-        assert all(any(word in caption for caption in test) for word in words)
+    shown = {}
+    for split, size in (("test", 18), ("dev", 12)):
+        train, kept = shown[split] = [
+            [json.loads(line)["prompt"] for line in path.open()] for path in embedded_prompts(tmp_path, split)
+        ]
+        assert len(train) == len(set(train)) == size and len(set(kept)) == 6 and len(kept) == 6 * EVAL_REPEATS
+        assert not set(train) & set(kept)
+        assert all(any(word in caption for caption in train) for word in (*COLOURS, *SHAPES))
+    train, kept = shown["test"]
+    assert set(train) | set(kept) == {caption.text for caption in all_captions()}
+    assert all(any(word in caption for caption in kept) for word in (*COLOURS, *SHAPES))
+    assert set().union(*shown["dev"]) == set(train)  # those of the test are left alone
     assert sorted(c.colour for c in all_captions() if held_out(c)) == list(range(6))
-
-
-def test_captions_for_tuning_leave_those_of_the_test_alone(tmp_path):
-    read = {
-        split: [set(path.read_text().splitlines()) for path in embedded_prompts(tmp_path, split)] for split in HELD_OUT
-    }
-    (train, dev), (all_trained, test) = read["dev"], read["test"]
-    assert (len(train), len(dev)) == (12, 6) and train | dev == all_trained and not (train | dev) & test
-    for words in (COLOURS, SHAPES):
-        assert all(any(word in caption for caption in train) for word in words)
     with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded captions are held out as dev or test"):
         embedded_prompts(tmp_path, "train")
 
