@@ -11,11 +11,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint_of, load
-from transformers import PretrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+from watched import Operations
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.loading import add_lora, check_path, freeze, load_transformer, open_checkpoint
+from lightrft_visual.models.weight_files import check_size, weight_files
 
 
 @pytest.fixture
@@ -120,9 +122,8 @@ def with_config(copy, **changes):
     (copy / "config.json").write_text(json.dumps(config | changes))
 
 
-def no_heads(copy):
-    config = json.loads((copy / "config.json").read_text())
-    with_config(copy, text_config=config["text_config"] | {"num_attention_heads": 0})
+def with_text(copy, **changes):
+    with_config(copy, text_config=json.loads((copy / "config.json").read_text())["text_config"] | changes)
 
 
 def weights_of(copy):
@@ -155,7 +156,7 @@ DAMAGE = {
     "processor": lambda copy: (copy / "processor_config.json").write_text("{"),
     "architecture": lambda copy: with_config(copy, model_type="no_such_model"),
     "strict types": lambda copy: with_config(copy, text_config={"hidden_size": "many"}),
-    "no heads": no_heads,
+    "no heads": lambda copy: with_text(copy, num_attention_heads=0),
     "no weights": lambda copy: weights_of(copy).unlink(),
     "pickled weights": pickled_weights,
     "cut weights": lambda copy: weights_of(copy).write_bytes(weights_of(copy).read_bytes()[:1000]),
@@ -171,3 +172,40 @@ def test_every_kind_of_damage_to_a_model_folder_is_an_error_that_names_it(copy, 
     with pytest.raises(ConfigError, match=rf"model (folder )?{copy} (cannot be loaded|holds|lacks)"):
         open_checkpoint(str(copy), ModelConfig(), DataConfig())
         load_transformer(str(copy), ModelConfig(), torch.float32)
+
+
+# --- a config.json far beyond the weights beside it ---------------------------------------------------------------
+
+
+def test_open_checkpoint_config_far_wider_than_weights_refused_before_it_is_allocated(copy):
+    with_text(copy, vocab_size=10**7)
+    with Operations() as seen, pytest.raises(ConfigError, match=r"describes [\d,]+ parameters, the files hold [\d,]+"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+    assert seen.largest < 10**6
+
+
+def test_check_size_more_layers_than_weights_refused_by_their_number(copy):
+    config = AutoConfig.from_pretrained(copy)
+    config.vision_config.depth = 10**6
+    with pytest.raises(ConfigError, match="describes 1000000 layers"):
+        check_size(copy, config, AutoModelForImageTextToText)
+
+
+@pytest.mark.parametrize("change", ["none", "no safetensors", "quantized", "own code"])
+def test_check_size_model_of_its_size_or_unknown_size_passes(copy, change):
+    config = AutoConfig.from_pretrained(copy)
+    if change != "none":
+        config.text_config.vocab_size = 10**7
+    if change == "no safetensors":
+        for path in copy.glob("*.safetensors"):
+            path.unlink()
+    if change == "quantized":
+        config.quantization_config = {"quant_method": "fp8"}
+    if change == "own code":
+        config.auto_map = {"AutoModel": "mine.Model"}
+    check_size(copy, config, AutoModelForImageTextToText)
+
+
+def test_weight_files_of_an_index_name_the_file_of_each_weight(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one", "b": "two"}}))
+    assert weight_files(tmp_path) == {"a": tmp_path / "one", "b": tmp_path / "two"}

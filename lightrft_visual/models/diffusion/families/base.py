@@ -118,6 +118,13 @@ class DiffusionFamily(ABC):
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """Conditions (B, …) of B prompts, which may be negative ones."""
 
+    def context_of(self, prompts: list[str], **asked: Any) -> Conditions:
+        """context (B, L, D) of pipelines whose texts go through one encoder and are padded to one length."""
+        context, *_ = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=self.text_length, **asked
+        )
+        return {"context": context}
+
     @abstractmethod
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """One forward without classifier-free guidance. latents (B, …), timesteps (B) in 0..1000."""

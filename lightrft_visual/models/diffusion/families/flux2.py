@@ -30,10 +30,7 @@ class Flux2Klein(DiffusionFamily):
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D); texts are padded to L, and the padding is read, as in the stock pipeline."""
-        context, _ = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=self.text_length
-        )
-        return {"context": context}
+        return self.context_of(prompts)
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32; guidance_scale enters where the model takes it as an embedding."""

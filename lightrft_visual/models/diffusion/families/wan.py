@@ -31,10 +31,7 @@ class Wan(DiffusionFamily):
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """UMT5: context (B, L, D)."""
-        context, _ = self.pipeline.encode_prompt(
-            prompts, do_classifier_free_guidance=False, device=self.device, max_sequence_length=self.text_length
-        )
-        return {"context": context}
+        return self.context_of(prompts, do_classifier_free_guidance=False)
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32, of each sample by the expert that serves its timestep."""
