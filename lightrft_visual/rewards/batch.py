@@ -247,10 +247,18 @@ class Scores:
     reasons: Counter[str] = field(default_factory=Counter)
 
     @classmethod
+    def of(cls, outcomes: Sequence[float | Failed | None]) -> Scores:
+        """From a number for each sample, None where it does not apply, or why it failed."""
+        failures = [each.reason if isinstance(each, Failed) else None for each in outcomes]
+        numbers = [NAN if each is None or isinstance(each, Failed) else float(each) for each in outcomes]
+        failed = torch.tensor([reason is not None for reason in failures], dtype=torch.bool)
+        reasons = Counter(reason for reason in failures if reason is not None)
+        return cls(torch.tensor(numbers, dtype=torch.float64), failed, {}, reasons)
+
+    @classmethod
     def all_failed(cls, size: int, reason: str) -> Scores:
         """Scores of `size` samples none of which could be scored, with the reason for the counts."""
-        values = torch.full((size,), NAN, dtype=torch.float64)
-        return cls(values, torch.ones(size, dtype=torch.bool), {}, Counter({reason: size}))
+        return cls.of([Failed(reason)] * size)
 
     def split(self, sizes: Sequence[int]) -> list[Scores]:
         """Consecutive parts of these sizes; `reasons`, which belong to the whole, stay behind."""

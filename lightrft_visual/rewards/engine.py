@@ -120,7 +120,6 @@ class RewardComputationEngine:
         resources: ResourcesConfig | None = None,
     ) -> None:
         self.config = config or RewardConfig()
-        self.strategy = strategy
         self._catalogue = self.catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]

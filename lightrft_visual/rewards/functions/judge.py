@@ -99,14 +99,8 @@ class Judge:
         mem_util: float = 0.3,
         max_length: int = 8192,
     ) -> None:
-        given = {
-            "reply": reply,
-            "system": system,
-            "pattern": pattern,
-            "low": low,
-            "high": high,
-            "max_tokens": max_tokens,
-        }
+        given = {"reply": reply, "system": system, "pattern": pattern, "low": low, "high": high}
+        given |= {"max_tokens": max_tokens}
         self.schema = Schema(**template_of(template) | {k: v for k, v in given.items() if v is not None})
         if engine not in ("hf", "vllm"):
             raise ConfigError(f"scorer judge: engine is {engine!r}; it must be hf or vllm")

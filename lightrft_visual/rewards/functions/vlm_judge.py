@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from ...config.shared import RewardConfig
 from ...errors import ConfigError
-from ..batch import Call, PendingSource, RewardBatch, Scores
+from ..batch import Call, Failed, PendingSource, RewardBatch, Scores
 from ..remote.client import Exchange, Phase, RemoteClient, RequestFailed, replicas_of
 from ..remote.wire import BadReply
 
@@ -132,18 +129,14 @@ class VLMJudge(PendingSource):
 
     async def _score(self, batch: RewardBatch, call: Call) -> Scores:
         phase = Phase()
-        outcomes = await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch))))
-        numbers = [outcome if isinstance(outcome, float) else float("nan") for outcome in outcomes]
-        values = torch.tensor(numbers, dtype=torch.float64)
-        return Scores(values, values.isnan(), {}, Counter(each for each in outcomes if isinstance(each, str)))
+        return Scores.of(await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch)))))
 
-    async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | str:
-        """The score, or why there is none."""
+    async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | Failed:
         content = await asyncio.to_thread(self._body, batch, index, call)
         try:
             return await self.client.exchange(Exchange(self.replicas, content, self._decode, index, phase))
         except RequestFailed as failure:
-            return str(failure)
+            return Failed(str(failure))
 
     def _body(self, batch: RewardBatch, index: int, call: Call) -> bytes:
         kind = self.client.config.reward_image_format

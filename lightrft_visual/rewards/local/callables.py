@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -119,9 +118,11 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         scores = result[key]
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
-    values, failed, reasons = read_scores(scores, name, size, lenient)
-    extras = {metric_name(key): read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()}
-    return Scores(values, failed, extras, reasons)
+    read = read_scores(scores, name, size, lenient)
+    read.extras = {
+        metric_name(key): read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()
+    }
+    return read
 
 
 def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
@@ -141,28 +142,22 @@ def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[A
     raise RewardError(f"{what} {name} returned {type(scores).__name__}; give a list or tensor of scores")
 
 
-def read_scores(scores: Any, name: str, size: int, lenient: bool) -> tuple[torch.Tensor, torch.Tensor, Counter[str]]:
-    """values (size) float64, failed (size) bool and the reasons of the failures."""
+def read_scores(scores: Any, name: str, size: int, lenient: bool) -> Scores:
+    """The scores that a function returned, without the numbers beside them."""
     entries = as_list(scores, name)
     if len(entries) != size:
         raise RewardError(f"reward function {name} returned {len(entries)} scores for {size} samples")
-    values = torch.full((size,), float("nan"), dtype=torch.float64)
-    failed = torch.zeros(size, dtype=torch.bool)
-    reasons: Counter[str] = Counter()
+    outcomes: list[float | Failed | None] = []
     for index, entry in enumerate(entries):
         if isinstance(entry, torch.Tensor) and entry.numel() == 1:
             entry = entry.item()
         elif isinstance(entry, (np.ndarray, np.generic)) and entry.size == 1:
             (entry,) = entry.reshape(-1).tolist()  # None of np.ma.masked, whose item() is 0
-        problem = entry.reason if isinstance(entry, Failed) else problem_of(entry)
-        if problem is None:
-            values[index] = float("nan") if entry is None else float(entry)
-        elif lenient or isinstance(entry, Failed):
-            failed[index] = True
-            reasons[problem] += 1
-        else:
+        problem = None if isinstance(entry, Failed) else problem_of(entry)
+        if problem is not None and not lenient:
             raise RewardError(f"reward function {name}: score {index} of {size} {problem}")
-    return values, failed, reasons
+        outcomes.append(entry if problem is None else Failed(problem))
+    return Scores.of(outcomes)
 
 
 def problem_of(entry: Any) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,7 +26,7 @@ from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
 from ...runtime.usercode.calls import AsRewardError, callable_name
-from ..batch import Call, RewardBatch, Scores, Source
+from ..batch import Call, Failed, RewardBatch, Scores, Source
 from .callables import MAX_SCORE, as_list
 
 T = torch.Tensor
@@ -156,17 +155,12 @@ def _reward_model(name: str, path: str, config: Any, offload: bool, strategy: An
     return TextModel(name, model, tokenizer, offload, strategy)
 
 
-def to_scores(raw: Sequence[float | None], too_long: int = 0) -> Scores:
+def to_scores(raw: Sequence[float | None]) -> Scores:
     """Scores of a model: None (too long) and numbers that are not finite or beyond ±MAX_SCORE are failed."""
-    values = torch.tensor([float("nan") if value is None else value for value in raw], dtype=torch.float64)
-    broken = ~torch.isfinite(values) | (values.abs() > MAX_SCORE)
-    values[broken] = float("nan")
-    reasons: Counter[str] = Counter()
-    if too_long:
-        reasons["longer than the reward model's limit"] = too_long
-    if int(broken.sum()) > too_long:
-        reasons["the model's score is no finite number or too large"] = int(broken.sum()) - too_long
-    return Scores(values, broken, {}, reasons)
+    too_long = Failed("longer than the reward model's limit")
+    broken = Failed("the model's score is no finite number or too large")
+    usable = [value is not None and abs(value) <= MAX_SCORE for value in raw]  # no NaN is
+    return Scores.of([v if ok else too_long if v is None else broken for v, ok in zip(raw, usable)])
 
 
 def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
@@ -229,7 +223,7 @@ class TextModel(HeldModel):
             return model(**padded.to(call.device)).logits.float().flatten().tolist()
 
         groups = [[fitting[i] for i in group] for group in by_length([len(ids[i]) for i in fitting])]
-        return to_scores(self.scored(len(batch), groups, values, call.device), too_long=len(batch) - len(fitting))
+        return to_scores(self.scored(len(batch), groups, values, call.device))
 
 
 class VLModel(HeldModel):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError, DataError, did_you_mean
-from ..batch import RewardBatch, Scores, metric_name
+from ..batch import Failed, RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, decode_image, video_frames
 from ..local.callables import MAX_SCORE, SCORE_KEYS
 
@@ -95,19 +94,13 @@ def decode_reply(reply: Any, size: int) -> Scores:
     if not isinstance(reply[key], list) or len(reply[key]) != size:
         count = len(reply[key]) if isinstance(reply[key], list) else "no list of"
         raise BadReply(f"the reply has {count} scores for {size} samples")
-    values = torch.full((size,), float("nan"), dtype=torch.float64)
-    failed, reasons = torch.zeros(size, dtype=torch.bool), Counter()
     told = reply.get("failed") or []
     if not isinstance(told, list) or not all(type(each) is int and 0 <= each < size for each in told):
         raise BadReply('"failed" of the reply is no list of positions of samples')
-    for index, entry in enumerate(reply[key]):
-        problem = NOT_SCORED if index in told else _problem(entry)
-        if problem is not None:
-            failed[index] = True
-            reasons[problem] += 1
-        elif entry is not None:
-            values[index] = float(entry)
-    return Scores(values, failed, _extras(reply, size), reasons)
+    problems = [NOT_SCORED if index in told else _problem(entry) for index, entry in enumerate(reply[key])]
+    scores = Scores.of([entry if problem is None else Failed(problem) for entry, problem in zip(reply[key], problems)])
+    scores.extras = _extras(reply, size)
+    return scores
 
 
 def _problem(entry: Any) -> str | None:
