@@ -216,7 +216,9 @@ class Watchdog:
     def keep(self, connection: socket.socket, other: int) -> None:
         """Hold the connection to another rank."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", IDLE), ("TCP_KEEPINTVL", INTERVAL), ("TCP_KEEPCNT", PROBES)):
+        limits = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": PROBES}
+        limits["TCP_USER_TIMEOUT"] = SILENCE * 1000  # for words without an answer, during which nothing is probed
+        for name, value in limits.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._heard[other] = Heard(self.clock())

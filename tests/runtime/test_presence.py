@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,3 +108,13 @@ def test_a_rank_that_leaves_in_order_ends_no_other(start, first):
     tasks[first] = ("leaves", "1")
     for code, told in map(ends, start(*tasks)):
         assert code == 0 and "error: rank" not in told, told
+
+
+@pytest.mark.slow
+def test_a_host_that_falls_silent_while_words_are_under_way_is_gone():
+    alone = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no network of its own may be made here")
+    script = Path(__file__).with_name("silent_host.py")
+    ran = subprocess.run([*alone, sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert "rank 1 is gone: its process has ended or its host is silent" in ran.stderr, ran.stderr
