@@ -56,7 +56,7 @@ FORMS = {
         mix_grpo: test_a_sliding_window_is_mixgrpos
         flow_dppo: test_flow_dppo_masks_what_is_far_and_moves_farther
         temp_flow_grpo: test_temp_flow_weights_steps_by_their_noise
-        dance_grpo: test_dance_by_hand
+        dance_grpo: test_a_step_by_hand
         diffusion_nft: test_nft_loss_by_hand test_nft_gradient_at_the_old_policy test_decay_types
         ddpo, dpok: test_losses_of_ddim_steps_by_hand
         awm: test_awm_loss_by_the_papers_formula test_weightings_by_hand
@@ -68,11 +68,11 @@ FORMS = {
         reward_fl: test_gradient_equals_finite_differences
     """,
     "beside": """
-        steps of Flow-GRPO: test_flow_grpo_by_hand test_flow_grpo_at_sigma_one_divides_by_the_next
+        steps of Flow-GRPO: test_a_step_by_hand test_flow_grpo_at_sigma_one_divides_by_the_next
         steps of DDIM: test_ddim_is_the_stochastic_step_of_the_stock_scheduler
         NoisyRollout: test_the_schedule_is_the_papers_sigmoid test_the_noise_is_a_step_of_the_forward_process
         selective replay: test_the_draw_is_in_proportion_to_the_advantage
-        CPS: test_cps_by_hand test_cps_surrogate_is_minus_the_squared_distance
+        CPS: test_a_step_by_hand test_cps_surrogate_is_minus_the_squared_distance
         sde_reflow: test_reflow_noises_the_predicted_data_anew
         GRPO-Guard: test_guard_leaves_the_noise_times_the_shift_of_the_mean
         entropy_target: test_the_coefficient_follows_the_entropy_by_hand
