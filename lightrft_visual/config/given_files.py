@@ -47,9 +47,6 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
             for part in parts:
                 if (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
-                    found.append(f"--{name}: {part} does not exist{_seen_from(part)}")
+                    seen_from = "" if part.startswith(("/", "~")) else f" in {Path.cwd()}"
+                    found.append(f"--{name}: {part} does not exist{seen_from}")
     return list(dict.fromkeys(found))
-
-
-def _seen_from(path: str) -> str:
-    return "" if path.startswith(("/", "~")) else f" in {Path.cwd()}"

@@ -97,17 +97,14 @@ def walk(schema: type, prefix: str = "") -> Iterator[Leaf]:
     """The leaves of a schema in the order in which they are written."""
     hints, comments, constraints = get_type_hints(schema), field_comments(schema), constraints_of(schema)
     for item in fields(schema):
-        hint, path = _spelled(hints[item.name]), prefix + item.name
+        hint, path = hints[item.name], prefix + item.name
+        if get_origin(hint) is Union:  # `Optional[float]`, as annotations in a union resolve to: `float | None`
+            hint = reduce(or_, get_args(hint))
         if is_dataclass(hint):
             yield from walk(hint, path + ".")
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
         yield Leaf(path, hint, default, comments.get(item.name, ""), constraints[item.name])
-
-
-def _spelled(hint: Any) -> Any:
-    """`Optional[float]`, as annotations in a union resolve to, as `float | None`."""
-    return reduce(or_, get_args(hint)) if get_origin(hint) is Union else hint
 
 
 def field_comments(schema: type) -> dict[str, str]:
@@ -241,14 +238,12 @@ class Names:
         head, _, last = plain.rpartition(".")
         if head and len(self._paths.get(last, ())) == 1:  # right name, wrong section
             return self._paths[last][0]
-        if last.startswith("no_") and (near := nearest(last[3:], self._bools())):
+        bools = [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool" or leaf.name in BARE_VALUES]
+        if last.startswith("no_") and (near := nearest(last[3:], bools)):
             return f"no_{near}"
         known = (*self._paths, *self.aliases)
         near = nearest(plain, [name for name in known if ("." in name) == bool(head)])
         return near or nearest(last, [name for name in known if "." not in name])
-
-    def _bools(self) -> list[str]:
-        return [leaf.name for leaf in self.leaves.values() if leaf.kind == "bool" or leaf.name in BARE_VALUES]
 
 
 def other_run(schema: type, name: str) -> str | None:

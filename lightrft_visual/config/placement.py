@@ -20,8 +20,9 @@ from .constraints import (
 AUTO = "auto"
 
 
-def _gpus(value: object) -> bool:
-    return value == AUTO or (str(value).isdigit() and int(str(value)) > 0)
+_gpus = Constraint(
+    lambda value: value == AUTO or (str(value).isdigit() and int(value) > 0), "it is a positive number, or auto"
+)
 
 
 def _devices(value: list[int]) -> bool:
@@ -43,7 +44,7 @@ class ResourcesConfig(Section):
     trainer_devices: Devices = None  # default: the first of them, one a rank
     rollout_devices: Devices = None  # default: the others
     trainer_num_gpus: PositiveInt | None = None  # ranks; as many as the launcher has to start
-    rollout_num_gpus: Annotated[str, Constraint(_gpus, "it is a positive number, or auto")] = AUTO  # auto: all others
+    rollout_num_gpus: Annotated[str, _gpus] = AUTO  # auto: all others
     rollout_num_workers: PositiveInt | None = None  # engines; default: one a GPU of the rollouts, one without GPUs
     rollout_num_cpus: NonNegativeFloat = 1.0  # that Ray reserves for each worker
     # how workers get weights: device: from card to card; host: by host memory; auto: by card where that can be

@@ -274,7 +274,10 @@ def place_media(
         supply = iter(listed[kind])
         for _, parts in parsed:
             ordered[kind] += [next(supply) if own is None else own for part, own in parts if part == kind]
-    normal = [{"role": role, "content": [_normal_part(*part) for part in parts]} for role, parts in parsed]
+    normal = []
+    for role, parts in parsed:
+        content = [{"type": "text", "text": own} if kind == "text" else {"type": kind} for kind, own in parts]
+        normal.append({"role": role, "content": content})
     return normal, ordered["image"], ordered["video"]
 
 
@@ -285,10 +288,6 @@ def _put_before_text(parsed: list[tuple[str, list]], kind: str, count: int) -> N
             parts[start:start] = [(kind, None)] * count
             return
     raise DataError(f"no user message to put the {kind}s into", "prompt form")
-
-
-def _normal_part(kind: str, value: Any) -> dict[str, Any]:
-    return {"type": "text", "text": value} if kind == "text" else {"type": kind}
 
 
 def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, str | None]:

@@ -44,12 +44,14 @@ class Geometry3K:
                     known[each] = self._accuracy(*each)
             accuracy = [known[each] for each in asked]
             form = [1.0 if _FORM.fullmatch(text) else 0.0 for text, _ in asked]
-            grades[grader] = [self._weighed(*each) for each in zip(accuracy, form)]
-        metrics = {name: [_number(each) for each in own] for name, own in {**grades, "accuracy": accuracy}.items()}
+            share = self.format_weight
+            grades[grader] = [
+                (1 - share) * right + share * fits if isinstance(right, float) else right
+                for right, fits in zip(accuracy, form)
+            ]
+        found = {**grades, "accuracy": accuracy}
+        metrics = {name: [each if isinstance(each, float) else None for each in own] for name, own in found.items()}
         return {"rewards": grades[self.grader], "format": form, **metrics}
-
-    def _weighed(self, right: float | Failed | None, form: float) -> float | Failed | None:
-        return (1 - self.format_weight) * right + self.format_weight * form if isinstance(right, float) else right
 
     def _accuracy(self, response: str, reference: str | None) -> float | Failed | None:
         if reference is None:
@@ -64,10 +66,6 @@ class Geometry3K:
     def close(self) -> None:
         """End the process."""
         self._worker.close()
-
-
-def _number(grade: float | Failed | None) -> float | None:
-    return grade if isinstance(grade, float) else None
 
 
 def answers(response: str, reference: str) -> float:

@@ -101,30 +101,10 @@ _VERL = {
 _ANSWERS = {"response": _responses, **dict.fromkeys(("ground_truth", "answer", "reference"), _references)}
 
 
-def _is_easyr1(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
-    return "reward_inputs" in names or {"predicts", "ground_truths"} <= set(names)
-
-
-def _is_easyr1_each(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
-    return "reward_input" in names or ("ground_truth" in names and bool({"predict", "predict_str"} & set(names)))
-
-
-def _is_roll(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
-    return list(names[:1]) == ["response"] and bool(names[1:2]) and names[1] in _ANSWERS
-
-
 def _is_flow_grpo(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
     """With further names, such as ids, it was written for us."""
     first = list(names[:2]) == ["images", "prompts"] and list(names[2:3]) in (["metadata"], ["metadatas"])
     return first and set(names[3:]) <= {"only_strict", "ref_images"}
-
-
-def _is_trl_chat(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
-    return "completions" in names and reads_messages(function)
-
-
-def _is_trl(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
-    return bool(set(LOGGING) & set(names)) or ("completions" in names and takes_all)
 
 
 OWN_POSITIONS = (("queries",), ("prompts", "prompt"), ("labels", "label", "references", "reference", "refs", "answers"))
@@ -142,11 +122,14 @@ BY_POSITION = Form(
     positions=(lambda batch: batch.queries, lambda batch: batch.prompts, lambda batch: batch.labels_or_references),
     closed=True, fits=_is_by_position,
 )  # fmt: skip
-TRL = Form("TRL's form", LOGGING, fits=_is_trl)
+TRL = Form(
+    "TRL's form", LOGGING,
+    fits=lambda names, takes_all, function: bool({*LOGGING} & {*names}) or ("completions" in names and takes_all),
+)  # fmt: skip
 TRL_CHAT = Form(
     "TRL's form, completions as chat messages",
     {**LOGGING, "prompts": _messages, "completions": _replies},
-    fits=_is_trl_chat,
+    fits=lambda names, takes_all, function: "completions" in names and reads_messages(function),
 )
 VERL = Form(
     "verl's form, called for each sample", _VERL, each=True, closed=True, read=records,
@@ -159,7 +142,8 @@ VERL_BATCH = Form(
 EASYR1 = Form(
     "EasyR1's form",
     {"reward_inputs": _reward_inputs, "predicts": _responses, "ground_truths": _references},
-    closed=True, read=records, fits=_is_easyr1,
+    closed=True, read=records,
+    fits=lambda names, takes_all, function: "reward_inputs" in names or {"predicts", "ground_truths"} <= {*names},
 )  # fmt: skip
 EASYR1_EACH = Form(
     "EasyR1's form, called for each sample",
@@ -167,9 +151,14 @@ EASYR1_EACH = Form(
         "reward_input": _reward_inputs, **dict.fromkeys(("predict", "predict_str"), _responses),
         "ground_truth": _references,
     },
-    each=True, closed=True, read=records, fits=_is_easyr1_each,
+    each=True, closed=True, read=records,
+    fits=lambda names, takes_all, function: "reward_input" in names
+    or ("ground_truth" in names and bool({"predict", "predict_str"} & {*names})),
 )  # fmt: skip
-ROLL = Form("ROLL's form, called for each sample", _ANSWERS, each=True, closed=True, read=records, fits=_is_roll)
+ROLL = Form(
+    "ROLL's form, called for each sample", _ANSWERS, each=True, closed=True, read=records,
+    fits=lambda names, takes_all, function: [*names[:1]] == ["response"] and bool({*names[1:2]} & _ANSWERS.keys()),
+)  # fmt: skip
 FLOW_GRPO = Form(
     "flow_grpo's form, images as one tensor",
     {
