@@ -280,7 +280,8 @@ class PromptDataset:
             if self.policy(row) == "error":
                 raise row.as_error()
             self.bad.add(replace(row, found=found))
-        self.bad.check()
+        if bad:
+            self.bad.check()
         return bad
 
     def policy(self, bad: BadRow) -> str:
