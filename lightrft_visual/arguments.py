@@ -54,8 +54,7 @@ def episode_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     if environment is not None:
         plain = isinstance(environment, str | os.PathLike)
         if not plain and not callable(environment):
-            kind = type(environment).__name__
-            raise ConfigError(f"environment is a {kind}: give its class, or a function that makes one for each episode")
+            raise ConfigError(f"environment is a {type(environment).__name__}: give its class, or what makes one")
         found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
     if tools is not None:
         listed = tools if isinstance(tools, list | tuple) else [tools]
@@ -85,7 +84,9 @@ def data_of(data: Any, name: str, split: str) -> str:
         split: of a hub data set, or of a `DatasetDict`.
     """
     if isinstance(data, list) and data and all(isinstance(each, str | os.PathLike) for each in data):
-        return ",".join(map(os.fspath, data))
+        if not any(" " in os.fspath(each) and not located(each).exists() for each in data):
+            return ",".join(map(os.fspath, data))
+        data = [{"prompt": os.fspath(each)} for each in data]  # texts
     if not isinstance(data, str | os.PathLike):
         source_of(data, name, split)  # what has no rows is refused
         return give(name, data[split] if isinstance(data, dict) and split in data else data)
@@ -126,8 +127,7 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
         try:
             text = json.dumps(rewards)
         except TypeError as error:
-            told = "a mapping holds names and numbers; functions are given as a list, with reward_weights"
-            raise ConfigError(f"reward_funcs: {told} ({error})") from error
+            raise ConfigError(f"reward_funcs: {error}; functions are given as a list, with reward_weights") from error
         return {"components": dict(rewards)} if numbers else {"reward_recipe": text}
     if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
         return {"reward_recipe": rewards}
@@ -203,9 +203,8 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
         raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
-    # Of these weights and this run: another run on the host has a folder that this one does not remove.
     run = os.getpid() if os.environ.get("WORLD_SIZE", "1") == "1" else os.environ.get("MASTER_PORT", "")
-    folder = cache_root() / "given" / f"{_digest(model)}-{run}"
+    folder = cache_root() / "given" / f"{_digest(model)}-{run}"  # another run on the host does not remove it
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first and not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

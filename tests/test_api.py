@@ -227,6 +227,12 @@ def test_paths_stay_paths(tmp_path, monkeypatch):
     assert GRPOTrainer(train_dataset=["a.jsonl", "b.jsonl"]).config.data.prompt_data == "a.jsonl,b.jsonl"
 
 
+def test_list_of_texts_is_a_list_of_prompts():
+    trainer = FlowGRPOTrainer(train_dataset=["a red circle, large", "a blue square"])
+    rows = given.given(trainer.config.data.prompt_data)
+    assert rows == [{"prompt": "a red circle, large"}, {"prompt": "a blue square"}]
+
+
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
     datasets = pytest.importorskip("datasets")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import ConfigError
 from .constraints import Choice, load_target
 
 TRAINER = "lightrft_visual.trainer"
@@ -190,6 +191,10 @@ class Hook(Choice):
     where the configuration does not ask for it. kinds: of runs that it may follow, 'vl' and 'diffusion'."""
 
     kinds: tuple[str, ...] = ("vl", "diffusion")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kinds, str) or not {"vl", "diffusion", "sft"}.issuperset(self.kinds):
+            raise ConfigError(f"hook {self.name!r}: kinds is {self.kinds!r}; a tuple of 'vl', 'diffusion', 'sft'")
 
 
 @dataclass(frozen=True)

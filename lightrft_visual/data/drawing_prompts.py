@@ -208,7 +208,7 @@ def _pair(raw: Any, name: str, root: Any, config: DiffusionDataConfig) -> Prompt
     keys = _image_columns(raw, name, config)
     prompt = _text(raw.get(config.input_key) or raw.get(CAPTION), raw, name, config)
     for key in keys:
-        if raw.get(key) in (None, ""):
+        if raw.get(key) is None or isinstance(raw[key], str) and not raw[key]:
             columns = ", ".join(map(str, raw))
             raise DataError(f"{name}: no image in column {key!r}; the row has: {columns}", "media missing")
     return PromptRow(prompt=prompt, images=[resolve_source(raw[key], root) for key in keys], source=name)

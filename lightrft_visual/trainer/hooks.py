@@ -188,7 +188,7 @@ def _told(name: str) -> Any:
 
 
 def _checked(hook: Any) -> Any:
-    """A user's hook. Raises ConfigError for what no moment of a run would call."""
+    """The hook. Raises ConfigError for what no moment of a run would call."""
     moments = [name for name in vars(StepHook) if name.startswith(("on_", "setup", "metrics", "weights_for"))]
     if isinstance(hook, type) or not any(hasattr(hook, name) for name in moments):
         told = f"the class {hook.__name__}: give an object of it" if isinstance(hook, type) else type(hook).__name__
@@ -209,7 +209,7 @@ class Hooks:
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, and then a user's own."""
         made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
-        self._hooks += [*(each for each in made if each is not None), *map(_checked, callbacks)]
+        self._hooks += [_checked(each) for each in (*made, *callbacks) if each is not None]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)

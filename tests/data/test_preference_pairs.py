@@ -6,12 +6,14 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from lightrft_visual.config.diffusion import DiffusionDataConfig
 from lightrft_visual.data.drawing_prompts import PreferencePairs
 from lightrft_visual.errors import DataError
+from lightrft_visual.given import give
 
 
 def written(folder: Path, *rows: dict) -> str:
@@ -61,6 +63,12 @@ def test_bytes_of_a_parquet_file(tmp_path):
     frame = pandas.DataFrame({"caption": ["a sky"], "jpg_0": encoded[:1], "jpg_1": encoded[1:], "label_0": [0.0]})
     frame.to_parquet(tmp_path / "pairs.parquet")
     assert colours(read(str(tmp_path / "pairs.parquet")), 0) == [BLUE, RED]
+
+
+def test_arrays_of_pixels_that_a_program_gives():
+    sides = {"chosen": "red", "rejected": "blue"}
+    images = {name: np.array(Image.new("RGB", (8, 8), colour)) for name, colour in sides.items()}
+    assert colours(read(give("pairs", [{"prompt": "a sky", **images}])), 0) == [RED, BLUE]
 
 
 GOOD = {"prompt": "a sky", "chosen": "blue.png", "rejected": "red.png"}

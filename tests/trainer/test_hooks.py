@@ -173,3 +173,5 @@ def test_what_no_moment_would_call_is_refused(callback, monkeypatch):
     monkeypatch.setattr(registry, "hooks", registry.Registry("hook", kinds.Hook))
     with pytest.raises(ConfigError, match="no hook is .*one has some of the methods setup, on_prompts"):
         Hooks().build(SimpleNamespace(kind="vl"), [callback])
+    with pytest.raises(ConfigError, match="hook 'own': kinds is .*'vlm'.* a tuple of 'vl', 'diffusion', 'sft'"):
+        registry.hooks.register("own", about="", kinds=("vlm",))(callback)
