@@ -403,15 +403,12 @@ class CallableSource:
             )
         return made
 
-    def score(self, batch: RewardBatch, how: Call | None = None) -> Scores:
+    def score(self, batch: RewardBatch, how: Call | None = None, told: bool = False) -> Scores:
         """Scores of every sample of the batch, in one call. Raises RewardError as `parse_result` and `call` do.
 
         A lenient one never fails for what the function raises or returns: of a batch that it cannot score it is asked
-        for halves, until the samples are found that it fails on; these are invalid.
+        for halves, until the samples are found that it fails on; these are invalid. told: this was logged.
         """
-        return self._tried(batch, how, first=True)
-
-    def _tried(self, batch: RewardBatch, how: Call | None, first: bool = False) -> Scores:
         try:
             return self._score(batch, how)
         except (UserCodeExited, StoppedBySignal):
@@ -419,13 +416,13 @@ class CallableSource:
         except RewardError as error:
             if not self.lenient:
                 raise
-            if first:
+            if not told:
                 log.warning("%s\nsamples that it fails on are left out (on_reward_error skip)", error)
             if len(batch) == 1:
                 return Scores.all_failed(1, str(error).partition("\n")[0])
         middle = len(batch) // 2
         halves = batch.select(range(middle)), batch.select(range(middle, len(batch)))
-        return Scores.join([self._tried(half, how) for half in halves])
+        return Scores.join([self.score(half, how, told=True) for half in halves])
 
     def _score(self, batch: RewardBatch, how: Call | None) -> Scores:
         form = self.form
