@@ -1,11 +1,11 @@
 """Does the quickstart learn every time? Twenty runs: five bases built anew, four seeds each.
 
-python scripts/bench/quickstart_runs.py OUT [--runs N] [--table]
+python scripts/bench/quickstart_runs.py OUT [--runs N]      N: make no more in all; 0 prints the table alone
 
 The bases are built with other numbers of threads, and from starting weights in float32 or rounded to bfloat16: both
 change the last bits of the warm-up's arithmetic. A run is right with a greedy reward of GOOD on held-out questions.
-OUT/quickstart_runs.json is written after each run, with OUT/quickstart_runs.md; a second call goes on with the runs
-that are missing. --table writes the table alone. Those that were made here: scripts/bench/results.
+OUT/quickstart_runs.json is written after each run, and a table is printed; a second call goes on with the runs that are
+missing. Those that were made here: scripts/bench/results.
 """
 
 from __future__ import annotations
@@ -49,20 +49,18 @@ def main() -> None:
     """Make the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--runs", type=int, default=len(BASES) * len(SEEDS), help="make no more than so many in all")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--runs", type=int, default=len(BASES) * len(SEEDS))
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / "quickstart_runs.json"
     done = json.loads(file.read_text())["runs"] if file.is_file() else []
     wanted = [(base, seed) for seed in SEEDS for base in range(len(BASES))][: chosen.runs]
-    for base, seed in () if chosen.table else wanted:
+    for base, seed in wanted:
         if any((each["base"], each["seed"]) == (base, seed) for each in done):
             continue
         done.append(one_run(chosen.out, base, seed))
         content = {"good": GOOD, "planned": len(BASES) * len(SEEDS), "machine": machine(), "runs": done}
         file.write_text(json.dumps(content, indent=1) + "\n")
-    (chosen.out / "quickstart_runs.md").write_text(table(done))
     print(table(done))
 
 
