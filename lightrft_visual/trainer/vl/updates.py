@@ -408,8 +408,14 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 
 
-def _of_actions(experience: Experience, values: T | None) -> tuple[T, T] | None:
-    """Numbers of each token with their mask; None where they come with the training forward."""
+def _of_info(name: str, experience: Experience) -> T | None:
+    """A number of each sample that an info holds; None where it does not."""
+    return experience.info.get(name)
+
+
+def _of_actions(name: str, experience: Experience) -> tuple[T, T] | None:
+    """A field of numbers of each token, with their mask; None where it comes with the training forward."""
+    values = getattr(experience, name)
     return None if values is None else (values, experience.action_mask)
 
 
@@ -421,17 +427,17 @@ def _teacher_kl(experience: Experience) -> tuple[T, T] | None:
 # name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
 for _name, _about, _read in (
     ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
-    ("response_length", "tokens of a response", lambda e: e.info.get("response_length")),
-    ("truncated_share", "share of responses cut at generate_max_len", lambda e: e.info.get("truncated")),
-    ("kl", "KL to the reference, per token", lambda e: _of_actions(e, e.kl)),
-    ("entropy", "of the token distribution, nats", lambda e: _of_actions(e, e.action_entropy)),
+    ("response_length", "tokens of a response", partial(_of_info, "response_length")),
+    ("truncated_share", "share of responses cut at generate_max_len", partial(_of_info, "truncated")),
+    ("kl", "KL to the reference, per token", partial(_of_actions, "kl")),
+    ("entropy", "of the token distribution, nats", partial(_of_actions, "action_entropy")),
     ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
-    ("comparable", "share of samples in groups of two valid ones or more", lambda e: e.info.get("comparable")),
-    ("shaped_reward", "reward after penalty, norm and clip", lambda e: e.info.get("shaped_reward")),
-    ("advantage_clip_frac", "share of advantages beyond advantage_clip", lambda e: e.info.get("advantage_clip_frac")),
-    ("overlong_penalty", "for length", lambda e: e.info.get("overlong_penalty")),
-    ("reward_clipped", "share of rewards beyond reward_clip", lambda e: e.info.get("reward_clipped")),
+    ("comparable", "share of samples in groups of two valid ones or more", partial(_of_info, "comparable")),
+    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_info, "shaped_reward")),
+    ("advantage_clip_frac", "share of advantages beyond advantage_clip", partial(_of_info, "advantage_clip_frac")),
+    ("overlong_penalty", "for length", partial(_of_info, "overlong_penalty")),
+    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_info, "reward_clipped")),
 ):
     registry.rollout_metrics.register(_name, _about)(_read)
 
