@@ -313,7 +313,10 @@ def write_report(
         content = build(runs, title, int(IMAGE_BYTES * scale), max(20, int(points * scale))).encode()
         if len(content) < MAX_BYTES:
             break
-    write_atomic(Path(path), content)
+    try:
+        write_atomic(Path(path), content)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {disk_problem(error) or error.strerror}") from error
     return Path(path)
 
 

@@ -352,3 +352,10 @@ def test_groups_of_other_settings_stay_apart(tmp_path):
         config.write_text(config.read_text() + "algorithm:\n  eps_clip: 0.3\n")
     first, second = taken_together([load_run(folder) for folder in folders], True)
     assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]
+
+
+def test_page_that_cannot_be_written_is_said(tmp_path):
+    make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/page.html cannot be written: \w+"):
+        write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
