@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -270,12 +270,12 @@ class PromptDataset:
         except DataError as error:
             return BadRow.of(error, self._sources[source].name(row))
 
-    def count_bad(self, mine: Mapping[int, BadRow], found: str) -> dict[int, BadRow]:
-        """The bad rows that any rank met, by index, which every rank then counts. found: when. A collective.
+    def count_bad(self, met: Iterable[Mapping[int, BadRow]], found: str) -> dict[int, BadRow]:
+        """The bad rows that ranks met, by index, each counted once. met: those of each rank; found: when.
 
         Raises DataError for one that may not be skipped, and for a larger share of them than max_bad_share.
         """
-        bad = {index: row for part in collectives.all_gather_object(mine) for index, row in part.items()}
+        bad = {index: row for part in met for index, row in part.items()}
         for row in bad.values():
             if self.policy(row) == "error":
                 raise row.as_error()

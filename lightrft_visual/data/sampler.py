@@ -260,11 +260,13 @@ class PromptSupply:
     def _bad_anywhere(self, results: list[tuple[int, PromptRow | BadRow]], step: int) -> bool:
         """Whether any rank met a bad row, which every rank then knows and counts. Raises DataError by the policy."""
         mine = {index: row for index, row in results if isinstance(row, BadRow)}
-        bad = self.dataset.count_bad(mine, f"step {step}")
-        self._known |= bad
+        met = collectives.all_gather_object(mine)
+        if not any(met):
+            return False
+        self._known |= self.dataset.count_bad(met, f"step {step}")
         if len(self._known) == len(self.dataset):
             raise DataError(f"no usable row is left: {self.dataset.bad.summary()}")
-        return bool(bad)
+        return True
 
     def _replace_known(self, order: list[int], following: Iterator[int]) -> None:
         """Put the indices that follow in the place of bad rows."""

@@ -97,7 +97,7 @@ def all_gather_numbers(own: torch.Tensor) -> torch.Tensor:
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks (of a group), in rank order. Pickles between ranks only: never for data from outside."""
-    if group is None and _alone():
+    if group is None and world_size() == 1:  # see `_alone`
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
