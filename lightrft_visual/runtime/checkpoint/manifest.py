@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     damaged; also as `versions.up_to_date`."""
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint folder")
+        raise CheckpointError(f"{folder}: no such checkpoint folder; auto takes the newest of the output folder")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or not one of this package")
     try:

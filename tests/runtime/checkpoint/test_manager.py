@@ -204,7 +204,7 @@ def test_nothing_to_resume_from_is_an_error(tmp_path):
         resolve_resume("auto", tmp_path)
     with pytest.raises(CheckpointError, match="manifest.json"):
         resolve_resume(str(tmp_path / "checkpoint-000003"), tmp_path)
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(CheckpointError, match="no such checkpoint folder; auto takes the newest"):
         resolve_resume(str(tmp_path / "elsewhere"), tmp_path)
 
 
