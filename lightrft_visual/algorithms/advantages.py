@@ -11,7 +11,7 @@ false have no usable reward: they stay out of every statistic and get advantage 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -255,7 +255,7 @@ class AdvantageCalculator:
 
     def state_dict(self) -> dict[str, Any]:
         """The running moments of the rewards, of answers and of drawn images."""
-        return {"running": self.running.state_dict(), "running_drawn": self.running_drawn.state_dict()}
+        return {"running": asdict(self.running.seen), "running_drawn": asdict(self.running_drawn.seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, in which drawn images may be missing."""

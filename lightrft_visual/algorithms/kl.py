@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -123,12 +122,8 @@ class RunningMoments:
         """values / std, with `minus_mean` (values - mean) / std."""
         return (values - (self.seen.mean if minus_mean else 0.0)) / self.std
 
-    def state_dict(self) -> dict[str, float]:
-        """Count, mean and sum of squared deviations."""
-        return asdict(self.seen)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
+        """Go on from `seen` as a mapping."""
         self.seen = Moments(**{name: float(value) for name, value in state.items()})
 
 

@@ -428,7 +428,7 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
         "sequences": sequences,
         "attention_mask": attention_mask,
         "action_mask": action_mask,
-        "info": info | _rewards(rollouts),
+        "info": info | rewards_of(rollouts),
         "rollout_log_probs": _padded([rollout.log_probs for rollout in rollouts], action_mask, 0.0),
         "token_versions": _padded([rollout.versions for rollout in rollouts], action_mask, -1),
         "group_id": torch.tensor([rollout.prompt.group_id for rollout in rollouts]),
@@ -446,12 +446,6 @@ def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | 
     )
 
 
-def add_rewards(batch: Experience | ExperienceVL, rollouts: list[Rollout]) -> None:
-    """Rewards and validity of rollouts that were scored after `collate` had made the batch of them."""
-    batch.info |= _rewards(rollouts)
-    batch.valid = torch.tensor([rollout.valid for rollout in rollouts])
-
-
 def _episodes(rollouts: list[Rollout]) -> dict[str, Any]:
     """turns, turn_gamma (B); turn_ids: of each sample a tensor of its own length."""
     found = [Episode([Turn("")], [0] * len(r.token_ids)) if r.episode is None else r.episode for r in rollouts]
@@ -462,7 +456,8 @@ def _episodes(rollouts: list[Rollout]) -> dict[str, Any]:
     }
 
 
-def _rewards(rollouts: list[Rollout]) -> dict[str, Any]:
+def rewards_of(rollouts: list[Rollout]) -> dict[str, Any]:
+    """reward (B), its components by name, and rewards of turns, for `info`; {} before they are scored."""
     if rollouts[0].reward is None:
         return {}
     found: dict[str, Any] = {

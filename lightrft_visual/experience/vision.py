@@ -122,10 +122,6 @@ class VisionTensors:
         """Names that any sample has."""
         return list(dict.fromkeys(name for part in self.parts for name in part))
 
-    def has_any(self, name: str) -> bool:
-        """Whether any sample has something under the name."""
-        return any(len(part.get(name, ())) > 0 for part in self.parts)
-
     def get(self, name: str) -> T | None:
         """The rows of all samples behind each other; None where no sample has the name."""
         own = self.parts

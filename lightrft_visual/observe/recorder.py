@@ -392,9 +392,10 @@ def packed(record: Record) -> Record:
     sent = dict(record)
     for kind in ("images", "videos"):
         if record.get(kind):
-            sent[kind] = [_as_array(each) if isinstance(each, torch.Tensor) else each for each in record[kind]]
+            sent[kind] = [
+                to_uint8(frames_first(each) if is_video(each) else each).numpy()
+                if isinstance(each, torch.Tensor)
+                else each
+                for each in record[kind]
+            ]
     return sent
-
-
-def _as_array(media: torch.Tensor) -> Any:
-    return to_uint8(frames_first(media) if is_video(media) else media).numpy()

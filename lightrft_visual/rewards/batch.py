@@ -208,21 +208,18 @@ def batch_from_media(
     for name, values in {**given, "source_images": source_images, "ids": ids, "group_ids": group_ids}.items():
         if values is not None and len(values) != size:
             raise RewardError(f"{name} has {len(values)} entries for {size} prompts")
-
-    def column(values: Sequence[Any] | None, default: Sequence[Any] | None = None) -> list[Any]:
-        return list(values if values is not None else [None] * size if default is None else default)
-
+    columns = {name: [None] * size if values is None else list(values) for name, values in given.items()}
     return RewardBatch(
         prompts=list(prompts),
         responses=[""] * size,
-        labels=column(labels),
-        references=column(references),
-        metadata=[dict(sample or {}) for sample in column(metadata)],
+        labels=columns["labels"],
+        references=columns["references"],
+        metadata=[dict(sample or {}) for sample in columns["metadata"]],
         images=[[to_pil(image)] for image in images] if images is not None else [[] for _ in range(size)],
         videos=[[video] for video in videos] if videos is not None else [[] for _ in range(size)],
         source_images=[list(sample) for sample in source_images] if any(source_images or ()) else [],
-        ids=[int(i) for i in column(ids, range(size))],
-        group_ids=[int(i) for i in column(group_ids, range(size))],
+        ids=[int(i) for i in (range(size) if ids is None else ids)],
+        group_ids=[int(i) for i in (range(size) if group_ids is None else group_ids)],
         generated=True,
     )
 

@@ -62,7 +62,7 @@ def statistics(parts):
         "chosen": torch.cat(chosen),
         "loss": torch.stack(losses).sum(),
         "denominators": asdict(denominators),
-        "running": calculator.running.state_dict(),
+        "running": asdict(calculator.running.seen),
     }
 
 

@@ -199,7 +199,8 @@ class Backbone:
         if not kinds:
             return []
         tensors = [self.family.media[kind] for kind in kinds]
-        present = torch.tensor([inputs.vision.has_any(name) for name in tensors]).float()
+        parts = inputs.vision.parts
+        present = torch.tensor([any(len(part.get(name, ())) for part in parts) for name in tensors]).float()
         wanted = present
         if is_zero_param(next(self.base.parameters())):
             wanted = collectives.all_reduce_max(present)

@@ -124,7 +124,7 @@ class DiffusionExperienceMaker:
     engine: DiffusersEngine
     rewards: RewardComputationEngine
     algorithm: DiffusionAlgorithmConfig
-    timer: PhaseTimer | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
     hooks: Hooks = field(default_factory=Hooks)
     graphs: RolloutGraphs | None = None
     policy_version: int = 0
@@ -132,14 +132,14 @@ class DiffusionExperienceMaker:
     def generate(self, requests: DrawingBatch, step: int) -> Drawn:
         """Images or videos of one step's rows; `step` is the policy's version, by which noise is drawn."""
         requests = self.hooks.on_prompts(requests)
-        with self._phase("generate"):
+        with self.timer.phase("generate"):
             samples = self.engine.generate(requests, step, self.graphs)
         media = torch.cat([each.media for each in samples]).cpu()
         return self.hooks.on_rollouts(Drawn(requests, samples, media, step))
 
     def score(self, drawn: Drawn) -> Drawn:
         """What was drawn, with its rewards. A collective."""
-        with self._phase("reward"):
+        with self.timer.phase("reward"):
             drawn.scored = score_samples(self.rewards, drawn.requests, drawn.media)
         drawn.counts |= drawn.scored.counts
         return self.hooks.on_scores(drawn)
@@ -195,9 +195,6 @@ class DiffusionExperienceMaker:
         for each, part in zip(experiences, advantages.split(sizes)):
             each.advantages = part
         return metrics
-
-    def _phase(self, name: str):
-        return self.timer.phase(name) if self.timer is not None else nullcontext()
 
 
 def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T) -> RewardOutput:

@@ -18,8 +18,8 @@ from ...experience.rollouts import (
     Rollouts,
     SamplingSettings,
     ScoringRule,
-    add_rewards,
     collate,
+    rewards_of,
     samples_of,
 )
 from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, SamplesVL
@@ -284,7 +284,8 @@ class ExperienceMaker:
             self.judge(rollouts)
             rollouts = self.settings.hooks.on_scores(rollouts)
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
-            add_rewards(experience, part)
+            experience.info |= rewards_of(part)  # of rollouts that were scored after `collate`
+            experience.valid = torch.tensor([rollout.valid for rollout in part])
             if self.settings.keep_images and isinstance(experience, ExperienceVL):
                 experience.raw_images = [list(rollout.images) for rollout in part]
         rewards = [each.info["reward"] for each in experiences]
