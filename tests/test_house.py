@@ -26,8 +26,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 1974, "experience": 3131, "config": 4625, "runtime": 5635, "data": 3105,
-    "models": 5625, "rollout": 4612, "rewards": 4269, "algorithms": 1776, "trainer": 7252, "observe": 3443,
+    "": 1973, "experience": 3065, "config": 4479, "runtime": 5376, "data": 3035,
+    "models": 5510, "rollout": 4527, "rewards": 3913, "algorithms": 1742, "trainer": 6981, "observe": 3414,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
