@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import re
 import sys
@@ -30,6 +32,7 @@ from .video import check_video, is_remote_video, load_video
 logger = logging.getLogger(__name__)
 
 
+FINGERPRINTED = 256  # rows by which a resumed run knows its data
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
 
@@ -170,8 +173,9 @@ class PromptDataset:
     `bad`. No prompt is ever cut. Image tokens are counted from the sizes in the headers; videos are decoded for that.
     What is remote is not fetched here. The ranks share the work: construction is a collective.
 
-    sizes: rows of each data set, for PromptSampler. bad: rows left out. labels, columns: of any row; columns are those
-    of the metadata. has_references: whether any row has one; has_drawings: whether any asks for an image.
+    sizes: rows of each data set, for PromptSampler. fingerprint: of the rows in their order. bad: rows left out.
+    labels, columns: of any row; columns are those of the metadata. has_references: whether any row has one;
+    has_drawings: whether any asks for an image.
     """
 
     def __init__(
@@ -204,6 +208,7 @@ class PromptDataset:
             self._admit(number, path, max_rows)
         self.bad.check()
         self.bad.report()
+        self.fingerprint = self._fingerprint()
 
     @classmethod
     def for_training(cls, config: DataConfig, checks: RowChecks | None = None) -> PromptDataset:
@@ -233,6 +238,20 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
+
+    def _fingerprint(self) -> str:
+        """The number of rows, and a hash of FINGERPRINTED of them, evenly over the data; their media are left out."""
+        digest = hashlib.sha256()
+        for source, row in self._rows[:: len(self._rows) // FINGERPRINTED + 1]:
+            text = json.dumps(self._sources[source][row], skipkeys=True, default=lambda media: None)
+            digest.update(text.encode())
+        return f"{len(self)} rows, {digest.hexdigest()[:16]}"
+
+    def check_resumed(self, saved: str | None) -> None:
+        """Raise DataError where the run that is resumed began on other data. saved: its fingerprint, if it has one."""
+        if saved is not None and saved != self.fingerprint:
+            told = f"its rows or their order are others now ({saved}; now {self.fingerprint})"
+            raise DataError(f"cannot resume on this data: {told}; a new run takes the exported model: --pretrain")
 
     def labels_cut_away(self) -> set[str | None]:
         """Labels of the rows beyond max_rows, which are read for it; bad ones are passed over. A collective."""

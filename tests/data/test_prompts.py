@@ -404,3 +404,20 @@ def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(folder, proce
     assert len(dataset) == 1 and max(given) < 1000
     with pytest.raises(DataError, match="prompt 0 has .* characters"):
         MultimodalDataProcessor(processor.tokenizer, processor, 512).process_multimodal_batch([text])
+
+
+@pytest.mark.parametrize("change", ["reordered", "edited", "grown"])
+def test_a_resumed_run_knows_its_data_wherever_they_lie(tmp_path, change):
+    rows = [{"prompt": f"what is {number} plus 1?"} for number in range(700)]
+    others = {
+        "reordered": rows[1:] + rows[:1],
+        "edited": [{"prompt": row["prompt"].replace("plus", "and")} for row in rows],
+        "grown": [*rows, {"prompt": "and now?"}],
+    }
+    for name, written in (("first", rows), ("moved", rows), ("other", others[change])):
+        write_jsonl(tmp_path / f"{name}.jsonl", written)
+    saved = open_rows(tmp_path / "first.jsonl").fingerprint
+    for known in (saved, None):  # None: of a version that kept none
+        open_rows(tmp_path / "moved.jsonl").check_resumed(known)
+    with pytest.raises(DataError, match="cannot resume on this data: its rows or their order are others now"):
+        open_rows(tmp_path / "other.jsonl").check_resumed(saved)

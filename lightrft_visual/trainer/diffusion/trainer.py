@@ -127,11 +127,13 @@ class DiffusionTrainer(PolicyTrainer):
         old, evaluation = self.parts.old, self.parts.evaluation
         return {
             "updates": self.updates,
+            "data": self.prompts.dataset.fingerprint,
             "old": old.state_dict() if old is not None else None,
             "base_images": evaluation.base if evaluation is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.prompts.dataset.check_resumed(state.get("data"))
         self.updates = int(state["updates"])
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])

@@ -124,11 +124,13 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands."""
-        return {"sampler": self.supply.sampler.state_dict(), "rounds": self.rounds}
+        sampler, data = self.supply.sampler.state_dict(), self.supply.dataset.fingerprint
+        return {"sampler": sampler, "rounds": self.rounds, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
+        self.supply.dataset.check_resumed(state.get("data"))
         self.rounds = int(state["rounds"])
 
     def _next_ids(self) -> T:
