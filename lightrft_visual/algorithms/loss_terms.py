@@ -15,6 +15,7 @@ import torch
 
 from ..config import registry
 from ..config.vl import AlgorithmConfig
+from ..errors import ConfigError
 from ..experience.types import ModelInputs
 from ..models.vlm.actor import ActorOutput
 from ..models.vlm.masked_images import beside_hidden, halves
@@ -159,13 +160,33 @@ def _through(term: LossTerm, call: Call, seed: int, extra: dict[str, T], inputs:
 
 
 def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
-    """Those that the settings ask for."""
-    found = (
-        entry.load()(config)
+    """Those that the settings ask for. Raises ConfigError for what is none."""
+    found = {
+        entry.name: entry.load()(config)
         for entry in registry.loss_terms
         if not entry.settings or any(getattr(config, name) for name in entry.settings)
+    }
+    for name, term in found.items():
+        if not isinstance(term, LossTerm | None):
+            raise ConfigError(
+                f"the loss term {name!r} is no LossTerm: {type(term).__name__}"
+            )
+    return [term for term in found.values() if term is not None]
+
+
+def added(term: LossTerm, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
+    """A term's `share`. Raises ConfigError where that is no number with its metrics."""
+    made = term.share(inputs, mode, denominators)
+    match made:
+        case (torch.Tensor() as share, Mapping() as metrics) if not share.dim():
+            return share, dict(metrics)
+        case (torch.Tensor() as share, Mapping()):
+            told = f"a tensor of shape {tuple(share.shape)}: sum it by `aggregate`"
+        case _:
+            told = type(made).__name__
+    raise ConfigError(
+        f"{type(term).__name__}.share must return a scalar and a mapping; it gave {told}"
     )
-    return [term for term in found if term is not None]
 
 
 class EntropyBonus(LossTerm):

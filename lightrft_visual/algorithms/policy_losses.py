@@ -20,7 +20,7 @@ from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..runtime.collectives import all_gather_object
 from .kl import compute_approx_kl
-from .loss_terms import LossDenominators, LossOutputs, aggregate, global_denominators, terms_of, token_mean
+from .loss_terms import LossDenominators, LossOutputs, added, aggregate, global_denominators, terms_of, token_mean
 
 __all__ = [
     "LossDenominators",
@@ -233,7 +233,7 @@ def policy_loss(
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
     for term in terms_of(config):
-        share, metrics = term.share(inputs, mode, denominators)
+        share, metrics = added(term, inputs, mode, denominators)
         outputs.loss = outputs.loss + share
         outputs.metrics.update(metrics)
     outputs.metrics["loss"] = outputs.loss.detach()
