@@ -162,6 +162,8 @@ class _Trainer:
         self._result = _result(trainer, history)
         return self._result
 
+    train = fit  # as TRL calls it
+
     def evaluate(self) -> dict[str, float]:
         """Metrics on the held-out prompts: of the model as it was given, after `fit` of what was trained.
 

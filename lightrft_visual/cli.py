@@ -300,7 +300,7 @@ def convert(system: str, file: str) -> None:
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
-@click.option("--ranks", type=int, help="Processes on this host; default: one a GPU, else one.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes on this host; default: one a GPU, else one.")
 @click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(ranks: int | None, arguments: tuple[str, ...]) -> None:
     """Start ranks on this host: `launch --ranks 2 train grpo ...`, or of a script of your own."""

@@ -63,7 +63,7 @@ def given(text: str) -> Any:
     """The object. Raises ConfigError where this process was not given it: such as for a configuration of another."""
     name = text.removeprefix(PREFIX)
     if name not in _objects:
-        raise ConfigError(f"{text} is an object of another program, not of this one: give it again")
+        raise ConfigError(f"{text} is an object of another program, or of a trainer that is closed: give it again")
     return _objects[name]
 
 

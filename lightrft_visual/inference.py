@@ -274,6 +274,8 @@ def _drawn(
     from .data.media import load_image
 
     rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
+    if not all(isinstance(row.get("prompt"), str) for row in rows):
+        raise ConfigError("a diffusion model draws texts: give each, or a mapping with one under 'prompt'")
     given = [[load_image(each) for each in row.get("images") or []] for row in rows]  # before a pipeline is loaded
     device = get_accelerator().device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))

@@ -115,11 +115,21 @@ def test_recipes_lie_below_settings():
         ({"train_dataset": "nowhere.jsonl"}, "--prompt_data: nowhere.jsonl does not exist"),
         ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),
         ({"peft_config": {"r": 8}}, "unknown setting 'peft_config' .*--lora_rank R"),
+        ({"tokenizer": "mine"}, "unknown setting 'tokenizer' .*processing_class"),
+        ({"batch_size": 4}, "unknown setting 'batch_size' .*prompts of a rollout are --rollout_batch_size"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
     with pytest.raises(ConfigError, match=told):
         GRPOTrainer(**arguments)
+
+
+def test_closed_trainer_says_so_and_train_is_fit():
+    trainer = GRPOTrainer(model="embedded", reward_funcs=score)
+    trainer.close()
+    assert GRPOTrainer.train is GRPOTrainer.fit
+    with pytest.raises(ConfigError, match="or of a trainer that is closed: give it again"):
+        trainer.train()
 
 
 def test_rewards_of_supervised_training_are_refused():

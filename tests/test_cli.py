@@ -131,6 +131,12 @@ sys.exit(3 * int(rank))
 """
 
 
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_launch_of_no_rank_is_refused(ranks):
+    told = CliRunner().invoke(cli.cli, ["launch", "--ranks", ranks, "train", "grpo"])
+    assert told.exit_code == 2 and "--ranks" in told.output
+
+
 def test_launch_forwards_a_signal_and_waits_for_every_rank(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     line = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "rank.py"), str(tmp_path)]

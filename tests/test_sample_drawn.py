@@ -90,3 +90,10 @@ def test_sample_missing_image_said_before_a_pipeline_is_loaded(tmp_path):
     (tmp_path / "model_index.json").write_text("no pipeline")
     with pytest.raises(DataError, match="no.png"):
         sample(tmp_path, ["a"], images=["no.png"])
+
+
+@pytest.mark.parametrize("prompt", [{"caption": "a"}, {"prompt": [{"role": "user", "content": "a"}]}])
+def test_sample_prompt_that_is_no_text_refused(tmp_path, prompt):
+    (tmp_path / "model_index.json").write_text("no pipeline")
+    with pytest.raises(ConfigError, match="a diffusion model draws texts"):
+        sample(tmp_path, [prompt])

@@ -168,9 +168,7 @@ def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
     }
     for name, term in found.items():
         if not isinstance(term, LossTerm | None):
-            raise ConfigError(
-                f"the loss term {name!r} is no LossTerm: {type(term).__name__}"
-            )
+            raise ConfigError(f"the loss term {name!r} is no LossTerm: {type(term).__name__}")
     return [term for term in found.values() if term is not None]
 
 
@@ -184,9 +182,7 @@ def added(term: LossTerm, inputs: Any, mode: str, denominators: LossDenominators
             told = f"a tensor of shape {tuple(share.shape)}: sum it by `aggregate`"
         case _:
             told = type(made).__name__
-    raise ConfigError(
-        f"{type(term).__name__}.share must return a scalar and a mapping; it gave {told}"
-    )
+    raise ConfigError(f"{type(term).__name__}.share must return a scalar and a mapping; it gave {told}")
 
 
 class EntropyBonus(LossTerm):

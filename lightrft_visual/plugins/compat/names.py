@@ -235,8 +235,16 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     "use_liger_loss": _ALWAYS + "log-probs are always computed without holding all logits",
     "cliprange": ("write --eps_clip", "write --clip_range"),
     "clip_ratio": "write --clip_range",
-    "num_epochs": "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's "
-    "samples --max_epochs",
+    **dict.fromkeys(
+        ("num_epochs", "epochs"),
+        "passes over the prompts are --num_episodes, rollout steps --max_steps, passes over each rollout's samples "
+        "--max_epochs",
+    ),
+    "batch_size": "prompts of a rollout are --rollout_batch_size, samples of an update --train_batch_size, of a "
+    "forward --micro_train_batch_size",
+    **dict.fromkeys(
+        ("tokenizer", "processor"), "leave it out: the model's folder holds it; beside a loaded model, processing_class"
+    ),
     "max_train_steps": "rollout steps are --max_steps",
     "num_samples": "samples of one prompt are --n_samples_per_prompt, rows taken of each data set --max_samples",
     "max_len": "lengths are --prompt_max_len and --generate_max_len",
@@ -247,7 +255,8 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     ),
     **dict.fromkeys(("eval_dataset", "eval_file", "val_dataset"), "write --eval_data PATH"),
     **dict.fromkeys(
-        ("cutoff_len", "max_length", "max_seq_length"), "lengths are --prompt_max_len and --generate_max_len"
+        ("cutoff_len", "max_length", "max_seq_length", "max_tokens"),
+        "lengths are --prompt_max_len and --generate_max_len",
     ),
     **dict.fromkeys(
         ("rlhf_type", "stage"), "leave it out: the command names the algorithm, lightrft-visual train grpo"
