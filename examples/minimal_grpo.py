@@ -21,7 +21,8 @@ from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.policy_losses import LossInputs, global_denominators, policy_loss
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
-from lightrft_visual.data.prompts import PromptDataset, RowChecks, render_prompt
+from lightrft_visual.data.prompts import PromptDataset, RowChecks
+from lightrft_visual.data.rendering import render_prompt
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.experience.rollouts import PromptBatch, Rollout, SamplingSettings, ScoringRule, collate
 from lightrft_visual.experience.types import ModelInputs

@@ -1,4 +1,4 @@
-"""The prompt data set: rows of one or several files, checked before any engine starts, and rendered for the model."""
+"""The prompt data set: rows of one or several files, checked before any engine starts."""
 
 from __future__ import annotations
 
@@ -6,121 +6,30 @@ import contextlib
 import hashlib
 import json
 import logging
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError, did_you_mean
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
-from .media import Video, image_size, is_remote, load_image
+from .media import image_size, is_remote, load_image
+from .rendering import MediaConventions, ModelInput, render_prompt
 from .rows import PromptRow, parse_row, response_of
 from .sources import RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
 
 logger = logging.getLogger(__name__)
 
-
 FINGERPRINTED = 256  # rows by which a resumed run knows its data
-_VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
-ModelInput = ProcessorMixin | PreTrainedTokenizerBase
-
-
-@cache
-def _parts(kind: type[ProcessorMixin]) -> frozenset[str]:
-    """What a processor is made of; transformers reads it out of a signature at each call."""
-    return frozenset(kind.get_attributes())
-
-
-class MediaConventions:
-    """How most processors of transformers handle media; the adapter of a model family overrides what its own does else.
-
-    kinds: of media that prompts may hold.
-    """
-
-    kinds: ClassVar[tuple[str, ...]] = ("image", "video")
-
-    @classmethod
-    def placeholders(cls, model_input: ModelInput) -> dict[str, str]:
-        """The text that stands for one image and for one video, by kind; empty for a text-only model's tokenizer."""
-        if not isinstance(model_input, ProcessorMixin):
-            return {}
-        parts = _parts(type(model_input))
-        return {kind: getattr(model_input, f"{kind}_token") for kind in cls.kinds if f"{kind}_processor" in parts}
-
-    @classmethod
-    def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
-        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium, and none
-        where it asks for an image: models that draw do it from text alone."""
-        if images and cls.asks_for_image(prompt, model_input):
-            text = f"{where}: the prompt asks for an image and brings {images}; this model draws from text"
-            raise DataError(text, "drawing")
-        tokens = cls.placeholders(model_input)
-        for kind, wanted in (("image", images), ("video", videos)):
-            if kind not in tokens:
-                if wanted:
-                    raise DataError(f"{where}: {wanted} {kind}(s), but the model takes no {kind}s")
-                continue
-            found = prompt.count(tokens[kind])
-            if found != wanted:
-                raise DataError(
-                    f"{where}: the rendered prompt holds {found} {kind} placeholder(s) {tokens[kind]}, "
-                    f"but {wanted} {kind}(s) came with it"
-                )
-
-    @classmethod
-    def asks_for_image(cls, prompt: str, model_input: ModelInput) -> bool:
-        """Whether a rendered prompt is to be answered by an image."""
-        return False
-
-    @classmethod
-    def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
-        """The rendered prompt up to where an image begins. Raises DataError, starting with `where`, where the model
-        draws none."""
-        raise DataError(f"{where}: the row asks for an image, but this model writes text only", "drawing")
-
-    @classmethod
-    def reserved(cls, model_input: ModelInput) -> tuple[str, ...]:
-        """The special tokens that a model has for images and videos, as text; none for a text-only model's tokenizer.
-
-        Typed into a prompt they would be read as an image that is not there.
-        """
-        if not isinstance(model_input, ProcessorMixin):
-            return ()
-        special = [token for token in model_input.tokenizer.get_added_vocab() if _VISION_NAME.search(token)]
-        return (*cls.placeholders(model_input).values(), *special)
-
-    @classmethod
-    def image_token_counts(cls, processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """Tokens that images of these (width, height) take in the prompt, without decoding any."""
-        # The method vLLM's transformers backend relies on; there is no public one.
-        counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
-        return list(counts["num_image_tokens"])
-
-    @classmethod
-    def media_arguments(cls, images: Sequence[Any], videos: Sequence[Video]) -> dict[str, Any]:
-        """Keyword arguments with which a processor takes the media of its prompts; frames are already chosen."""
-        arguments: dict[str, Any] = {"images": list(images)} if images else {}
-        if videos:
-            told = [{key: each.metadata[key] for key in each.metadata.keys() - {"do_sample_frames"}} for each in videos]
-            frames = [each.frames for each in videos]
-            arguments |= {"videos": frames, "video_metadata": told, "do_sample_frames": False}
-        return arguments
-
-
-__all__ = ["PromptDataset", "PromptRow", "RowChecks", "render_prompt"]
-
 Size = tuple[int, int]  # width, height
 _CHUNK = 2048  # rows that a rank checks at a time
 _THREADS = 8  # header reads wait for storage, not for the processor
@@ -492,59 +401,3 @@ def _tokenizer_of(model_input: ModelInput) -> PreTrainedTokenizerBase:
 def is_remote_row(row: PromptRow) -> bool:
     """Whether media of the row come from the network."""
     return any(map(is_remote, row.images)) or any(map(is_remote_video, row.videos))
-
-
-def render_prompt(
-    row: PromptRow,
-    model_input: ModelInput,
-    config: DataConfig,
-    media: type[MediaConventions] = MediaConventions,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """The prompt as the model's chat template writes it, up to where the answer begins, or the image to be drawn.
-
-    One placeholder per image or video, not expanded: what vLLM and MultimodalDataProcessor take. With
-    apply_chat_template false it is the row's string as it stands. system_prompt comes first unless the row has its own.
-    media: the conventions of the model's family, which say how an image begins. tools: schemas of what the model may
-    call. Raises DataError naming the row, or ConfigError when there is no chat template.
-    """
-    text = _rendered(row, model_input, config, tools)
-    return media.begin_drawing(text, model_input, row.source) if row.draw else text
-
-
-def caption_of(row: PromptRow) -> str | None:
-    """What a row that asks for an image wants drawn: the text of its last message."""
-    if not row.draw or isinstance(row.prompt, str):
-        return row.prompt if row.draw else None
-    return "".join(part["text"] for part in row.prompt[-1]["content"] if part["type"] == "text")
-
-
-def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]]:
-    """The messages that a prompt is rendered of, the system prompt among them."""
-    messages = [dict(message) for message in row.prompt]
-    if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
-    return messages
-
-
-def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:
-    if not config.apply_chat_template:
-        return row.prompt
-    if model_input.chat_template is None:
-        raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
-    messages = messages_of(row, config)
-    arguments = {"tools": list(tools)} if tools else {}
-    if not isinstance(model_input, ProcessorMixin):
-        messages = [_flat(message, row.source) for message in messages]
-    try:
-        return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
-    except (TemplateError, ValueError, TypeError) as error:
-        text = f"{row.source}: the chat template refuses the prompt: {error}"
-        raise DataError(text, "chat template") from error
-
-
-def _flat(message: dict[str, Any], source: str) -> dict[str, Any]:
-    """Text-only templates take one string a message."""
-    if any(part["type"] != "text" for part in message["content"]):
-        raise DataError(f"{source}: the row has images or videos, the model has no processor for them", "media")
-    return {**message, "content": "".join(part["text"] for part in message["content"])}

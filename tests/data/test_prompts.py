@@ -16,7 +16,8 @@ import lightrft_visual.data.prompts as prompts_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig, mixing_probabilities
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
-from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks, render_prompt
+from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
+from lightrft_visual.data.rendering import render_prompt
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 
-from ...data.prompts import ModelInput
+from ...data.rendering import ModelInput
 from ...errors import ConfigError
 from ...models.logprobs import LogProbLinear
 from ...models.vlm.families.base import VLMFamily

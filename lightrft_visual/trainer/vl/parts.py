@@ -15,7 +15,8 @@ import torch
 from ...algorithms.loss_terms import PartSettings
 from ...config.vl import DataConfig, RunConfig
 from ...data.bad_rows import BadRow
-from ...data.prompts import PromptDataset, PromptRow, caption_of, is_remote_row, messages_of, render_prompt
+from ...data.prompts import PromptDataset, PromptRow, is_remote_row
+from ...data.rendering import caption_of, messages_of, render_prompt
 from ...data.sampler import PromptSupply
 from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
 from ...models.loading import Checkpoint

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ....data.prompts import MediaConventions
+from ....data.rendering import MediaConventions
 from ....errors import ConfigError, DataError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
