@@ -332,9 +332,9 @@ def start(script: str, arguments: list[str], environment: dict[str, str], log: P
     sys.argv = [script, *arguments]
     from lightrft_visual.config.load import config_or_exit
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.launch import run_vl
+    from lightrft_visual.launch import run_script
 
-    run_vl(config_or_exit(RunConfig))
+    run_script(config_or_exit(RunConfig))
     sys.stdout.flush()
     os._exit(0)
 
