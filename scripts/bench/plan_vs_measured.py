@@ -135,15 +135,14 @@ def prepared(shape: str, folder: Path) -> tuple[Any, Any]:
     from lightrft_visual.config.load import load_config
     from lightrft_visual.config.spellings import DIFFUSION_PRESET
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.trainer.diffusion import build as drawing
-    from lightrft_visual.trainer.vl import build as seeing
+    from lightrft_visual.trainer import start
+    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
-    for module in (drawing, seeing):
-        module.PhaseTimer = partial(module.PhaseTimer, clock=time.process_time)
+    start.PhaseTimer = partial(start.PhaseTimer, clock=time.process_time)
     if "sd3" in shape:
         preset = DIFFUSION_PRESET if shape.startswith("embedded") else None
-        return load_config(DiffusionRunConfig, words, preset=preset), drawing.build_diffusion_trainer
+        return load_config(DiffusionRunConfig, words, preset=preset), build_diffusion_trainer
     if shape == "tiny_vlm":
         from lightrft_visual.rollout.vllm.arguments import prepare_environment
 

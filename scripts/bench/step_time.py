@@ -50,16 +50,15 @@ def trainer_of(kind: str, flags: list[str], cpu: bool) -> Any:
 
     quiet_libraries()
     bound_spinning()
-    from lightrft_visual.trainer.diffusion import build as drawing
-    from lightrft_visual.trainer.vl import build as seeing
+    from lightrft_visual.trainer import start
+    from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
     from lightrft_visual.trainer.vl.trainer import build_trainer
 
     if cpu:
-        for module in (drawing, seeing):
-            module.PhaseTimer = partial(module.PhaseTimer, clock=time.process_time)
+        start.PhaseTimer = partial(start.PhaseTimer, clock=time.process_time)
     if kind == "vl":
         return build_trainer(config_or_exit(RunConfig, flags, preset=VL_PRESET))
-    return drawing.build_diffusion_trainer(config_or_exit(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET))
+    return build_diffusion_trainer(config_or_exit(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET))
 
 
 def watched(trainer: Any) -> list[tuple[float, float]]:
