@@ -198,11 +198,11 @@ def compare(shape: str, found: dict, limit: float) -> bool:
     baseline, program = found["baseline"], found["program"]
     print(f"\n{shape}: baseline {baseline / MIB:.0f} MiB (the plan takes {program / MIB:.0f})")
     print(f"{'phase':>10} {'planned':>9} {'measured':>9} {'ratio':>6}   without baseline")
-    for name, planned in found["planned"].items():
-        whole, measured = planned + program, found["measured"].get(name, 0)
-        own = measured - baseline
+    for name in [each for each in found["planned"] if each in found["measured"]]:  # one may be too short to be seen
+        planned, measured = found["planned"][name], found["measured"][name]
+        whole, own = planned + program, measured - baseline
         ratio = f"{planned / own:.2f}" if own > 0 else "-"
-        columns = f"{whole / MIB:>9.0f} {measured / MIB:>9.0f} {whole / max(measured, 1):>6.2f}"
+        columns = f"{whole / MIB:>9.0f} {measured / MIB:>9.0f} {whole / measured:>6.2f}"
         print(f"{name:>10} {columns}   {planned / MIB:.0f} against {own / MIB:.0f}: {ratio}")
     planned, measured = max(found["planned"].values()) + program, max(found["measured"].values())
     off = planned / measured - 1
