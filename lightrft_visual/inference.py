@@ -296,7 +296,10 @@ def _drawn(
         generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
-            out = pipeline(prompt=row["prompt"], generator=generators[first : first + at_once], **usual | own)
+            try:
+                out = pipeline(prompt=row["prompt"], generator=generators[first : first + at_once], **usual | own)
+            except ValueError as error:  # such as a height that does not divide
+                raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
             drawn[-1] += out.images if hasattr(out, "images") else out.frames
     return drawn
 

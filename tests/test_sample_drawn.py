@@ -86,6 +86,11 @@ def test_sample_settings_are_the_pipelines_arguments_or_a_runs_steps_and_others_
         sample(folder, ["a"], guidance_scal=3.0)
 
 
+def test_sample_what_the_pipeline_refuses_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="StableDiffusionPipeline: .height. and .width. have to be divisible by"):
+        sample(left_by_a_run(tmp_path, "sd15"), ["a"], height=33)
+
+
 def test_sample_missing_image_said_before_a_pipeline_is_loaded(tmp_path):
     (tmp_path / "model_index.json").write_text("no pipeline")
     with pytest.raises(DataError, match="no.png"):
