@@ -22,7 +22,7 @@ from .config.given_files import located
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError, did_you_mean
 from .given import give, source_of
-from .runtime.hub import is_hub_name, load_data_set
+from .runtime.hub import FILES, is_hub_name, load_data_set
 
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
@@ -84,9 +84,10 @@ def data_of(data: Any, name: str, split: str) -> str:
         split: of a hub data set, or of a `DatasetDict`.
     """
     if isinstance(data, list) and data and all(isinstance(each, str | os.PathLike) for each in data):
-        if not any(" " in os.fspath(each) and not located(each).exists() for each in data):
-            return ",".join(map(os.fspath, data))
-        data = [{"prompt": os.fspath(each)} for each in data]  # texts
+        texts = [os.fspath(each) for each in data]
+        if not any(" " in each and not each.endswith(FILES) and not located(each).exists() for each in texts):
+            return ",".join(texts)
+        data = [{"prompt": each} for each in texts]
     if not isinstance(data, str | os.PathLike):
         source_of(data, name, split)  # what has no rows is refused
         return give(name, data[split] if isinstance(data, dict) and split in data else data)

@@ -251,11 +251,10 @@ def _answered(
 ) -> list[list[str]]:
     from .launch import started
 
-    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
     temperature = settings.pop("temperature", None)
-    own = {"max_eval_samples": len(rows)} | settings
+    own = {"max_eval_samples": len(prompts)} | settings
     unscored = [lambda completions: [0.0] * len(completions)]
-    with _configured(checkpoint, rows, unscored, own) as config, started(config) as trainer:
+    with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
@@ -273,10 +272,9 @@ def _drawn(
 
     from .data.media import load_image
 
-    rows = [{"prompt": each} if isinstance(each, str) else each for each in prompts]
-    if not all(isinstance(row.get("prompt"), str) for row in rows):
+    if not all(isinstance(each, Mapping) and isinstance(each.get("prompt"), str) for each in prompts):
         raise ConfigError("a diffusion model draws texts: give each, or a mapping with one under 'prompt'")
-    given = [[load_image(each) for each in row.get("images") or []] for row in rows]  # before a pipeline is loaded
+    given = [[load_image(image) for image in each.get("images") or []] for each in prompts]  # before anything is loaded
     device = get_accelerator().device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
@@ -291,13 +289,13 @@ def _drawn(
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
     usual |= {"num_images_per_prompt": n} if at_once > 1 else {}
     drawn: list[list[Any]] = []
-    for number, (row, shown) in enumerate(zip(rows, given)):
+    for number, (prompt, shown) in enumerate(zip(prompts, given)):
         own = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
         generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
             try:
-                out = pipeline(prompt=row["prompt"], generator=generators[first : first + at_once], **usual | own)
+                out = pipeline(prompt=prompt["prompt"], generator=generators[first : first + at_once], **usual | own)
             except ValueError as error:  # such as a height that does not divide
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
             drawn[-1] += out.images if hasattr(out, "images") else out.frames

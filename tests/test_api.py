@@ -241,6 +241,8 @@ def test_list_of_texts_is_a_list_of_prompts():
     trainer = FlowGRPOTrainer(train_dataset=["a red circle, large", "a blue square"])
     rows = given.given(trainer.config.data.prompt_data)
     assert rows == [{"prompt": "a red circle, large"}, {"prompt": "a blue square"}]
+    with pytest.raises(ConfigError, match="my rows.jsonl does not exist"):  # a file by its name
+        FlowGRPOTrainer(train_dataset=["my rows.jsonl"])
 
 
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):

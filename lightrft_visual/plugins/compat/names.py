@@ -266,9 +266,6 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     ),
     "template": "leave it out: the model's folder holds its chat template; --apply_chat_template turns it off",
     **dict.fromkeys(
-        ("use_liger_kernel", "use_liger_loss"), _ALWAYS + "log-probs are always computed without holding all logits"
-    ),
-    **dict.fromkeys(
         ("freeze_vit", "freeze_vision_tower"), "write --freeze_prefix true for a vision tower that does not train"
     ),
     "reward_weights": "a weight stands behind its reward, --components.NAME WEIGHT, or in a --reward_recipe",
