@@ -1,56 +1,40 @@
-"""Two gloo ranks: each writes its own files, and a failure on one is a failure on both."""
+"""An optimizer on another number of ranks: parts of odd sizes, sub-groups, and a file that is missing."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import forked
-import torch.distributed as dist
-import torch.multiprocessing as mp
+import pytest
+import torch
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+from lightrft_visual.runtime.checkpoint.ranks import files_of_ranks, part_of, share, sub_groups
 
 
-def run_rank(rank: int, root: str, results) -> None:
-    store = dist.FileStore(os.path.join(root, "store"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    manager = CheckpointManager(Path(root) / "run")
-
-    def write(folder: Path) -> None:
-        (folder / f"rank_{rank}.bin").write_text(f"rank {rank}")
-
-    def fail_on_rank_1(folder: Path) -> None:
-        write(folder)
-        if rank == 1:
-            raise OSError(28, "No space left on device")
-
-    outcome = [manager.save(1, write).name]
-    try:
-        manager.save(2, fail_on_rank_1)
-        outcome.append("saved")
-    except CheckpointError as error:
-        outcome.append(str(error))
-    outcome.append(resolve_resume("auto", Path(root) / "run").name)
-    try:
-        resolve_resume("auto", Path(root) / "empty")
-    except CheckpointError as error:
-        outcome.append(str(error))
-    results[rank] = outcome
-    dist.barrier()
-    dist.destroy_process_group()
+@pytest.mark.parametrize(("saved", "ranks"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("numel", "multiple"), [(1, 1), (5, 1), (12, 1), (59, 1), (59, 2)])
+def test_parts_on_other_ranks_are_the_whole_with_a_padding_of_their_own(saved, ranks, numel, multiple):
+    """ZeRO-3 pads a parameter to the ranks, ZeRO 1 and 2 a group to a multiple of them."""
+    whole = torch.arange(1.0, numel + 1)
+    old, new = (share(numel, multiple * count) * multiple for count in (saved, ranks))
+    pieces = [part_of([whole], numel, old, rank) for rank in range(saved)]
+    parts = [part_of(pieces, numel, new, rank) for rank in range(ranks)]
+    assert all(len(part) == new for part in parts)
+    assert torch.equal(torch.cat(parts)[:numel], whole) and not torch.cat(parts)[numel:].any()
 
 
-def test_two_ranks(tmp_path):
-    with mp.Manager() as shared:
-        results = shared.dict()
-        forked.spawn(run_rank, 2, str(tmp_path), results)
-        outcomes = dict(results)
-    assert outcomes[0] == outcomes[1]
-    first, second, resumed, nothing = outcomes[0]
-    assert first == resumed == "checkpoint-000001"
-    assert "on rank 1" in second and "the disk is full" in second
-    assert "no complete checkpoint" in nothing
-    manifest = verify(tmp_path / "run" / "checkpoint-000001")
-    assert list(manifest["files"]) == ["rank_0.bin", "rank_1.bin"] and manifest["world_size"] == 2
+@pytest.mark.parametrize(
+    ("groups", "ranks", "largest", "expected"),
+    [
+        ([[4, 4, 4], [2]], 1, 100, [[4, 4, 4], [2]]),
+        ([[4, 4, 4], [2]], 1, 8, [[4, 4], [4], [2]]),
+        ([[4, 4, 4], [2]], 2, 8, [[4, 4, 4], [2]]),
+    ],
+)
+def test_sub_groups_follow_what_a_rank_holds(groups, ranks, largest, expected):
+    assert sub_groups(groups, ranks, largest) == expected
+
+
+def test_a_missing_rank_is_named(tmp_path):
+    (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    assert len(files_of_ranks(tmp_path, 1, "optim_states")) == 1
+    with pytest.raises(CheckpointError, match="no optim_states of rank 1, though 2 rank"):
+        files_of_ranks(tmp_path, 2, "optim_states")
