@@ -508,8 +508,9 @@ class VLSettings(TypedDict, total=False):
     plan: str
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
-    auto_micro_batches: bool
-    """micro-batches as large as the plan has room for; those given are the least. Default: False."""
+    auto_micro_batches: bool | None
+    """Micro-batches as large as the plan has room for; those given are the least. Default: on an
+    accelerator.."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""
 
@@ -909,8 +910,9 @@ class DiffusionSettings(TypedDict, total=False):
     plan: str
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
-    auto_micro_batches: bool
-    """micro-batches as large as the plan has room for; those given are the least. Default: False."""
+    auto_micro_batches: bool | None
+    """Micro-batches as large as the plan has room for; those given are the least. Default: on an
+    accelerator.."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""
 

@@ -152,7 +152,12 @@ class PlanConfig(Section):
     # A run that does not fit by its plan: warn, and refuse it where weights, gradients and states alone do not fit;
     # refuse it; or force its start.
     plan: Annotated[str, one_of("warn", "refuse", "force")] = "warn"
-    auto_micro_batches: bool = False  # micro-batches as large as the plan has room for; those given are the least
+    # Micro-batches as large as the plan has room for; those given are the least. Default: on an accelerator.
+    auto_micro_batches: bool | None = None
+
+    def sizes_micro_batches(self, on_cpu: bool) -> bool:
+        """Whether the plan chooses sizes for a device of this kind."""
+        return not on_cpu if self.auto_micro_batches is None else self.auto_micro_batches
 
     def check(self) -> None:
         """A device that is known."""

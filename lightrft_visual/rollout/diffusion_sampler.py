@@ -25,6 +25,7 @@ from ..experience.diffusion_sampling import (
     check_noise,
 )
 from ..models.diffusion.layers import flow_match_schedule, stock_flow_match_schedule, upcast
+from ..runtime.host_copies import pinned
 from ..runtime.seeding import derive_seed
 
 T = torch.Tensor
@@ -191,9 +192,14 @@ def sample_generators(
 def draw_noise(
     shape: tuple[int, ...], generators: Sequence[torch.Generator], dtype: torch.dtype, device: torch.device
 ) -> T:
-    """(B, *shape) unit normal, row i from generator i, drawn on the generator's device."""
+    """(B, *shape) unit normal, row i from generator i, drawn on the generator's device.
+
+    On its way to another device it does not wait for what that one is still computing.
+    """
     noises = [torch.randn(shape, generator=generator, dtype=dtype, device=generator.device) for generator in generators]
-    return torch.stack(noises).to(device)
+    noise = torch.stack(noises)
+    waits = device.type == noise.device.type or noise.device.type != "cpu"
+    return noise.to(device) if waits else pinned(noise).to(device, non_blocking=True)
 
 
 def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -> int:

@@ -17,14 +17,21 @@ T = torch.Tensor
 
 @contextmanager
 def on_device(module: nn.Module, device: torch.device | str, offload: bool) -> Iterator[nn.Module]:
-    """The module in evaluation mode on `device`, without gradients; with `offload` it is back on the CPU afterwards."""
+    """The module in evaluation mode on `device`, without gradients; with `offload` it is back on the CPU afterwards.
+
+    Weights that came from the CPU are not copied back: nobody changes them inside.
+    """
+    leaves = offload and torch.device(device).type != "cpu"
+    homes = [(each, each.data) for each in module.parameters() if leaves and each.device.type == "cpu"]
     module.to(device).eval()
     try:
         with torch.no_grad():
             yield module
     finally:
-        if offload and torch.device(device).type != "cpu":
-            module.to("cpu")
+        for parameter, home in homes:
+            parameter.data = home
+        if leaves:
+            module.to("cpu")  # buffers, and weights that were on the device before
 
 
 class OptimizerOffload:

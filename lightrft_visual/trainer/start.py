@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed.accelerator import get_accelerator
+
 from ..config import registry
 from ..config.constraints import nearest, refit_update, said
 from ..config.diffusion import DiffusionRunConfig
@@ -95,17 +97,18 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
 def _use_plan(config: AnyConfig) -> None:
     """Let the plan of memory choose what is left to it; without one the sizes stay, and checkpointing is full."""
     planned, auto = config.plan is not None, config.model.gradient_checkpointing == AUTO
-    sized = planned and config.plan.auto_micro_batches
+    sized = planned and config.plan.sizes_micro_batches(get_accelerator().device_name() == "cpu")
     plan = registry.service("memory_plan") if planned and (auto or sized) else None
     if plan is not None:
         plan.use_choices(config)
         return
     if auto:
         config.model.gradient_checkpointing = FULL
+    asked = planned and config.plan.auto_micro_batches
     need = "the plug-in memory_plan" if planned else "a plan, which supervised runs do not have"
-    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (sized, "the sizes as they are given")}
-    for name, (asked, taken) in told.items() if collectives.is_rank_0() else ():
-        if asked:
+    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (asked, "the sizes as they are given")}
+    for name, (wanted, taken) in told.items() if collectives.is_rank_0() else ():
+        if wanted:
             logger.warning("%s needs %s: it takes %s", name, need, taken)
 
 

@@ -9,9 +9,9 @@ memory is read every ten milliseconds with the phase that it is in. glibc is tol
 else keep some for later. Seconds are of the processor, which other programs on the machine disturb less, the first step
 left out. Exit code 1 where a shape's largest phase is off by more than the limit.
 
---card: the H100's rows (docs/benchmarks.md) are written down here with the settings and the lengths of their runs;
+--card: the rows of cards (docs/benchmarks.md) are written down here with the settings and the lengths of their runs;
 nothing is run for them, and their models are configurations without weights. A factor is planned by measured. Phases
-marked 'calibrates' gave a number of plugins/memory_plan/times.py; the others check it.
+marked 'calibrates' gave a number of plugins/memory_plan/times.py; the others check it. `peak` is in GiB, of PyTorch.
 """
 
 from __future__ import annotations
@@ -234,13 +234,14 @@ def on_this_host(shapes: list[str], limit: float, show: bool) -> bool:
     return fine
 
 
-TITLES = "| run | phase | measured s | planned s | factor | |\n|---|---|---|---|---|---|"
+TITLES = "| run | phase | measured | planned | factor | |\n|---|---|---|---|---|---|"
 PROMPT = 282  # tokens: 256 of the image of 448 x 448, and the question
 VL = (
     f"--n_samples_per_prompt 8 --rollout_batch_size 16 --train_batch_size 128 --generate_max_len 256 --prompt_max_len "
     f"{PROMPT} --limit_mm_image_per_prompt 1 --gradient_checkpointing true --bf16 true --lora_rank 32 "
     "--engine_mem_util 0.25 --engine_enforce_eager true --engine_type vllm"
 )
+H200_VL, WHOLE = "--engine_enforce_eager false", "--micro_rollout_batch_size 16"
 COMMON = "--guidance_scale 1 --lora_rank 32 --max_sequence_length 5 --bf16 true --gradient_checkpointing true"
 DRAWN = (
     f"{COMMON} --n_samples_per_prompt 4 --height 512 --width 512 --num_steps 10 --rollout_batch_size 4 "
@@ -254,7 +255,7 @@ FILM = (
 
 
 class CardRun(NamedTuple):
-    """Seconds by phase; those of `calibrates` gave a number. said: what else ran, or how the code differed."""
+    """Seconds by phase, and `peak`; `calibrates` gave a number. said: what else ran, or how the code differed."""
 
     name: str
     model: str
@@ -262,6 +263,7 @@ class CardRun(NamedTuple):
     measured: dict[str, float]
     calibrates: tuple[str, ...] = ()
     said: str = ""
+    card: str = "h100-80gb"
 
 
 # The first rows' code started more operations than today's (docs/benchmarks.md as of the visit): 18,450 and 42,510
@@ -279,6 +281,19 @@ ON_THE_CARD = (
     CardRun("the same, 5 steps a forward", "sd3", f"{DRAWN} --steps_per_forward 5", {"train": 6.9}, ("train",),
             "two runs beside it"),
     CardRun("Reward FL Wan 1.3B", "wan", FILM, {"train": 4.5}),
+    CardRun("GRPO 3B, all weights, micro-batches of 128", "vl",
+            f"{VL} --lora_rank 0 --gradient_checkpointing attention {H200_VL} --micro_train_batch_size 128 "
+            "--micro_rollout_batch_size 128",
+            {"generate": 2.49, "score": 1.55, "train": 2.95, "sync": 0.49, "peak": 123.3}, card="h200-141gb"),
+    CardRun("GRPO 3B, LoRA, micro-batches of 32", "vl",
+            f"{VL} {H200_VL} --micro_train_batch_size 32 --micro_rollout_batch_size 32",
+            {"generate": 1.71, "score": 1.94, "train": 3.14, "sync": 0.51, "peak": 48.1}, card="h200-141gb"),
+    CardRun("Flow-GRPO SD3.5 medium, nothing again, micro-batches of 16, 2 steps a forward", "sd3",
+            f"{DRAWN} {WHOLE} --gradient_checkpointing none --micro_train_batch_size 16 --steps_per_forward 2",
+            {"generate": 1.48, "train": 2.31, "peak": 53.3}, card="h200-141gb"),
+    CardRun("Flow-GRPO SD3.5 medium, 5 steps a forward", "sd3", f"{DRAWN} {WHOLE} --steps_per_forward 5",
+            {"generate": 1.54, "train": 3.52, "peak": 9.2}, card="h200-141gb"),
+    CardRun("Reward FL Wan 1.3B", "wan", FILM, {"train": 3.37, "peak": 8.6}, card="h200-141gb"),
 )  # fmt: skip
 
 
@@ -306,14 +321,17 @@ def on_the_card() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = {kind: shaped(kind, Path(folder)) for kind in ("vl", "sd3", "wan")}
         for run in ON_THE_CARD:
-            words = f"--pretrain {models[run.model]} {run.settings} --plan_device h100-80gb --plan_world_size 1".split()
+            words = (
+                f"--pretrain {models[run.model]} {run.settings} --plan_device {run.card} --plan_world_size 1".split()
+            )
             config = parse_run(RunConfig if run.model == "vl" else DiffusionRunConfig, words).config
-            planned = {phase.name: phase.seconds for phase in plan_of(config, *named_device(config.plan)).phases}
+            plan = plan_of(config, *named_device(config.plan))
+            planned = {phase.name: phase.seconds for phase in plan.phases} | {"peak": plan.peak() / 2**30}
             notes = {
                 phase: "; ".join(["calibrates"] * (phase in run.calibrates) + [run.said] * bool(run.said))
                 for phase in run.measured
             }
-            print_seconds(run.name, run.measured, planned, notes)
+            print_seconds(f"{run.card}: {run.name}", run.measured, planned, notes)
 
 
 def main() -> int:

@@ -42,17 +42,21 @@ def test_groups_of_ranks_wait_as_long_as_all_ranks_do(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "known, threads",
+    "known, most, threads",
     [
-        ({"LOCAL_SIZE": "2"}, 4),
-        ({"LOCAL_WORLD_SIZE": "3"}, 2),
-        ({"LOCAL_SIZE": "16"}, 1),
-        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "7"}, None),
-        ({"LOCAL_SIZE": "1"}, None),
-        ({}, None),
+        ({"LOCAL_SIZE": "2"}, None, 4),
+        ({"LOCAL_WORLD_SIZE": "3"}, None, 2),
+        ({"LOCAL_SIZE": "16"}, None, 1),
+        ({"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "7"}, None, None),
+        ({"LOCAL_SIZE": "1"}, None, None),
+        ({}, None, None),
+        ({}, 4, 4),
+        ({}, 8, None),
+        ({"LOCAL_SIZE": "4"}, 4, 2),
+        ({"OMP_NUM_THREADS": "7"}, 4, None),
     ],
 )
-def test_ranks_of_a_host_share_its_cores(monkeypatch, known, threads):
+def test_ranks_of_a_host_share_its_cores_and_take_no_more_than_are_of_use(monkeypatch, known, most, threads):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
@@ -60,7 +64,7 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch, known, threads):
         monkeypatch.delenv(name, raising=False)
     for name, value in known.items():
         monkeypatch.setenv(name, value)
-    collectives.share_cores()
+    collectives.share_cores(most)
     assert chosen == ([threads] if threads else [])
 
 

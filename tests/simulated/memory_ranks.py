@@ -17,7 +17,7 @@ from simulated.accelerator import install
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.runtime.offload import OffloadedModule
+from lightrft_visual.runtime.offload import OffloadedModule, on_device
 
 
 def allocated() -> int:
@@ -63,10 +63,28 @@ def visited() -> dict[str, int]:
     return {"home": home, "inside": inside, "again": allocated() - before, "size": 512 * 513 * 4}
 
 
+def taken_along(device: torch.device) -> dict[str, int]:
+    """A module of the host that works on the device for a while, with a buffer; copies of its weights to the host."""
+    module = torch.nn.BatchNorm1d(2048, affine=True)
+    before, homes = allocated(), [each.data_ptr() for each in module.parameters()]
+    with on_device(module, device, offload=True):
+        inside = allocated() - before
+        answer = module(torch.ones(2, 2048, device=device)).cpu()
+    same = sum(each.data_ptr() == home for each, home in zip(module.parameters(), homes))
+    assert torch.allclose(answer, module(torch.ones(2, 2048))) and module.running_mean.device.type == "cpu"
+    del answer
+    module.to(device)
+    with on_device(module, device, offload=True):
+        pass
+    assert all(each.device.type == "cpu" for each in module.parameters())  # was on the device before: leaves it too
+    return {"inside": inside, "again": allocated() - before, "same": same, "size": 4 * 2048 * 4}
+
+
 def main(out: str) -> None:
     install()
-    DeepspeedStrategy(DistributedConfig()).setup_distributed()
-    results = {"guest": visited()}
+    strategy = DeepspeedStrategy(DistributedConfig())
+    strategy.setup_distributed()
+    results = {"guest": visited(), "taken_along": taken_along(strategy.device)}
     results |= {f"stage_{stage}": trained(stage) for stage in (2, 3)}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 

@@ -34,3 +34,9 @@ def test_a_guest_is_on_the_device_for_its_visits_only(ranks):
     for rank in ranks:
         seen = rank["guest"]
         assert seen["home"] <= 1024 and seen["inside"] >= seen["size"] and seen["again"] <= 1024
+
+
+def test_a_module_of_the_host_works_on_the_device_and_its_weights_are_not_copied_back(ranks):
+    for rank in ranks:
+        seen = rank["taken_along"]
+        assert seen["inside"] >= seen["size"] and seen["again"] <= 1024 and seen["same"] == 2

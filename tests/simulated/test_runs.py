@@ -26,12 +26,13 @@ DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
     "--engine_type hf --rollout_batch_size 4 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--generate_max_len 8 --train_batch_size 16 --micro_train_batch_size 4 --max_eval_samples 4 --report false "
-    "--max_samples 64 --max_steps 2"
+    "--max_samples 64 --max_steps 2 --auto_micro_batches false"
 )
 DRAW = (
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
-    "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2"
+    "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2 "
+    "--auto_micro_batches false"
 )
 PPO = "--advantage_estimator gae --init_kl_coef 0.05 --enable_ema true --reward_running_norm true"
 ADAPTED = "--lora_rank 4 --zero_stage 3 --enable_ema true --freeze_prefix true"

@@ -1,7 +1,7 @@
 """Seconds of what a plan counts: of products, of the bytes that other operations move, of starting operations.
 
 A small operation takes an accelerator less time than its start takes the host, so each kind of time may be the longer.
-The numbers here are of the H100 of docs/benchmarks.md, section "One H100", whose host had slow cores; what is a card's
+The numbers here are of the H100 of docs/benchmarks.md, section "One card", whose host had slow cores; what is a card's
 own is in `config/placement.py`. `scripts/bench/plan_vs_measured.py` holds the results against measured times.
 """
 

@@ -325,7 +325,8 @@ class VLPlanner:
         moments: list[list[Item]] = []
         for name, trained in (("policy", model), ("critic", self._critic)):
             if trained is not None:
-                backward = self._backward(zero.gradients(name, trained, micro_batches), held, micro_batches)
+                whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
+                backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
                 moments += [[*always, *moment] for moment in (*backward, zero.step(name, trained))]
         return Phase.fullest("train", self._train_seconds(batch, micro_batches), *moments)
 
@@ -349,9 +350,12 @@ class VLPlanner:
         times = computed_tokens(self._samples(self._own())) / (batch.rows * batch.length)
         return self.shape.work(batch, self.device, backward=True).times(times, ceil(times))
 
-    def _backward(self, gradients: list[Item], held: Item, micro_batches: int) -> list[list[Item]]:
-        """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer."""
-        if micro_batches > 1 or self.zero.stage == 0:  # those of the micro-batches before, or room for all, are there
+    def _backward(self, gradients: list[Item], held: Item, whole: bool) -> list[list[Item]]:
+        """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer.
+
+        whole: those of the micro-batches before, or room for all, are there.
+        """
+        if whole:
             return [[*gradients, held]]
         begun = [item for item in gradients if item.name.endswith(BUCKETS) and not self.device.on_cpu]
         return [[*begun, held], [*gradients, replace(held, bytes=held.bytes / self.shape.text.num_hidden_layers)]]

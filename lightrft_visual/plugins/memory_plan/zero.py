@@ -130,6 +130,12 @@ class Zero:
             Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
         ]
 
+    def gradients_at_once(self, model: Model) -> bool:
+        """Whether gradients are one tensor that comes with the first of a backward: DeepSpeed's in fp32 of weights in
+        bf16 below stage 3."""
+        added_up = self.config.accumulated_in(model.width < FP32)
+        return 0 < self.stage < 3 and model.width < FP32 and added_up == "fp32" and not self.config.adam_offload
+
     def step(self, name: str, model: Model) -> list[Item]:
         """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
         if self.stage == 0 and model.width == FP32:

@@ -42,7 +42,7 @@ class VLLMEngine(ResidentEngine):
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
-        prepare_environment()
+        prepare_environment(settings.dtype)
         self.settings = settings
         self.llm = self._build()
         if settings.starts_ranks:
@@ -234,7 +234,15 @@ class VLLMEngine(ResidentEngine):
         self.llm.wake_up(tags=what and [what])
 
     def close(self) -> None:
-        """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last."""
+        """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last.
+
+        It wakes first where there is room: CUDA prints an error for memory that vLLM frees while it sleeps.
+        """
+        accelerator = get_accelerator()
+        if self.asleep or self.lacks_cache:
+            accelerator.empty_cache()
+            if accelerator.available_memory() > self.settings.memory_utilization * accelerator.total_memory():
+                self.llm.wake_up()
         self.llm.llm_engine.engine_core.shutdown()
 
 

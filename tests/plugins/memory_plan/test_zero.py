@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_stages_divide_what_they_divide() -> None:
     held = {stage: by_stage[stage].gradients("it", BILLION, micro_batches=1)[0].bytes for stage in range(4)}
     assert held == {0: 4e9, 1: 2e9, 2: 4e9 / 8, 3: 4e9 / 8}  # 2 and 3 add up in fp32
     assert by_stage[2].gathered(BILLION) == [] and by_stage[3].gathered(BILLION)[0].bytes == 2 * (10**9 + 10**6)
+
+
+def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
+    """DeepSpeed's stages 1 and 2 take it with the first gradient; of a 3B model on an H200 these are 14 GiB."""
+    assert zero(2).gradients_at_once(BILLION) and not zero(1).gradients_at_once(BILLION)
+    assert zero(1, grad_accum_dtype="fp32").gradients_at_once(BILLION)
+    assert not any(zero(stage).gradients_at_once(BILLION) for stage in (0, 3))
+    assert not zero(2, adam_offload=True).gradients_at_once(BILLION)
+    assert not zero(2).gradients_at_once(replace(BILLION, width=4))
 
 
 def test_stage_3_hands_weights_over_in_buckets() -> None:

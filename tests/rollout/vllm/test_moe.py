@@ -64,7 +64,7 @@ def test_a_recorded_reply_of_vllms_is_what_the_trainer_replays(rig):
 
 def test_routing_replay_asks_vllm_for_its_choices(checkpoint):
     with environment_restored():
-        prepare_environment()
+        prepare_environment("float32")
         asked = {
             mode: engine_arguments(VLLMSettings.from_config(config_of(mode), checkpoint), on_cpu=False)
             for mode in ("off", "old", "rollout")

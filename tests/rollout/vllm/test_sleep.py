@@ -8,6 +8,7 @@ import pytest
 
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.rollout import resident
+from lightrft_visual.rollout.vllm import engine as vllm_engine
 from lightrft_visual.rollout.vllm.arguments import VLLMSettings
 from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
@@ -19,7 +20,8 @@ class ToldLLM:
         self.told = []
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
-        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None, model_config=config)
+        core = SimpleNamespace(shutdown=lambda: self.told.append("shut down"))
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None, model_config=config, engine_core=core)
 
     def sleep(self, level):
         self.told.append(f"sleep {level}")
@@ -49,9 +51,14 @@ def engine(monkeypatch):
     made = VLLMEngine.__new__(VLLMEngine)
     made.settings, made.llm = VLLMSettings("model", 64, enable_sleep=True), ToldLLM()
     device = SimpleNamespace(
-        device_name=lambda: "cuda", empty_cache=lambda: made.llm.emptied.append(len(made.llm.told))
+        device_name=lambda: "cuda",
+        empty_cache=lambda: made.llm.emptied.append(len(made.llm.told)),
+        total_memory=lambda: 100,
+        available_memory=lambda: made.free,
     )
+    made.free = 60  # of 100, where it takes 50
     monkeypatch.setattr(resident, "get_accelerator", lambda: device)
+    monkeypatch.setattr(vllm_engine, "get_accelerator", lambda: device)
     return made
 
 
@@ -102,3 +109,20 @@ def test_an_engine_that_may_not_sleep_stays_awake(engine):
     engine.wake()
     engine._run([{}], [None])
     assert engine.llm.told == ["generate"]
+
+
+@pytest.mark.parametrize("free, told", [(60, ["sleep 1", "wake all", "shut down"]), (40, ["sleep 1", "shut down"])])
+def test_a_sleeping_engine_wakes_before_it_is_closed_where_there_is_room(engine, free, told):
+    engine.free = free
+    engine.sleep()
+    engine.close()
+    assert engine.llm.told == told
+
+
+def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_that_is_awake_nothing(engine):
+    engine.close()
+    assert engine.llm.told.pop() == "shut down"
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    engine.close()
+    assert engine.llm.told == ["sleep 2", "wake weights", "wake all", "shut down"]
