@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ class ThreadHost:
 
         def begin() -> Observation | None:
             self._environments[episode] = held = HeldEnvironment(self.make)
-            return held.reset(row)
+            return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
 
         return self._call("reset", begin)
 

@@ -15,10 +15,12 @@ Named by `--environment my_env.py:HigherLower`. Each episode has an object of it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +31,14 @@ from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..data.media import Video
 from ..errors import ConfigError, LightRFTVisualError
-from ..runtime.usercode.calls import LoadedFunction, awaited, callable_name, describe_error, load_reward_fn
+from ..runtime.usercode.calls import (
+    BackgroundLoop,
+    LoadedFunction,
+    awaited,
+    callable_name,
+    describe_error,
+    load_reward_fn,
+)
 
 ROLES = ("user", "tool", "system")
 Message = dict[str, Any]
@@ -201,9 +210,32 @@ class StepResult(NamedTuple):
 EnvironmentFactory = Callable[[], Environment]
 
 
+_loops: ContextVar[list[BackgroundLoop] | None] = ContextVar("_loops", default=None)  # none or one, of the episode
+
+
 def awaited_value(value: Any) -> Any:
-    """The result of a coroutine, with what it raises; any other value as it is."""
-    return awaited([value])[0] if inspect.isawaitable(value) else value
+    """The result of a coroutine, with what it raises; any other value as it is.
+
+    An episode's coroutines run on a loop of its own, so that one that blocks holds up no other episode. Asked for by a
+    coroutine, they run on one more, as that loop waits for the answer.
+    """
+    if not inspect.isawaitable(value):
+        return value
+    if _in_coroutine():
+        with contextlib.closing(BackgroundLoop("environment-loop")) as nested:
+            return awaited([value], nested)[0]
+    loops = _loops.get()
+    if loops is not None and not loops:
+        loops.append(BackgroundLoop("environment-loop"))
+    return awaited([value], loops[0] if loops else None)[0]
+
+
+def _in_coroutine() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class HeldEnvironment:
@@ -211,21 +243,33 @@ class HeldEnvironment:
     checked."""
 
     def __init__(self, make: EnvironmentFactory) -> None:
-        self._environment: Any = make()  # a user's, of whichever class
+        self._loops: list[BackgroundLoop] = []
+        self._environment: Any = self._result(make)  # a user's, of whichever class
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
         """None where the episode begins with the row's own prompt."""
-        found = awaited_value(self._environment.reset(row)) if hasattr(self._environment, "reset") else None
+        found = self._result(self._environment.reset, row) if hasattr(self._environment, "reset") else None
         return None if found is None else Observation.of(found)
 
     def step(self, action: Action) -> StepResult:
         """The environment's answer."""
-        return StepResult.of(awaited_value(self._environment.step(action)))
+        return StepResult.of(self._result(self._environment.step, action))
 
     def close(self) -> None:
         """The episode is over."""
-        if hasattr(self._environment, "close"):
-            awaited_value(self._environment.close())
+        try:
+            if hasattr(self._environment, "close"):
+                self._result(self._environment.close)
+        finally:
+            for loop in self._loops:
+                loop.close()
+
+    def _result(self, function: Callable[..., Any], *given: Any) -> Any:
+        token = _loops.set(self._loops)
+        try:
+            return awaited_value(function(*given))
+        finally:
+            _loops.reset(token)
 
 
 class EnvironmentHost(Protocol):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,7 +14,15 @@ from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.given import give
 from lightrft_visual.rollout.environment_threads import ThreadHost
-from lightrft_visual.rollout.environments import EnvironmentFailure, Observation, StepResult, environment_factory
+from lightrft_visual.rollout.environments import (
+    Action,
+    EnvironmentFailure,
+    Observation,
+    StepResult,
+    ToolCall,
+    environment_factory,
+)
+from lightrft_visual.rollout.tools import ToolEnvironment
 
 IMAGE = Image.new("RGB", (4, 4), "red")
 
@@ -103,6 +114,60 @@ def test_what_making_an_environment_raises_is_told_and_coroutines_that_make_or_c
     assert host.reset(0, {}).result(20) is None
     host.end(0)
     assert any(Kept.closed for _ in polls(20.0))
+
+
+def answer_of(host: ThreadHost, episode: int, *calls: ToolCall) -> str:
+    host.reset(episode, {}).result(20)
+    return host.step(episode, Action("", [], list(calls))).result(20).observation.messages[0]["content"][0]["text"]
+
+
+def test_coroutine_that_blocks_or_waits_for_another_holds_up_no_other_episode():
+    released = threading.Event()
+
+    class Blocks:
+        async def step(self, action):
+            released.wait(20)
+
+    class Quick:
+        async def step(self, action):
+            return "here", 0.0, False, {}
+
+    async def double(number: int) -> int:
+        """Double it."""
+        await asyncio.sleep(0)
+        return number * 2
+
+    async def fails() -> int:
+        """Fail."""
+        raise RuntimeError("not now")
+
+    class CallsTools(ToolEnvironment):
+        async def step(self, action):
+            return super().step(action)
+
+    blocked, quick = ThreadHost(Blocks, 0.2), ThreadHost(Quick, 5.0)
+    blocked.reset(0, {}).result(20)
+    with pytest.raises(EnvironmentFailure, match="longer than env_timeout"):
+        blocked.step(0, Action("")).result(20)
+    assert answer_of(quick, 1) == "here"
+    released.set()
+    tools = ThreadHost(lambda: CallsTools([double, fails]), 5.0)
+    assert answer_of(tools, 0, ToolCall("double", {"number": 4})) == "8"
+    assert answer_of(tools, 1, ToolCall("fails")) == "error: fails raised RuntimeError: not now"
+
+
+def test_what_an_environment_does_to_its_row_reaches_no_other_episode():
+    class Paints:
+        def reset(self, row):
+            row["images"][0].paste("red", (0, 0, 2, 2))
+            row["messages"].append("mine")
+
+        def step(self, action):
+            return "on", 0.0, False, {}
+
+    row = {"images": [Image.new("RGB", (2, 2))], "messages": []}
+    assert ThreadHost(Paints, 5.0).reset(0, row).result(20) is None
+    assert row["images"][0].getpixel((0, 0)) == (0, 0, 0) and row["messages"] == []
 
 
 def test_settings_of_episodes_without_an_environment_are_refused():

@@ -295,8 +295,8 @@ class Said:
         return result, self.metrics
 
 
-def awaited(results: list[Any]) -> list[Any]:
-    """The results, where they are awaitable all awaited at once on the shared loop; what one raises is raised here."""
+def awaited(results: list[Any], loop: BackgroundLoop | None = None) -> list[Any]:
+    """The results, where awaitable all awaited at once on the loop (None: shared); what one raises is raised here."""
 
     async def outcome(result: Any) -> tuple[Any, BaseException | None]:
         try:
@@ -307,7 +307,7 @@ def awaited(results: list[Any]) -> list[Any]:
     async def together() -> list[tuple[Any, BaseException | None]]:
         return await asyncio.gather(*map(outcome, results))
 
-    outcomes = shared_loop().run(together())
+    outcomes = (loop or shared_loop()).run(together())
     for error in (error for _, error in outcomes if error is not None):
         raise error
     return [result for result, _ in outcomes]
