@@ -26,13 +26,12 @@ DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
     "--engine_type hf --rollout_batch_size 4 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--generate_max_len 8 --train_batch_size 16 --micro_train_batch_size 4 --max_eval_samples 4 --report false "
-    "--max_samples 64 --max_steps 2 --auto_micro_batches false"
+    "--max_samples 64 --max_steps 2"
 )
 DRAW = (
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
-    "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2 "
-    "--auto_micro_batches false"
+    "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2"
 )
 PPO = "--advantage_estimator gae --init_kl_coef 0.05 --enable_ema true --reward_running_norm true"
 ADAPTED = "--lora_rank 4 --zero_stage 3 --enable_ema true --freeze_prefix true"
@@ -67,7 +66,7 @@ DRAWING = {
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
 # Counted by `sync_counter`: two optimizer steps of 8 micro-batches on each of two ranks, of one rollout.
-ONE_ROLLOUT = "--micro_train_batch_size 1 --max_eval_samples 0 --max_steps 1"
+ONE_ROLLOUT = "--micro_train_batch_size 1 --auto_micro_batches false --max_eval_samples 0 --max_steps 1"
 OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --share_prefix false"
 COUNTED_SEEING = {
     "counted_grpo": f"{OF_8} --zero_stage 0",
