@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import ConfigError, DataError, did_you_mean
@@ -73,11 +76,15 @@ def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values only: what JSON cannot hold (images, tensors, bytes) becomes null."""
+    """JSON values only: times, dates and decimals as text; what JSON cannot hold (images, tensors, bytes) is null."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 1):
+        value = value.tolist()
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, (date, time, timedelta, Decimal)):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else None

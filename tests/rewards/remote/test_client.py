@@ -5,6 +5,8 @@ import json
 import logging
 import threading
 import time
+from datetime import datetime
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -205,6 +207,15 @@ def test_our_wire():
         }
     ]
     assert result.components["detail"].tolist() == [0.25, 1.25]
+
+
+def test_numbers_of_arrays_and_tables_reach_the_server():
+    told = [np.int64(3), np.array([1, 2]), Decimal("1.50"), datetime(2024, 5, 1), np.float32("nan"), b"bytes"]
+    with FaultyServer() as server:
+        run(f"{server.base}/good", [make_samples(list("abcdef"), told, metadata=[{"told": each} for each in told])])
+    (body,) = server.bodies
+    wanted = [3, [1, 2], "1.50", "2024-05-01 00:00:00", None, None]
+    assert body["references"] == wanted and [each["told"] for each in body["metadata"]] == wanted
 
 
 def test_openrlhf_wire():
