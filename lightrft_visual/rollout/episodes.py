@@ -267,7 +267,11 @@ class _Round:
         if parse is not None:
             tokenizer = self.stage.data_processor.tokenizer
             calls = parse(tokenizer.decode(completion.token_ids, skip_special_tokens=False))
-            conversation.episode.turns[-1].calls = [(call.name, call.error) for call in calls]
+            known = {tool.get("function", tool)["name"] for tool in self.stage.renderer.tools} or {
+                call.name for call in calls
+            }
+            told = [(call.name, call.error if call.name in known else call.error or "no such tool") for call in calls]
+            conversation.episode.turns[-1].calls = told
         action = Action(completion.text, list(completion.token_ids), calls)
         return self.stage.host.step(self.numbers[key], action)
 

@@ -307,6 +307,13 @@ def test_calls_of_tools_are_read_of_each_turn(rig):
     assert made[0].episode.turns[0].calls == [("zoom", None), ("zoom", "no x")]
 
 
+def test_a_call_of_a_tool_that_is_not_there_is_told_as_an_error(rig):
+    stage = stage_of(rig, parse=lambda text: [ToolCall("zoom"), ToolCall("made up"), ToolCall("", {}, "no JSON")])
+    stage.renderer.tools = [{"type": "function", "function": {"name": "zoom", "parameters": {}}}]
+    (turn, *_) = stage.generate(batch_of([1]), SETTINGS)[0].episode.turns
+    assert turn.calls == [("zoom", None), ("made up", "no such tool"), ("", "no JSON")]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(rig):
     tokenizer = rig.checkpoint.tokenizer
     thinking = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import RolloutError
-from ...experience.rollouts import Episode, Rollouts
+from ...experience.rollouts import Episode, Rollouts, Turn
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.environments import EnvironmentHost
 from ...runtime import collectives
@@ -57,14 +57,21 @@ class EpisodesHook(StepHook):
 def add_episode_metrics(metrics: MetricsAccumulator, episodes: Sequence[Episode]) -> None:
     """`turns` (mean), `observation_tokens_share` (of all tokens behind prompts), `environment_errors`, `tool_errors`
     and `tool_calls/NAME` (totals), of this rank's episodes."""
-    calls = [call for episode in episodes for turn in episode.turns for call in turn.calls]
+    turns = [turn for episode in episodes for turn in episode.turns]
     metrics.add_mean("turns", torch.tensor([float(len(episode.turns)) for episode in episodes]))
     tokens = torch.tensor([float(turn < 0) for episode in episodes for turn in episode.turn_ids])
     metrics.add_mean("observation_tokens_share", tokens)
     metrics.add_total("environment_errors", sum(episode.failure is not None for episode in episodes))
-    metrics.add_total("tool_errors", sum(error is not None for _, error in calls))
-    for name, count in Counter(name for name, _ in calls if name).items():
+    metrics.add_total("tool_errors", sum(map(_tool_errors, turns)))
+    made = Counter(name for turn in turns for name, error in turn.calls if error is None)  # of tools that there are
+    for name, count in made.items():
         metrics.add_total(f"tool_calls/{name}", count)
+
+
+def _tool_errors(turn: Turn) -> int:
+    """Calls that could not be made, and those of tools that failed, which the environment alone knows."""
+    told = turn.info.get("tool_errors")
+    return max(sum(error is not None for _, error in turn.calls), told if isinstance(told, int) else 0)
 
 
 def build(parts: Any) -> EpisodesHook | None:

@@ -18,6 +18,7 @@ from ...rollout.environments import EnvironmentHost, environment_factory
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.tools import parse_tool_calls, tool_call_format
+from ...runtime.usercode.calls import what_happened
 
 
 def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
@@ -29,11 +30,26 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(
             "environments answer responses in text, and this model draws: leave environment and tools out"
         )
-    environment = environment_factory(config.episodes)()
-    schemas = environment.schemas() if hasattr(environment, "schemas") else []
-    checkpoint = replace(checkpoint, tools=tuple(schemas))
+    checkpoint = replace(checkpoint, tools=schemas_of(environment_factory(config.episodes)()))
     _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
     return checkpoint
+
+
+def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
+    """Those of its tools. Raises ConfigError for what is no list of them."""
+    try:
+        schemas = tuple(environment.schemas()) if hasattr(environment, "schemas") else ()
+        if all(isinstance(each.get("function", each)["name"], str) for each in schemas):
+            return schemas
+        told = "gave a name that is no text"
+    except ConfigError:
+        raise
+    except Exception as error:
+        told = what_happened(error)
+    raise ConfigError(
+        f"environment {type(environment).__name__}: `schemas()` must return a list of JSON schemas of tools, "
+        f"each with its name; reading them {told}"
+    )
 
 
 def _renderer(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:

@@ -39,10 +39,11 @@ def rollout(**more) -> Rollout:
 
 def test_metrics_count_turns_tokens_calls_and_failures():
     metrics, failed = MetricsAccumulator(), Episode([], [-1], failure="raised KeyError")
-    add_episode_metrics(metrics, [episode(), episode(), failed])
+    raised = Episode([Turn("zoom", calls=[("zoom", None)] * 3, info={"tool_errors": 2})], [0], failure=None)
+    add_episode_metrics(metrics, [episode(), episode(), failed, raised])
     assert metrics.reduce() == {
-        "turns": 4 / 3, "observation_tokens_share": 7 / 13, "environment_errors": 1.0, "tool_errors": 2.0,
-        "tool_calls/zoom": 2.0, "tool_calls/crop": 2.0,
+        "turns": 5 / 4, "observation_tokens_share": 7 / 14, "environment_errors": 1.0, "tool_errors": 4.0,
+        "tool_calls/zoom": 5.0,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from lightrft_visual.trainer.vl.build import (
     _resolve_sharing,
     _teacher,
 )
+from lightrft_visual.trainer.vl.episodes import schemas_of
 
 PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, Gemma3Config))
 
@@ -213,3 +214,18 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
     assert parts(None) == [""]
     with pytest.raises(ConfigError, match="max_tokens_per_batch 288 .* 576 tokens of an image = 832"):
         parts(576)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, "TypeError"),
+        ([{"parameters": {}}], "KeyError: 'name'"),
+        ([len], "AttributeError"),
+        ([{"name": 1}], "no text"),
+    ],
+)
+def test_schemas_of_an_environment_that_are_none_are_refused(given, told):
+    with pytest.raises(ConfigError, match=f"must return a list of JSON schemas of tools.*{told}"):
+        schemas_of(SimpleNamespace(schemas=lambda: given))
+    assert schemas_of(SimpleNamespace(schemas=lambda: [{"name": "zoom"}])) == ({"name": "zoom"},)
