@@ -45,6 +45,7 @@ _MEDIA_NAME = {
     "video": re.compile("video|clip|movie", re.IGNORECASE),
 }
 _ORIENTATION = 0x0112  # EXIF tag
+_TURNED_BY = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}  # what of a PNG's header may hold it
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*", b"P5", b"P6")
 
 
@@ -89,8 +90,9 @@ def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
         image = _open_image(source, name, allow_remote, max_pixels)
-        # A PNG without EXIF in its header would be decoded in search of it.
-        exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+        # Pillow turns a TIFF's size itself. A PNG without EXIF or XMP in its header would be decoded in search of it.
+        told = image.format == "TIFF" or (image.format == "PNG" and not _TURNED_BY & image.info.keys())
+        exif = {} if told else image.getexif()
         size = image.size[::-1] if exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) else image.size
         if image is not source:
             image.close()

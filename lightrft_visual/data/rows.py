@@ -80,6 +80,7 @@ def parse_row(
         elif not isinstance(prompt, str):
             kind = type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
+        _check_not_empty(prompt)
         reference, used = _find_reference(columns, config)
         reference = reading.reference if reference is None else reference
         check_reference(reference)
@@ -205,10 +206,20 @@ def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
     for place, message in enumerate(prompt):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
             raise DataError(f"message {place} needs a role of {', '.join(ROLES)} and a content", "prompt form")
+        if message.get("tool_calls"):
+            text = f"message {place} has tool_calls, which are not read: write the calls into its content"
+            raise DataError(text, "prompt form")
     if prompt[-1]["role"] == "assistant":
         text = "the last message is the assistant's: the prompt must end where the model's answer begins"
         raise DataError(text, "prompt form")
     return list(prompt)
+
+
+def _check_not_empty(prompt: str | list[dict[str, Any]]) -> None:
+    if isinstance(prompt, list):
+        prompt = "".join(part.get("text", part["type"]) for message in prompt for part in message["content"])
+    if not prompt.strip():
+        raise DataError("the prompt is empty", "prompt form")
 
 
 def _parts(content: Any) -> Iterator[tuple[str, Any]]:
@@ -309,6 +320,8 @@ def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, st
 
 
 def _walk(raw: Mapping[str, Any], path: str) -> Any:
+    if path in raw:  # as tables write what was nested
+        return raw[path]
     value: Any = raw
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:

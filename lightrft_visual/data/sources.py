@@ -157,11 +157,10 @@ def _read_csv(text: str) -> tuple[list[str], list[list[str] | csv.Error]]:
     spaced = any(name.startswith(" ") for name in first[1:])
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=spaced)
     header = [name.strip() or f"unnamed_{place}" for place, name in enumerate(next(reader, []))]
-    if not "".join(header).isprintable():  # a lone surrogate stands for a byte that is not UTF-8
+    if any("\ud800" <= sign <= "\udfff" for sign in "".join(header)):  # a byte that is not UTF-8
         raise csv.Error(f"the header is not UTF-8 text: {ascii(header)[:200]}")
-    repeated = [name for name, count in Counter(header).items() if count > 1]
-    if repeated:
-        raise csv.Error(f"the header names column(s) {', '.join(repeated)} more than once")
+    if repeated := _repeated(header):
+        raise csv.Error(f"the header names column(s) {repeated} more than once")
     rows: list[list[str] | csv.Error] = []
     while True:
         try:
@@ -173,6 +172,10 @@ def _read_csv(text: str) -> tuple[list[str], list[list[str] | csv.Error]]:
             return header, rows
         if cells:
             rows.append(cells)
+
+
+def _repeated(names: list[str]) -> str:
+    return ", ".join(name for name, count in Counter(names).items() if count > 1)
 
 
 class TextSource(JsonSource):
@@ -196,10 +199,13 @@ class ParquetSource(NumberedRows):
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
             metadata = self._file.metadata
             counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            names = self._file.schema_arrow.names
         except _ARROW_ERRORS as error:
             raise DataError(f"{path}: not a parquet file: {error}") from None
         if any(count < 0 for count in counts):
             raise DataError(f"{path}: not a parquet file: its footer is damaged")
+        if repeated := _repeated(names):
+            raise DataError(f"{path}: its schema names column(s) {repeated} more than once")
         self._starts = [0, *accumulate(counts)]
         self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the least recently used first
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, PngImagePlugin
+from PIL.PngImagePlugin import PngInfo
 
 from lightrft_visual.data.media import describe_source, image_size, load_image, media_to_video_array, resolve_source
 from lightrft_visual.errors import DataError
@@ -53,6 +54,20 @@ def test_exif_orientation_is_applied_to_pixels_and_size(picture):
     data = encode(picture, exif=exif)
     assert image_size(data) == load_image(data).size == (12, 20)
     assert same(load_image(data), picture.transpose(Image.Transpose.ROTATE_270))
+
+
+XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+
+
+def test_the_size_in_the_header_is_that_of_the_pixels_in_every_format(picture):
+    exif, xmp = Image.Exif(), PngInfo()
+    exif[0x0112] = 6
+    xmp.add_itxt("XML:com.adobe.xmp", XMP)
+    turned = [encode(picture, format, exif=exif) for format in ("PNG", "JPEG", "WEBP", "TIFF")]
+    for data in (*turned, encode(picture, pnginfo=xmp), encode(picture, "JPEG", xmp=XMP.encode())):
+        assert image_size(data) == load_image(data).size == (12, 20)
+    assert image_size(encode(picture, "TIFF")) == (20, 12)
 
 
 def test_colour_modes_become_rgb(picture):

@@ -84,6 +84,7 @@ def test_earlier_turns_of_a_conversation_stay():
         ({"ground_truth": ["a", "b"]}, ["a", "b"], {}),
         ({"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}, "3",
          {"reward_model": {"ground_truth": "3", "style": "rule"}, "answer": "4"}),
+        ({"reward_model.ground_truth": "3", "answer": "4"}, "3", {"answer": "4"}),  # as tables write what was nested
         ({"other": 1}, None, {"other": 1}),
     ],
 )  # fmt: skip
@@ -133,6 +134,17 @@ def test_without_chat_template_the_string_is_kept():
         ([1], "mapping"),
         ({"prompt": None}, "column 'prompt' .input_key. is empty"),
         ({"prompt": "  "}, "prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "prompt is empty"),
+        ({"prompt": [{"role": "system", "content": " "}, {"role": "user", "content": []}]}, "prompt is empty"),
+        (
+            {
+                "prompt": [
+                    {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+                    {"role": "tool", "content": "r"},
+                ]
+            },
+            "message 0 has tool_calls, which are not read",
+        ),
         ({"prompt": 3}, "string or a list of chat messages"),
         ({"prompt": []}, "string or a list of chat messages"),
         ({"prompt": "<image>", "images": ["a", "b"]}, "1 image placeholder.* row has 2 image"),
@@ -162,6 +174,11 @@ def test_bad_rows_are_errors_that_name_file_and_row(raw, message):
 def test_a_column_named_by_the_user_must_exist(key):
     with pytest.raises(DataError, match=f"no column 'mine' .{key}"):
         parse({"prompt": "q"}, **{key: "mine"})
+
+
+def test_an_empty_raw_string_is_refused():
+    with pytest.raises(DataError, match="prompt is empty"):
+        parse({"prompt": " \n"}, apply_chat_template=False)
 
 
 def test_raw_strings_cannot_be_chat_messages():

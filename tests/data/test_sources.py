@@ -51,6 +51,17 @@ def test_a_column_without_a_name_and_one_named_twice(tmp_path):
         open_source(written(tmp_path, "a.csv", "prompt,prompt\nq,r\n"), "train")
 
 
+def test_a_parquet_column_named_twice_is_refused(tmp_path):
+    table = pyarrow.table([pyarrow.array(["q"]), pyarrow.array(["r"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet: .*column\(s\) prompt more than once"):
+        open_source(tmp_path / "a.parquet", "train")
+
+
+def test_a_table_with_tabs_is_one_column_and_still_text(tmp_path):
+    assert rows_of(written(tmp_path, "a.csv", "prompt\tanswer\nq\t1\n")) == [{"prompt\tanswer": "q\t1"}]
+
+
 def test_a_csv_header_that_is_not_utf_8_is_shown_escaped(tmp_path):
     with pytest.raises(DataError, match=r"a.csv: .*the header is not UTF-8 text: \['pr.udcff'") as caught:
         open_source(written(tmp_path, "a.csv", b"pr\xff,b\nq,1\n"), "train")
