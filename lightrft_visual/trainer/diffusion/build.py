@@ -326,7 +326,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
             f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
             f"{model.pretrain} predicts {policy.prediction}"
         )
-    if algorithm.trains_on == "reward":
+    if algorithm.trains_on == "reward" or len(policy.denoisers) > 1:
         policy.train_only(_trained_experts(config, policy))
     policy.family.follow(config)
     if model.compile:
@@ -352,13 +352,15 @@ def _keep_prompts(policy: DiffusionPolicy) -> None:
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
-    """Reward FL: the networks that serve a step with gradient and timesteps between the boundaries.
+    """The networks that serve a step with gradient and, with Reward FL, timesteps between the boundaries.
 
     Raises ConfigError where there is none, and for boundaries on a model of one network.
     """
-    s, a = config.sampling, config.algorithm
+    s, a, sampling = config.sampling, config.algorithm, rollout_sampling(config)
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
-    timesteps, _ = DiffusionSampler(rollout_sampling(config)).schedule(policy, shape)
+    timesteps, _ = DiffusionSampler(sampling).schedule(policy, shape)
+    if a.entry.trains_on != "reward":  # the last step is no stochastic one
+        return policy.family.serving(timesteps[: sampling.moving_steps - (a.entry.trains_on == "steps")])
     serving = policy.family.serving(timesteps[a.mid_timestep : a.final_timestep + 1])
     between = (a.min_timestep_boundary, a.max_timestep_boundary)
     if between == (0.0, 1.0):

@@ -54,7 +54,7 @@ class RolloutGraphs:
 
         Of several experts a window may leave one without any step, and DeepSpeed needs a gradient of each.
         """
-        if not config.rollout_graphs_serve or len(policy.trainable) > 1:
+        if not config.rollout_graphs_serve or len(policy.denoisers) > 1:
             return None
         limit = config.train.rollout_graph_gib * GIB
         return cls(list(policy.parameters()), limit, config.algorithm.timestep_fraction)

@@ -87,7 +87,8 @@ class ReplayUpdate:
             part.coupling = coupled[index]
             with context.policy.all_experts() if last or index == 0 else nullcontext():
                 outputs = self.loss.loss(context, part, total)
-            self.engine.accumulate(outputs.loss, last)
+            if outputs.loss.requires_grad:  # else the steps of an expert that is not trained
+                self.engine.accumulate(outputs.loss, last)
             add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
         return self.engine.step()
 

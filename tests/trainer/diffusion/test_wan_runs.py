@@ -47,6 +47,24 @@ def test_trainable_models_adapts_no_other_expert(folder) -> None:
     assert found["moved"] == found["adapted"] == ["transformer_2"]
 
 
+@pytest.mark.parametrize("run", ["second", "second_replayed", "second_matched"])
+def test_one_expert_trains_on_the_steps_that_it_serves(folder, run) -> None:
+    found, row = facts(folder, run), last_row(folder, run)
+    assert found["moved"] == found["adapted"] == ["transformer_2"] and found["updates"] == 1
+    assert float(row["grad_norm"]) > 0 and float(row.get("ratio_max_dev_first") or 0.0) < 1e-6
+
+
+def test_a_window_of_steps_that_the_other_expert_serves_gives_no_gradient(folder) -> None:
+    assert float(last_row(folder, "second_window")["grad_norm"]) == 0.0
+
+
+def test_an_expert_that_serves_no_trained_step_is_frozen_or_refused(folder) -> None:
+    assert facts(folder, "both_high")["moved"] == ["transformer"]  # no weight decay moves the other
+    assert facts(folder, "unserved") == (
+        "the steps with gradient are served by transformer, which trainable_models leaves out"
+    )
+
+
 def test_the_settings_of_roll_train_the_low_noise_expert_in_rounds_of_updates(folder) -> None:
     found = facts(folder, "roll")
     assert found["moved"] == found["adapted"] == ["transformer_2"]

@@ -1,6 +1,7 @@
 """Runs of tiny Wan pipelines in a process of their own: `wan_runs.py FOLDER` writes FOLDER/facts.json.
 
-Text-to-video by Flow-GRPO, and image-to-video with two experts by Reward FL on rows of a metadata.csv.
+Text-to-video by Flow-GRPO, by one of two experts too, and image-to-video with two experts by Reward FL on rows of a
+metadata.csv.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ import tiny_wan_parts
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.errors import RewardError
+from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 SIZE = "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2"
@@ -50,9 +52,10 @@ def trainer_of(folder: Path, pipeline: str, flags: str):
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
-    """The LoRA weights of both experts, those that are frozen too."""
-    named = trainer.parts.policy.named_parameters()
-    return {name: value.detach().clone() for name, value in named if "lora" in name}
+    """The LoRA weights of both experts, those that are frozen too; all weights without LoRA."""
+    policy = trainer.parts.policy
+    named, lora = policy.named_parameters(), policy.lora.rank > 0
+    return {name: value.detach().clone() for name, value in named if "lora" in name or not lora}
 
 
 def roll(folder: Path) -> str:
@@ -82,7 +85,7 @@ def train(folder: Path, pipeline: str, flags: str) -> dict[str, object]:
 
 
 def prepare(folder: Path) -> None:
-    for name in ("wan", "wan_i2v"):
+    for name in ("wan", "wan_i2v", "wan_two_experts"):
         torch.manual_seed(0)
         tiny_families.FAMILIES[name]().save_pretrained(folder / name)
     (folder / "prompts.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "a blue cross"}\n')
@@ -107,6 +110,28 @@ def reward_fl(folder: Path, detector: str = "face") -> str:
     )
 
 
+def refused(folder: Path, pipeline: str, flags: str) -> str | None:
+    try:
+        trainer_of(folder, pipeline, flags).close()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def of_one_expert(folder: Path, text: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Runs that train the second expert, which serves two of the four stochastic steps."""
+    second = f"{text} --sigmas 1,0.8,0.5,0.3,0.1 --trainable_models transformer_2"
+    runs = {
+        "second": "",
+        "second_replayed": "--rollout_graph_gib 0 --micro_train_batch_size 1 --beta 0.1",
+        "second_matched": "--diffusion_algorithm diffusion_nft --micro_train_batch_size 1",
+        "second_window": "--sde_window_size 1 --sde_window_move slide",  # at a step of the other expert
+        "both_high": "--sigmas 1,0.9,0.8,0.1 --trainable_models transformer,transformer_2 --l2 0.5 --lora_rank 0",
+    }
+    for name, flags in runs.items():
+        yield name, train(folder, "wan_two_experts", f"{second} {flags} --output_dir {folder}/out_{name}")
+
+
 def main(folder: Path) -> None:
     prepare(folder)
     text = f"--prompt_data {folder}/prompts.jsonl --eval_data {folder}/prompts.jsonl --eval_split train --num_steps 3"
@@ -124,6 +149,10 @@ def main(folder: Path) -> None:
             folder, "wan_i2v", f"{first.replace('--components.pixel 1.0', '')} {roll(folder)} {out}_roll"
         ),
     }  # fmt: skip
+    scored = f"{text.replace('--num_steps 3', '')} --components.pixel 1.0"
+    facts |= of_one_expert(folder, scored)
+    unserved = f"{scored} --sigmas 1,0.9,0.8,0.1 --trainable_models transformer_2 --output_dir {folder}/out"
+    facts["unserved"] = refused(folder, "wan_two_experts", unserved)
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
