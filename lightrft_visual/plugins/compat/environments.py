@@ -207,7 +207,7 @@ class OpenEnvClient(Environment):
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self._action = action_class(client)
+        self._action = action_class(getattr(client, "async_client", client))  # of `client.sync()`
         self._fields = _fields(self._action)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -231,8 +231,9 @@ class OpenEnvClient(Environment):
         return None if done else content_of(result.observation), float(result.reward or 0.0), done, {}
 
     def _made(self, action: Action) -> Any:
-        if action.tool_calls:
-            call = action.tool_calls[0]
+        if len(action.tool_calls) > 1:
+            raise ValueError(f"one call of act in a turn, not {len(action.tool_calls)}; nothing was done")
+        for call in action.tool_calls:
             if call.error is not None or call.name != "act":
                 raise ValueError(call.error or f"there is no tool {call.name!r}; there is: act")
             return self._action(**call.arguments)
@@ -242,8 +243,8 @@ class OpenEnvClient(Environment):
 
     def close(self) -> None:
         """Close the connection."""
-        if hasattr(self.client, "close") and not inspect.iscoroutinefunction(self.client.close):
-            self.client.close()
+        if hasattr(self.client, "close"):
+            awaited_value(self.client.close())
 
 
 def action_class(client: Any) -> type:

@@ -150,6 +150,9 @@ class MoveEnv(EnvClient):
     async def reset(self):
         return Result({"x": 0, "y": 0})
 
+    async def close(self):
+        self.closed = True
+
     async def step(self, action: Move):
         return Result({"x": action.x, "y": action.y}, 0.5, False)
 
@@ -160,6 +163,21 @@ def make():
 
 def make_async():
     return MoveEnv("http://localhost:8000")
+
+
+class SyncEnvClient(Generic[A, O]):
+    def __init__(self, async_client):
+        self.async_client = async_client
+
+    def reset(self):
+        return Result({"x": 0, "y": 0})
+
+    def step(self, action: A):
+        return Result({"x": action.x, "y": action.y}, 0.5, False)
+
+
+def make_sync():
+    return SyncEnvClient(make_async())
 
 
 class Nameless(EnvClient):
@@ -257,9 +275,20 @@ def test_openenv_client_that_is_asynchronous_and_has_several_fields(folder):
     environment = made(folder, "of_openenv.py:make_async")
     assert environment.reset(ROW) == '{"x": 0, "y": 0}'
     assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
-    for action in (Action("left"), called("move", x=1), called("act", x=1), Action("", [], [ToolCall("", {}, "bad")])):
+    twice = Action("", [], called("act", x=1, y=2).tool_calls * 2)
+    wrong = (Action("left"), called("move", x=1), called("act", x=1), Action("", [], [ToolCall("", {}, "bad")]), twice)
+    for action in wrong:
         observation, reward, done, info = environment.step(action)
         assert observation.startswith("error: ") and (reward, done, info) == (0.0, False, {"tool_errors": 1})
+    assert "one call of act in a turn, not 2" in observation
+    environment.close()
+    assert environment.client.closed
+
+
+def test_openenv_client_of_which_a_synchronous_one_was_asked_has_its_action(folder):
+    environment = made(folder, "of_openenv.py:make_sync")
+    assert environment.schemas()[0]["function"]["parameters"]["required"] == ["x", "y"]
+    assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
 
 
 def test_openenv_client_whose_action_is_unknown_is_refused(folder):
