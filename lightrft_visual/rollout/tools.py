@@ -20,6 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -33,7 +34,7 @@ from .environments import Action, Environment, ToolCall, awaited_value
 
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*\Z", re.DOTALL)
-XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+XML_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
 TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
 SHOWN = 80  # characters of a malformed call in its error
@@ -109,16 +110,21 @@ def tool_call_format(template: str | None) -> str:
     return "auto"
 
 
-def parse_tool_calls(text: str, form: str = "auto") -> list[ToolCall]:
+def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
     """The calls in a response, in their order; those that cannot be read have an `error`.
 
-    form: see the module's text; auto takes the form whose marks the response has.
+    Args:
+        text: of the response.
+        form: see the module's text; auto takes the form whose marks the response has.
+        tools: their schemas, which say what is a text where the form writes texts without quotes.
     """
     for end in TURN_ENDS:
         text = text.removesuffix(end)
     if form == "auto":
         form = "hermes" if "<tool_call>" in text else "llama" if PYTHON_TAG in text else "json"
-    return list(_FORMS[form].parse(text))[:MOST_CALLS]
+    calls, told = list(_FORMS[form].parse(text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
+    hints = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in told}
+    return [replace(call, arguments=_values(call.arguments, hints.get(call.name, {}))) for call in calls]
 
 
 def render_tool_call(call: ToolCall, form: str = "hermes") -> str:
@@ -174,15 +180,31 @@ def _xml_call(text: str) -> ToolCall:
     found = XML_FUNCTION.match(text)
     if found is None or not found[1].strip():
         return _malformed(text, "<function=NAME> ... </function> is not complete")
-    return ToolCall(found[1].strip(), {m[1].strip(): _value(m[2]) for m in XML_PARAMETER.finditer(found[2])}, None)
+    if XML_PARAMETER.sub("", found[2]).strip():
+        return _malformed(text, "<parameter=NAME> ... </parameter> is not complete")
+    return ToolCall(found[1].strip(), {m[1].strip(): _Written(m[2]) for m in XML_PARAMETER.finditer(found[2])}, None)
 
 
-def _value(text: str) -> Any:
-    """A parameter's value: JSON where it is, else the text."""
+class _Written(str):
+    """A parameter as it stands in the form that writes texts without quotes."""
+
+
+def _values(arguments: dict[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """With the values of what is `_Written`."""
+    return {
+        name: _value(str(value), hints.get(name) or {}) if isinstance(value, _Written) else value
+        for name, value in arguments.items()
+    }
+
+
+def _value(text: str, hint: Mapping[str, Any]) -> Any:
+    """A parameter's value: JSON where it is, else the text; by its schema 12 may be a text too."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    is_text = hint.get("type") == "string" and not (value is None and hint.get("nullable"))
+    return text if is_text and not isinstance(value, str) else value
 
 
 def _parse_llama(text: str) -> Iterator[ToolCall]:

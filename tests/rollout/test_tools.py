@@ -174,6 +174,38 @@ def test_several_calls_keep_their_order(form):
     assert parse_tool_calls(text, form) == calls
 
 
+def find(text: str, kind: str | None = None, most: int = 1) -> str:
+    """Find it.
+
+    Args:
+        text: what to look for
+        kind: of what
+        most: how many
+    """
+    return f"{text!r} {kind!r} {most!r}"
+
+
+def xml(**written: str) -> str:
+    told = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
+    return f"<tool_call>\n<function=find>\n{told}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ({"text": "2024", "kind": "true", "most": "3"}, "'2024' 'true' 3"),
+        ({"text": '{"a": 1}', "kind": "null"}, "'{\"a\": 1}' None 1"),
+        ({"text": '"quoted"', "kind": "null"}, "'quoted' None 1"),
+        ({"text": "null"}, "'null' None 1"),
+    ],
+)
+def test_text_without_quotes_is_a_text_where_the_schema_says_so(written, answer):
+    environment = ToolEnvironment([find])
+    calls = parse_tool_calls(xml(**written), "qwen_xml", environment.schemas())
+    messages, *_ = environment.step(asked(*calls))
+    assert messages[0]["content"] == answer
+
+
 def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
     one, two = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "parameters": {}}'
     expected = [ToolCall("a", {"x": 1}, None), ToolCall("b", {}, None)]
@@ -202,7 +234,9 @@ def test_json_in_a_fence_or_beside_other_objects_is_found():
         '<tool_call>{"name": "zoom", "arguments": [1]}</tool_call>', "<tool_call>[]</tool_call>",
         '<tool_call>{"name": "zoom", "arguments": "no"}</tool_call>', '<tool_call>{"name": "zoom"', "<|python_tag|>",
         "<|python_tag|>zoom(", "<|python_tag|>zoom(1)", "<|python_tag|>x = 1", '{"name": "zoom", "arguments": {',
-        "<tool_call><function=zoom></tool_call>", "<tool_call><function=></function></tool_call>",
+        "<tool_call><function=zoom></tool_call>",
+        "<tool_call><function=zoom><parameter=x>1</function></tool_call>",
+        "<tool_call><function=></function></tool_call>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>", "<|python_tag|>f(" + "(" * 10_000,
     ],
 )  # fmt: skip

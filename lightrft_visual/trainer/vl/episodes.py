@@ -100,7 +100,8 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
         episodes.max_environments,
     )
     template = (checkpoint.processor or checkpoint.tokenizer).chat_template
-    parse = partial(parse_tool_calls, form=tool_call_format(str(template))) if checkpoint.tools else None
+    form, tools = tool_call_format(str(template)), checkpoint.tools
+    parse = partial(parse_tool_calls, form=form, tools=tools) if tools else None
 
     def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:
         renderer = _renderer(config, checkpoint, data)
