@@ -489,10 +489,11 @@ def _drawn(experience: Any) -> T:
 
 def _flat_rewards(rewards: T | Sequence[T], sizes: list[int]) -> T:
     """(N) float32; sizes checked against the micro-batches, so that no reward lands on another sample."""
-    if not isinstance(rewards, T) and all(isinstance(reward, (int, float)) for reward in rewards):
-        rewards = torch.tensor(rewards, dtype=torch.float32)
     if not isinstance(rewards, T):
-        got = [part.shape[0] for part in rewards]
+        rewards = [torch.as_tensor(reward, dtype=torch.float32) for reward in rewards]
+        rewards = torch.stack(rewards) if rewards and all(reward.dim() == 0 for reward in rewards) else rewards
+    if not isinstance(rewards, T):
+        got = [len(part) for part in rewards if part.dim() == 1]
         if got != sizes:
             raise ValueError(f"rewards of {got} samples do not belong to micro-batches of {sizes}")
         rewards = torch.cat(list(rewards)) if len(rewards) else torch.zeros(0)

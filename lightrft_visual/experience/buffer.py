@@ -351,7 +351,8 @@ class NaiveReplayBuffer:
         normal = (values - mean) * max(squares / count, _MIN_VARIANCE) ** -0.5
         for item, part in zip(held, normal.split([_numbers(item, attribute).numel() for item in held])):
             like = _numbers(item, attribute)
-            setattr(item, attribute, part.reshape(like.shape).to(like.dtype, copy=True))
+            dtype = like.dtype if like.is_floating_point() else torch.float32
+            setattr(item, attribute, part.reshape(like.shape).to(dtype, copy=True))
 
     @staticmethod
     def _sum(tensor: T, strategy: SumsOverRanks | None) -> T:

@@ -360,10 +360,13 @@ def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:
     number_names = [name for name, spec in specs.items() if spec.kind is Kind.NUMBERS]
     lengths, actions = [], []
     for index, item in enumerate(items):
-        if item.sequences is None or item.sequences.dim() != 1:
+        if not isinstance(item.sequences, T) or item.sequences.dim() != 1:
             raise DataError(f"sample {index}: sequences must be a tensor (S)")
         lengths.append(len(item.sequences))
         named = {name: getattr(item, name) for name in action_names}
+        for name, value in {**named, **{name: getattr(item, name) for name in number_names}}.items():
+            if value is not None and (not isinstance(value, T) or value.dim() == 0):
+                raise DataError(f"sample {index}: {name} must be a tensor with one number an action")
         sizes = {name: len(value) for name, value in named.items() if value is not None}
         if len(set(sizes.values())) > 1:
             raise DataError(f"sample {index}: per-action fields of different lengths: {sizes}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -162,7 +162,9 @@ class PromptBatch:
         captions: list[str | None] | None = None,
         messages: list[list[dict[str, Any]] | None] | None = None,
     ) -> PromptBatch:
-        """A batch from plain lists; None stands for nothing of the kind. Raises DataError for unequal lengths."""
+        """A batch from plain lists; None stands for nothing of the kind. Raises DataError for unequal lengths, and as
+        `check_texts`."""
+        check_texts(prompts)
         count = len(prompts)
         columns = {"images": images, "videos": videos, "references": references, "labels": labels, "metadata": metadata}
         columns["captions"] = captions
@@ -180,6 +182,12 @@ class PromptBatch:
             torch.arange(count) if ids is None else ids,
             list(messages or ()),
         )
+
+
+def check_texts(prompts: Sequence[Any]) -> None:
+    """Raise DataError for one text alone, of which each letter would be a prompt, and for a prompt that is no text."""
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise DataError("prompts are given as a list of texts, one for each prompt")
 
 
 def _as_list(cell: Any) -> list:

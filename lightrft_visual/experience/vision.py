@@ -278,6 +278,9 @@ def check_alike(samples: Sequence[Sample]) -> None:
 
 def _check_lengths(sample: Named, name: str, index: int) -> None:
     value, grids = sample[name], sample.get(PATCHES.get(name, ""))
+    for each in (name, PATCHES.get(name, "")):
+        if not isinstance(sample.get(each), torch.Tensor | None):
+            raise DataError(f"sample {index}: {shown(each)} is a {type(sample[each]).__name__}, not a tensor")
     if name in GRIDS and (value.dim() != 2 or value.shape[1] != 3):
         raise DataError(f"sample {index}: {shown(name)} must be (n, 3), not {tuple(value.shape)}")
     if grids is not None and grids.dim() == 2 and len(value) != int(grids.prod(-1).sum()):

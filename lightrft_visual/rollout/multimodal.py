@@ -17,7 +17,7 @@ from ..data.media import MAX_IMAGE_PIXELS, Video, describe_source, load_image
 from ..data.rows import as_source_list
 from ..data.video import load_video
 from ..errors import ConfigError, DataError
-from ..experience.rollouts import PromptBatch, PromptFeatures
+from ..experience.rollouts import PromptBatch, PromptFeatures, check_texts
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
 from ..runtime.host_memory import give_back_freed_memory
@@ -84,6 +84,9 @@ class MultimodalDataProcessor:
         Raises DataError naming the prompt's index for media that do not match the placeholders or images_num, for
         unreadable media, and for a prompt above prompt_max_len.
         """
+        check_texts(all_prompts)
+        if n_samples_per_prompt < 1:
+            raise DataError(f"n_samples_per_prompt is {n_samples_per_prompt}, it must be at least 1")
         count = len(all_prompts)
         references = _per_prompt(all_references, count, "all_references")
         images = self._load(_per_prompt(all_images, count, "all_images"), images_num, "image")
@@ -250,6 +253,8 @@ class MultimodalDataProcessor:
 
     def _check_lengths(self, token_ids: list[list[int]]) -> None:
         for index, ids in enumerate(token_ids):
+            if not len(ids):
+                raise DataError(f"prompt {index} is empty")
             if len(ids) > self.prompt_max_len:
                 raise DataError(
                     f"prompt {index} has {len(ids)} tokens with its images expanded, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -229,7 +230,9 @@ class TestShaping:
         assert final_rewards("dr_grpo", [], []) == []
         config = AlgorithmConfig(reward_running_norm=True)
         assert get_advantage_calculator("reinforce", config).preprocess_rewards([], [], 16) == ([], [])
-        assert final_rewards("dr_grpo", [1.0, 0.0], [experience([1, 1])])[0].tolist() == [0.5, -0.5]
+        ones, scalars = np.array([1.0, 0.0]), [torch.tensor(1), torch.tensor(0)]
+        for rewards in ([1.0, 0.0], [1, 0], ones, [ones], [[1, 0]], scalars, [torch.tensor([1, 0]).bfloat16()]):
+            assert final_rewards("dr_grpo", rewards, [experience([1, 1])])[0].tolist() == [0.5, -0.5]
 
     def test_wrong_sizes_and_values(self):
         with pytest.raises(ValueError, match="do not belong"):

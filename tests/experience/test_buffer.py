@@ -202,6 +202,12 @@ def test_numbers_have_mean_0_and_deviation_1(items, expected):
     assert found[~found.isnan()].tolist() == pytest.approx(expected)
 
 
+def test_whole_numbers_are_normalised_to_fractions():
+    buffer = filled([text_item(5, 3, advantages=torch.tensor([1, 2, 3]))])
+    buffer.normalize("advantages")
+    assert advantages(buffer) == [pytest.approx([-1.2247449, 0, 1.2247449])]
+
+
 def test_a_strategy_sums_over_its_ranks():
     class TwoEqualRanks:
         def all_reduce(self, data, op):

@@ -216,6 +216,25 @@ def test_processors_with_inputs_that_are_not_carried_are_refused(tokenizer, monk
         data.process_multimodal_batch([turn(IMAGE)], [picture(0)])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"all_prompts": "hi"}, "prompts are given as a list of texts"),
+        ({"all_prompts": ["hi", None]}, "prompts are given as a list of texts"),
+        ({"all_prompts": ["hi", ""]}, "prompt 1 is empty"),
+        ({"all_prompts": ["hi"], "n_samples_per_prompt": 0}, "n_samples_per_prompt is 0, it must be at least 1"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused(tokenizer, arguments, message):
+    with pytest.raises(DataError, match=message):
+        MultimodalDataProcessor(tokenizer, None, 64).process_multimodal_batch(**arguments)
+
+
+def test_a_batch_of_one_text_is_refused_as_each_letter_would_be_a_prompt():
+    with pytest.raises(DataError, match="prompts are given as a list of texts"):
+        PromptBatch.of("hi")
+
+
 def test_no_prompts_give_empty_columns(data):
     made = data.process_multimodal_batch([], [], [], None, 2, None, None)
     assert KEYS <= set(made) and all(column == [] for column in made.values())
