@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
+from .config import registry
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, nearest
+from .runtime.checkpoint.manifest import read_manifest
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
@@ -76,7 +78,6 @@ class Checkpoint:
         import torch
         from diffusers import DiffusionPipeline
 
-        from .config import registry
         from .models.diffusion.families.base import join_lora
 
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -110,6 +111,8 @@ def _configured(
             tree = dict(checkpoint.run)
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
+            named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
+            own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
             tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
@@ -143,10 +146,12 @@ DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1
 @contextmanager
 def _on_disk(model: Any) -> Iterator[str | os.PathLike[str]]:
     """A folder or a name; a loaded model or pipeline, alone or with its processor, lies in a folder inside."""
-    loaded, processor = model if isinstance(model, tuple) else (model, None)
-    if not hasattr(loaded, "save_pretrained"):
-        yield model
+    loaded, processor = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if isinstance(loaded, str | os.PathLike):
+        yield loaded
         return
+    if not hasattr(loaded, "save_pretrained"):
+        raise ConfigError(f"model is a {type(loaded).__name__}: give a hub name, a folder, or what is loaded of one")
     with saved(loaded, processor) as folder:
         yield folder
 
@@ -220,6 +225,8 @@ def sample(
 def _asked(prompts: Any, images: Any) -> list[Any]:
     """Prompts with their images, as rows. One text, row or conversation alone may come with its images alone."""
     alone = isinstance(prompts, str | Mapping)
+    if not hasattr(prompts, "__iter__"):
+        raise ConfigError(f"prompts is a {type(prompts).__name__}: give a text, a row, or a list of them")
     listed = [prompts] if alone else list(prompts)
     if listed and isinstance(listed[0], Mapping) and "role" in listed[0]:
         alone, listed = True, [listed]

@@ -320,6 +320,18 @@ def test_number_of_samples_that_is_none_is_refused(n):
         inference.sample("nowhere", ["a"], n=n)
 
 
+@pytest.mark.parametrize("model", [None, 3, ("embedded", None, None)])
+def test_what_is_no_model_is_refused_in_a_sentence(model):
+    for asked in (inference.evaluate, inference.sample):
+        with pytest.raises(ConfigError, match="model is a (NoneType|int|tuple): give a hub name"):
+            asked(model, ["a"])
+
+
+def test_prompts_that_are_none_are_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="prompts is a NoneType: give a text"):
+        inference.sample("nowhere", None)
+
+
 def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():
     from lightrft_visual import launch
 

@@ -113,7 +113,11 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
         build_first(SHARED_MEMORY)
     if alone:
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            begin = partial(dist.init_process_group, backend, rank=0, world_size=1, timeout=timeout)
+            begin(store=dist.HashStore())
+            if deepspeed.comm.is_initialized():  # an earlier run's engine ended its group: let DeepSpeed forget that
+                deepspeed.comm.destroy_process_group()
+                begin(store=dist.HashStore())
         with vendor_patches.without_shared_memory() if on_host else nullcontext():
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
         return
