@@ -284,10 +284,10 @@ ON_THE_CARD = (
     CardRun("GRPO 3B, all weights, micro-batches of 128", "vl",
             f"{VL} --lora_rank 0 --gradient_checkpointing attention {H200_VL} --micro_train_batch_size 128 "
             "--micro_rollout_batch_size 128",
-            {"generate": 2.49, "score": 1.55, "train": 2.95, "sync": 0.49, "peak": 123.3}, card="h200-141gb"),
+            {"generate": 2.49, "score": 1.55, "train": 2.95, "sync": 0.49}, card="h200-141gb"),
     CardRun("GRPO 3B, LoRA, micro-batches of 32", "vl",
             f"{VL} {H200_VL} --micro_train_batch_size 32 --micro_rollout_batch_size 32",
-            {"generate": 1.71, "score": 1.94, "train": 3.14, "sync": 0.51, "peak": 48.1}, card="h200-141gb"),
+            {"generate": 1.71, "score": 1.94, "train": 3.14, "sync": 0.51}, card="h200-141gb"),
     CardRun("Flow-GRPO SD3.5 medium, nothing again, micro-batches of 16, 2 steps a forward", "sd3",
             f"{DRAWN} {WHOLE} --gradient_checkpointing none --micro_train_batch_size 16 --steps_per_forward 2",
             {"generate": 1.48, "train": 2.31, "peak": 53.3}, card="h200-141gb"),

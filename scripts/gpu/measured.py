@@ -1,4 +1,4 @@
-"""measured.py OUTPUT.json SCRIPT [ARGUMENTS...]: runs a script and writes the accelerator's peak memory, the time, what
+"""measured.py OUTPUT.json SCRIPT [ARGUMENTS...]: runs a script and writes the card's peak memory, the time, what
 the run's own plan said about memory, and how much its updates compute (null where there was no plan).
 
 GPU_CHECK_PROFILE=N: the N-th train phase is profiled: seconds in which the device worked, null without one."""
@@ -10,11 +10,14 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -92,18 +95,45 @@ def profile_update(number: int) -> dict[str, float | None]:
     return found
 
 
+class MostTaken(threading.Thread):
+    """The most bytes of this rank's card that were taken, by whatever; without a card, by this process.
+
+    PyTorch's own peak counts what a sleeping engine has given back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes, self.over = 0, threading.Event()
+
+    def run(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator, rank = get_accelerator(), int(os.environ.get("LOCAL_RANK", "0"))
+        if accelerator.device_name() == "cpu":
+            return
+        total, started = accelerator.total_memory(rank), getattr(torch, accelerator.device_name()).is_initialized
+        while not self.over.wait(0.02):
+            if started():  # asking would start the device before the run has chosen it
+                self.bytes = max(self.bytes, total - accelerator.available_memory(rank))
+
+    def peak(self) -> int:
+        from deepspeed.accelerator import get_accelerator
+
+        self.over.set()
+        return self.bytes or get_accelerator().max_memory_allocated()
+
+
 if __name__ == "__main__":
     output, script = Path(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     plans, began = noted_plans(), time.monotonic()
-    profiled = profile_update(int(os.environ.get("GPU_CHECK_PROFILE", "0")))
+    profiled, taken = profile_update(int(os.environ.get("GPU_CHECK_PROFILE", "0"))), MostTaken()
+    taken.start()
     runpy.run_path(script, run_name="__main__")
-    from deepspeed.accelerator import get_accelerator
-
     first, again, config = plans[-1] if plans else (None, None, None)
     plan = first and again()  # of the sizes that the run has chosen
     result = profiled | {
-        "peak_bytes": get_accelerator().max_memory_allocated(),
+        "peak_bytes": taken.peak(),
         "seconds": time.monotonic() - began,
         "planned_bytes": None if plan is None else plan.peak(),
         "planned_phase": None if plan is None else plan.fullest().name,

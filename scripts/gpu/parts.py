@@ -102,7 +102,7 @@ class Run:
 
     @property
     def peak(self) -> str:
-        """Of torch's allocator, and what the run's plan expected in its fullest phase."""
+        """Of the card, and what the run's plan expected in its fullest phase."""
         peak, planned = (self.measured[name] for name in ("peak_bytes", "planned_bytes"))
         told = f"{peak / 2**30:.1f} GiB"
         if planned is None:
@@ -248,7 +248,7 @@ def grpo_lora(folder: Path, size: str) -> Rows:
 
 def _told(run: Run, name: str = "") -> Rows:
     yield f"{name}phases, medians", run.phases()
-    yield f"{name}peak memory of torch, and of the plan", run.peak
+    yield f"{name}peak memory, and the plan's", run.peak
 
 
 def _speed(run: Run) -> Rows:
@@ -310,7 +310,7 @@ def sleep(folder: Path, size: str) -> Rows:
     for name, extra in (("asleep", "true"), ("awake", "false")):
         flags = f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} --enable_engine_sleep {extra}"
         run = seeing(folder, size, f"engine_{name}", flags, 2, 4)
-        yield f"engine {name}: peak memory of torch, and of the plan", run.peak
+        yield f"engine {name}: peak memory, and the plan's", run.peak
         yield f"engine {name}: sync phase", f"{run.median('time_sync'):.2f} s"
 
 
@@ -365,7 +365,7 @@ def reward_fl(folder: Path, size: str) -> Rows:
     )
     run = Run("train_reward_fl.py", folder / "reward_fl", flags)
     yield "seconds a step", f"{run.median('time_step'):.2f}"
-    yield "peak memory of torch, and of the plan", run.peak
+    yield "peak memory, and the plan's", run.peak
     yield from _work(run)
 
 

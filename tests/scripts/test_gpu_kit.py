@@ -74,6 +74,33 @@ def test_a_card_is_busy_where_any_kernel_runs_and_not_in_ranges_that_are_named()
     assert measured.busy_seconds(others) == 0.0
 
 
+def test_the_peak_is_of_the_card_once_it_is_started_and_of_the_process_without_one(monkeypatch):
+    """PyTorch's own counts what a sleeping engine has given back: on an H200 123 GiB where 88 were taken."""
+    import deepspeed.accelerator
+
+    asked, free = [], iter((70, 20, 50))
+
+    def available(rank: int) -> int:
+        asked.append(rank)
+        left = next(free, None)
+        if left is None:
+            taken.over.set()
+        return left or 90
+
+    started = iter((False, False))  # before the run has chosen its device nobody asks
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: next(started, True))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    card = SimpleNamespace(device_name=lambda: "cuda", total_memory=lambda rank: 100, available_memory=available)
+    host = SimpleNamespace(device_name=lambda: "cpu", max_memory_allocated=lambda: 7)
+    for device, peak in ((card, 80), (host, 7)):
+        monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda device=device: device)
+        taken = measured.MostTaken()
+        taken.start()
+        taken.join(30)
+        assert not taken.is_alive() and taken.peak() == peak
+    assert asked == [3] * 4
+
+
 def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     monkeypatch.setattr(parts, "host", lambda: {"device": "NVIDIA H100 80GB HBM3, 79 GiB"})
     run = object.__new__(parts.Run)

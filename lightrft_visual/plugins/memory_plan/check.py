@@ -126,9 +126,7 @@ def planner_of(
 C = TypeVar("C")
 Size = tuple[str, str]  # section and name of a setting
 LIGHTER = (NONE, ATTENTION)  # checkpointing that runs less again than the full one, the one that holds most first
-# Of the memory that the plan may fill. All weights of a 3B model held 123 GiB on an H200 where the plan says 96, other
-# runs less than it says; on the host others want some too.
-FILLED, FILLED_HOST = 0.7, 0.5
+FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
 
 
 def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> dict[Size, int]:

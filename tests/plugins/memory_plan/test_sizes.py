@@ -30,7 +30,7 @@ def needed(plan, name: str) -> float:
     return next(phase for phase in plan.phases if phase.name == name).total("device")
 
 
-def test_the_largest_that_leaves_three_tenths_of_the_card_free() -> None:
+def test_the_largest_that_leaves_a_tenth_of_the_card_free() -> None:
     config = parse_run(RunConfig, THREE).config
     found = sizes.chosen_sizes(config, CARD, 8, 8)
     assert list(found) == [ROLLOUT, TRAIN] and found[ROLLOUT] > 1 and 1 < found[TRAIN] < 128
@@ -38,7 +38,7 @@ def test_the_largest_that_leaves_three_tenths_of_the_card_free() -> None:
     config.rollout.micro_rollout_batch_size = found[ROLLOUT]
     for size, fits in ((found[TRAIN], True), (2 * found[TRAIN], False)):
         config.train.micro_train_batch_size = size
-        assert (needed(plan_of(config, CARD, 8, 8), "train") <= 0.7 * CARD.memory) is fits
+        assert (needed(plan_of(config, CARD, 8, 8), "train") <= 0.9 * CARD.memory) is fits
 
 
 def test_a_small_card_keeps_what_is_given_and_a_large_one_takes_the_whole_step() -> None:
