@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ..runtime.usercode.calls import describe_error, masked
-from .environments import Action, EnvironmentFactory, EnvironmentFailure, HeldEnvironment, Observation, StepResult
+from .environments import Action, EnvironmentFactory, EnvironmentFailure, HeldEnvironment, Loop, Observation, StepResult
 
 R = TypeVar("R")
 AT_ONCE = 64  # calls that run beside each other; those that overran their time are not counted
+LOOPS = 32  # of coroutines: one that blocks holds up every 32nd episode; each takes a thread and three open files
 
 
 class ThreadHost:
@@ -26,12 +27,13 @@ class ThreadHost:
         self.make, self.seconds = make, seconds
         self._environments: dict[int, HeldEnvironment] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
+        self._loops = [Loop() for _ in range(LOOPS)]
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         """See `EnvironmentHost`."""
 
         def begin() -> Observation | None:
-            self._environments[episode] = held = HeldEnvironment(self.make)
+            self._environments[episode] = held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
             return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
 
         return self._call("reset", begin)
@@ -43,13 +45,17 @@ class ThreadHost:
 
     def end(self, episode: int) -> None:
         """See `EnvironmentHost`."""
-        if (held := self._environments.pop(episode, None)) is not None:
-            self._call("close", held.close)
+        self._end(episode)
+
+    def _end(self, episode: int) -> Future[None] | None:
+        held = self._environments.pop(episode, None)
+        return None if held is None else self._call("close", held.close)
 
     def close(self) -> None:
         """See `EnvironmentHost`."""
-        for episode in list(self._environments):
-            self.end(episode)
+        wait(filter(None, [self._end(episode) for episode in list(self._environments)]), self.seconds)
+        for loop in self._loops:
+            loop.close()
 
     def _call(self, what: str, function: Callable[[], R]) -> Future[R]:
         """The function in a thread, with its time limit; the time begins when there is room for it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -210,24 +211,41 @@ class StepResult(NamedTuple):
 EnvironmentFactory = Callable[[], Environment]
 
 
-_loops: ContextVar[list[BackgroundLoop] | None] = ContextVar("_loops", default=None)  # none or one, of the episode
+class Loop:
+    """Where coroutines of some episodes run: a loop that is started by the first of them."""
+
+    def __init__(self) -> None:
+        self._running: BackgroundLoop | None = None
+        self._lock = threading.Lock()
+
+    def running(self) -> BackgroundLoop:
+        """The loop itself."""
+        with self._lock:
+            if self._running is None:
+                self._running = BackgroundLoop("environment-loop")
+            return self._running
+
+    def close(self) -> None:
+        """End it."""
+        if self._running is not None:
+            self._running.close()
+
+
+_loop: ContextVar[Loop | None] = ContextVar("_loop", default=None)  # of the episode
 
 
 def awaited_value(value: Any) -> Any:
     """The result of a coroutine, with what it raises; any other value as it is.
 
-    An episode's coroutines run on a loop of its own, so that one that blocks holds up no other episode. Asked for by a
-    coroutine, they run on one more, as that loop waits for the answer.
+    An episode's coroutines run on its `Loop`. Asked for by a coroutine, they run on one more: that loop waits for them.
     """
     if not inspect.isawaitable(value):
         return value
     if _in_coroutine():
         with contextlib.closing(BackgroundLoop("environment-loop")) as nested:
             return awaited([value], nested)[0]
-    loops = _loops.get()
-    if loops is not None and not loops:
-        loops.append(BackgroundLoop("environment-loop"))
-    return awaited([value], loops[0] if loops else None)[0]
+    loop = _loop.get()
+    return awaited([value], loop and loop.running())[0]
 
 
 def _in_coroutine() -> bool:
@@ -242,8 +260,8 @@ class HeldEnvironment:
     """The environment of one episode, whichever methods it lacks and whichever are coroutines; what it gives back is
     checked."""
 
-    def __init__(self, make: EnvironmentFactory) -> None:
-        self._loops: list[BackgroundLoop] = []
+    def __init__(self, make: EnvironmentFactory, loop: Loop | None = None) -> None:
+        self._loop = loop  # None: that of all coroutines of users
         self._environment: Any = self._result(make)  # a user's, of whichever class
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
@@ -257,19 +275,15 @@ class HeldEnvironment:
 
     def close(self) -> None:
         """The episode is over."""
-        try:
-            if hasattr(self._environment, "close"):
-                self._result(self._environment.close)
-        finally:
-            for loop in self._loops:
-                loop.close()
+        if hasattr(self._environment, "close"):
+            self._result(self._environment.close)
 
     def _result(self, function: Callable[..., Any], *given: Any) -> Any:
-        token = _loops.set(self._loops)
+        token = _loop.set(self._loop)
         try:
             return awaited_value(function(*given))
         finally:
-            _loops.reset(token)
+            _loop.reset(token)
 
 
 class EnvironmentHost(Protocol):

@@ -13,7 +13,7 @@ from waiting import polls
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.given import give
-from lightrft_visual.rollout.environment_threads import ThreadHost
+from lightrft_visual.rollout.environment_threads import LOOPS, ThreadHost
 from lightrft_visual.rollout.environments import (
     Action,
     EnvironmentFailure,
@@ -154,6 +154,24 @@ def test_coroutine_that_blocks_or_waits_for_another_holds_up_no_other_episode():
     tools = ThreadHost(lambda: CallsTools([double, fails]), 5.0)
     assert answer_of(tools, 0, ToolCall("double", {"number": 4})) == "8"
     assert answer_of(tools, 1, ToolCall("fails")) == "error: fails raised RuntimeError: not now"
+
+
+def test_many_episodes_with_coroutines_share_few_loops_which_end_with_their_host():
+    """Each loop takes a thread and three open files; 2,048 of them would be more than a process may open."""
+
+    class Waits:
+        async def step(self, action):
+            return threading.current_thread().name, 0.0, False, {}
+
+    def loops() -> int:
+        return sum(thread.name == "environment-loop" for thread in threading.enumerate())
+
+    before, host = loops(), ThreadHost(Waits, 20.0)
+    for episode in range(200):
+        assert answer_of(host, episode) == "environment-loop"
+    assert loops() - before == LOOPS
+    host.close()
+    assert loops() == before
 
 
 def test_what_an_environment_does_to_its_row_reaches_no_other_episode():
