@@ -118,7 +118,7 @@ class _Trainer:
     ) -> None:
         if isinstance(model, tuple) and len(model) == 2:
             model, processing_class = model
-        check_kinds(model, callbacks, config)
+        check_kinds(model, callbacks, config, processing_class)
         self.callbacks = list(callbacks)
         self._result: Result | None = None
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
@@ -142,7 +142,7 @@ class _Trainer:
         given: dict[str, Any] = {}
         if model is not None:
             given["pretrain"] = give("model", model) if self._loaded else str(model)
-        if reward_funcs is not None:
+        if reward_funcs is not None or reward_weights is not None:
             given |= self._rewards(reward_funcs, reward_weights)
         if train_dataset is not None:
             given |= self._training_data(train_dataset, settings.get("prompt_split", "train"))

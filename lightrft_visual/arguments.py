@@ -27,7 +27,7 @@ from .runtime.hub import FILES, is_hub_name, load_data_set
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
 
-def check_kinds(model: Any, callbacks: Any, config: Any) -> None:
+def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None:
     """Raise ConfigError for an argument of a trainer that is none."""
     named = model is None or isinstance(model, str | os.PathLike) or hasattr(model, "save_pretrained")
     for name, value, fits, what in (
@@ -37,6 +37,8 @@ def check_kinds(model: Any, callbacks: Any, config: Any) -> None:
     ):
         if not fits:
             raise ConfigError(f"{name} is a {type(value).__name__}: give {what}")
+    if processor is not None and not hasattr(model, "save_pretrained"):
+        raise ConfigError("processing_class belongs to a loaded model: one that is named has its own in its folder")
 
 
 def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -65,14 +67,16 @@ def episode_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as YAML would hold them."""
 
-    def plain(value: Any) -> Any:
+    def plain(name: str, value: Any) -> Any:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
+        if callable(value):
+            raise ConfigError(f"{name} is {name_of(value)}, of the program: give text or a number")
         if isinstance(value, numbers.Real | Decimal) and not isinstance(value, int | float):  # of NumPy, too
             return int(value) if isinstance(value, numbers.Integral) else float(value)
         return list(value) if isinstance(value, tuple | set) else value
 
-    return {name: plain(value) for name, value in settings.items()}
+    return {name: plain(name, value) for name, value in settings.items()}
 
 
 def data_of(data: Any, name: str, split: str) -> str:
@@ -123,16 +127,19 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dict[str, Any]:
     """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
-    if isinstance(rewards, Mapping):
+    listed_alone = isinstance(rewards, Mapping) or (isinstance(rewards, str) and rewards.endswith(SUFFIXES))
+    if listed_alone and weights is not None:
+        raise ConfigError("reward_weights belong to a list of rewards: a mapping or a recipe has weights of its own")
+    if isinstance(rewards, Mapping) and rewards:
         numbers = all(isinstance(each, int | float) for each in rewards.values())
         try:
             text = json.dumps(rewards)
         except TypeError as error:
             raise ConfigError(f"reward_funcs: {error}; functions are given as a list, with reward_weights") from error
         return {"components": dict(rewards)} if numbers else {"reward_recipe": text}
-    if isinstance(rewards, str) and rewards.endswith(SUFFIXES):
+    if listed_alone and rewards:
         return {"reward_recipe": rewards}
-    listed = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    listed = list(rewards) if isinstance(rewards, list | tuple | Mapping) else [rewards]
     if not listed:
         raise ConfigError("reward_funcs is empty: name a reward; without reward_funcs it is the scorer exact")
     if weights is not None and len(weights := _numbers(weights)) != len(listed):

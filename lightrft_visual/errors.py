@@ -91,7 +91,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     one of ours would be answered by something unrelated, or by the opposite.
     """
     limit = 1 + len(name) // 8
-    near = [(OSA.distance(name, each, score_cutoff=limit), each) for each in known]  # a swap of two letters is one slip
+    # A swap of two letters is one slip, capitals are none.
+    near = [(OSA.distance(name.lower(), each.lower(), score_cutoff=limit), each) for each in known]
     allowed = [(count, each) for count, each in near if count <= limit and not opposite(name, each)]
     return min(allowed)[1] if allowed else None
 

@@ -101,7 +101,7 @@ def source_of(data: Any, name: str, split: str) -> GivenRows:
         split: of a `DatasetDict`.
 
     Raises:
-        DataError: for a split that is not there, and for what has no rows by number.
+        DataError: for a split that is not there, and for what has no rows, or none by number.
     """
     if isinstance(data, Mapping):
         if split not in data:
@@ -114,4 +114,6 @@ def source_of(data: Any, name: str, split: str) -> GivenRows:
             f"{name} is a {type(data).__name__}, without rows by number: give a datasets.Dataset or a list, "
             "such as list(stream.take(1000))"
         )
+    if not len(data):
+        raise DataError(f"{name} has no rows")
     return GivenRows(data, name)

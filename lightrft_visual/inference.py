@@ -259,6 +259,8 @@ def _answered(
     from .launch import started
 
     temperature = settings.pop("temperature", None)
+    if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
+        raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
     own = {"max_eval_samples": len(prompts)} | settings
     unscored = [lambda completions: [0.0] * len(completions)]
     with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:

@@ -107,6 +107,13 @@ def test_recipes_lie_below_settings():
         ({"reward_funcs": {score: 1.0}}, "functions are given as a list, with reward_weights"),
         ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
         ({"reward_funcs": "nowhere.py:score"}, "--reward_fn: nowhere.py does not exist"),
+        ({"reward_funcs": {}}, "reward_funcs is empty"),
+        ({"reward_funcs": {"exact": 1.0}, "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
+        ({"reward_funcs": "rewards.yaml", "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
+        ({"reward_weights": [1.0]}, "a reward is a function.*not a NoneType"),
+        ({"model": "embedded", "processing_class": object()}, "processing_class belongs to a loaded model"),
+        ({"output_dir": score}, "output_dir is score, of the program"),
+        ({"advantage_estimator": "GRPO"}, "did you mean 'grpo'"),
         ({"model": 3}, "model is a int: give a hub name, a folder"),
         ({"model": ("a", "b", "c")}, "model is a tuple: give a hub name, a folder"),
         ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
@@ -148,6 +155,7 @@ def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
     table = SimpleNamespace(columns=["prompt"], __len__=lambda: 1)
     for data, told in (
         (5, "is a int, without rows"),
+        ([], "has no rows"),
         (table, "give a datasets.Dataset made of it"),
         (iter(ROWS), "without rows by number: .* list.stream.take"),
         ({"prompt": ["a"]}, "no split"),
@@ -325,6 +333,12 @@ def test_what_is_no_model_is_refused_in_a_sentence(model):
     for asked in (inference.evaluate, inference.sample):
         with pytest.raises(ConfigError, match="model is a (NoneType|int|tuple): give a hub name"):
             asked(model, ["a"])
+
+
+@pytest.mark.parametrize("temperature", ["hot", -1, float("nan")])
+def test_temperature_that_is_none_is_refused_before_anything_loads(temperature):
+    with pytest.raises(ConfigError, match="temperature is .*give 0, which is greedy"):
+        inference.sample("embedded", "a", temperature=temperature)
 
 
 def test_prompts_that_are_none_are_refused_in_a_sentence():

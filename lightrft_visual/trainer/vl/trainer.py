@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,7 +55,13 @@ class VLTrainer(PolicyTrainer):
     def from_config(cls, config: RunConfig, callbacks: Sequence[Any] = ()) -> Self:
         """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
         check_trainer(cls, config.algorithm.advantage_estimator)
-        return cls(build_parts(config), callbacks)
+        parts = build_parts(config)
+        with ExitStack() as unused:  # an engine and folders, which no trainer holds where it cannot be made
+            for part in (parts.recorder, parts.maker.engine):
+                unused.callback(part.close)
+            trainer = cls(parts, callbacks)
+            unused.pop_all()
+        return trainer
 
     # -- a step --------------------------------------------------------------------------------------------------
 

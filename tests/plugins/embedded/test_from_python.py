@@ -32,12 +32,45 @@ print("a numbered checkpoint")
 """
 
 
-def test_embedded_model_trains_several_times_in_a_process_and_its_checkpoints_evaluate(tmp_path):
-    pytest.importorskip("vllm")
+def said_by(program: str, folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "a numbered checkpoint"
+    return done.stdout.splitlines()[-1]
+
+
+def test_embedded_model_trains_several_times_in_a_process_and_its_checkpoints_evaluate(tmp_path):
+    pytest.importorskip("vllm")
+    assert said_by(PROGRAM, tmp_path) == "a numbered checkpoint"
+
+
+BROKEN = """
+import sys
+from lightrft_visual import GRPOTrainer
+from lightrft_visual.errors import ConfigError
+
+def fit(callbacks):
+    return GRPOTrainer(
+        "embedded", "exact", [{"prompt": "how many shapes?", "reference": "1"}], callbacks=callbacks, engine_type="hf",
+        n_samples_per_prompt=2, generate_max_len=4, max_steps=1, image_dependence_every=0, output_dir=sys.argv[1],
+    ).fit()
+
+class Misspelled:
+    def on_metric(self, metrics):
+        pass
+
+try:
+    fit([Misspelled()])
+except ConfigError as error:
+    kept = error  # as a notebook keeps the last one
+assert "no hook is Misspelled" in str(kept)
+assert fit([]).metrics["step"] == 1
+print("the folder is free")
+"""
+
+
+def test_start_that_fails_at_a_hook_lets_go_of_its_folder(tmp_path):
+    assert said_by(BROKEN, tmp_path) == "the folder is free"
