@@ -250,6 +250,7 @@ class DiffusionRunConfig(Section):
         self._take_pairs()
         self._fill_in_defaults()
         idle.check_diffusion(self.algorithm)
+        idle.check_sampling(self.sampling, self.algorithm)
         self._check_coupled()
         self._check_trajectory()
         self._check_family()
@@ -434,6 +435,10 @@ class DiffusionRunConfig(Section):
         require(
             algorithm.trains_on == "steps" or self.sampling.sde_window_size == 0,
             f"sde_window_size belongs to SDE algorithms, not to {algorithm.name}",
+        )
+        require(
+            self.trajectory != "ode" or not self.sampling.same_latent or self.sampling.n_samples_per_prompt == 1,
+            "same_latent with trajectory ode draws one image many times: leave it out, or use a stochastic trajectory",
         )
         require(
             self.trajectory != "sde_reflow" or self.sampling.noise_level == 1,

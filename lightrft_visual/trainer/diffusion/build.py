@@ -285,14 +285,17 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
 
 
 def _most_images(config: DiffusionRunConfig) -> int:
-    """Images that the model takes of a row. Raises ConfigError for settings of models that edit, where it does not, and
-    for parts that it does not have."""
+    """Images that the model takes of a row. Raises ConfigError for settings of models that edit or draw videos, where
+    it does not, and for parts that it does not have."""
     model = config.model
     built_in = model.pretrain in registry.checkpoint_resolvers
     adapter = DiffusionFamily if built_in else adapter_of(model.pretrain, model.family)
     edits = adapter.most_source_images
     if config.sampling.source_pixels is not None and not edits:
         raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
+    frames = config.sampling.num_frames
+    if frames > 1 and not _moving(config):
+        raise ConfigError(f"num_frames {frames} is of videos, and this model draws images: leave it out")
     if config.offline and edits:
         raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
     for name in () if built_in else model.trained_denoisers or ():

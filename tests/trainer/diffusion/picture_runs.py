@@ -106,6 +106,7 @@ RUNS = {
     "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
     "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16 --max_steps 1",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
+    "frames": "--reward_fn {folder}/scores.py:red --num_frames 5 --max_steps 1",
     **{
         f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}"
         for name in ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm")

@@ -163,6 +163,7 @@ def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
         ("missing", "ConfigError", "aesthetic"),
         ("indivisible", "ConfigError", "use 2 or 4, or 0 for the whole rollout"),
         ("odd_size", "ConfigError", "multiples of"),
+        ("frames", "ConfigError", "num_frames 5 is of videos, and this model draws images"),
     ),
 )
 def test_bad_input_ends_before_training(folder, name, error, text):
