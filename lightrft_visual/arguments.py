@@ -21,7 +21,7 @@ from .config import registry
 from .config.given_files import located
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError, did_you_mean
-from .given import give, source_of
+from .given import give, source_of, unique_name
 from .runtime.hub import FILES, is_hub_name, load_data_set
 
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
@@ -144,7 +144,7 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
         raise ConfigError("reward_funcs is empty: name a reward; without reward_funcs it is the scorer exact")
     if weights is not None and len(weights := _numbers(weights)) != len(listed):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(listed)} rewards")
-    entries = [_reward_entry(each) for each in listed]
+    entries = _distinct([_reward_entry(each) for each in listed])
     found: dict[str, list[str]] = {}
     for kind, text, _ in entries:
         found.setdefault(kind, []).append(text)
@@ -158,6 +158,14 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
         recipe = [[kind, positions.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
         settings["reward_recipe"] = json.dumps({"*": recipe})
     return settings
+
+
+def _distinct(entries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Entries of which the second function `score` has the key score_2, as the engine calls it."""
+    names: list[str] = []
+    for kind, _, key in entries:
+        names.append(unique_name(key, names) if kind == "func" else "")
+    return [(kind, text, name or key) for (kind, text, key), name in zip(entries, names)]
 
 
 def _numbers(weights: Any) -> list[float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,21 @@ def forget(names: Sequence[str]) -> None:
 def give(name: str, value: Any) -> str:
     """The text that names an object from now on, in this process. One that was given before keeps its name."""
     plain = re.sub(r"\W+", "_", name).strip("_") or "object"
-    unique, count = plain, 1
-    while unique in _objects and _objects[unique] is not value:
-        count += 1
-        unique = f"{plain}_{count}"
+    unique = unique_name(plain, [known for known, held in _objects.items() if held is not value])
     _objects[unique] = value
     _held[unique] += 1
     for names in _recorded:
         names.append(unique)
     return PREFIX + unique
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """The name; where it is taken the first of name_2, name_3, ... that is not."""
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    return unique
 
 
 def is_given(text: Any) -> bool:

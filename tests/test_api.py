@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.rewards import RewardComputationEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"prompt": "how many?", "reference": "3"}, {"prompt": "which colour?", "reference": "red"}]
@@ -31,6 +33,10 @@ def score(completions, references):
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def constant(value, completions):
+    return [value] * len(completions)
 
 
 def test_package_import_loads_neither_torch_nor_omegaconf_and_a_trainer_no_torch():
@@ -103,6 +109,7 @@ def test_recipes_lie_below_settings():
         ({"reward_funcs": ["exact"], "reward_weights": 0.5}, "reward_weights is 0.5: give a list"),
         ({"reward_funcs": ["exact"], "reward_weights": [float("nan")]}, "reward_weights is .nan.: give a list"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_funcs": {}}, "reward_funcs is empty"),
         ({"reward_funcs": {"mine": score}}, "functions are given as a list, with reward_weights"),
         ({"reward_funcs": {score: 1.0}}, "functions are given as a list, with reward_weights"),
         ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
@@ -191,6 +198,16 @@ def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
 def test_functions_and_scorers_together_are_one_recipe():
     trainer = GRPOTrainer(reward_funcs=[score, "format"], reward_weights=[1.0, 0.2])
     assert json.loads(trainer.config.reward.reward_recipe) == {"*": [["func", "score", 1.0], ["rule", "format", 0.2]]}
+
+
+def test_functions_of_one_name_have_weights_of_their_own():
+    functions = [partial(constant, 1.0), partial(constant, 2.0), lambda completions: [3.0] * len(completions)]
+    trainer = GRPOTrainer(reward_funcs=[*functions, "exact"], reward_weights=[10.0, 1.0, 0.5, 0.0])
+    config = trainer.config.reward
+    assert [key for _, key, _ in json.loads(config.reward_recipe)["*"]] == ["constant", "constant_2", "reward", "exact"]
+    engine = RewardComputationEngine.from_config(config)
+    assert engine.score_media(["a", "b"], references=["a", "b"]).score.tolist() == [13.5, 13.5]
+    engine.close()
 
 
 def test_object_of_another_process_is_a_config_error():

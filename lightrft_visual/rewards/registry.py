@@ -14,7 +14,7 @@ from ..config import registry
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
-from ..given import given, is_given
+from ..given import given, is_given, unique_name
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import CallableSource
@@ -128,6 +128,7 @@ class Catalogue:
         self._closing: list[Callable[[], None]] = []
         self._client: Any = None
         self._models: list[str] = []
+        self.functions: list[str] = []  # names of those given
         self._on_ray = False
         self._remotes: dict[str, str] = {}  # {name: entry}
         self._wires: dict[str, str] = {}  # {entry: wire}
@@ -145,13 +146,12 @@ class Catalogue:
         for name, entry in remotes.items():
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(entry))
             self._remotes[known] = entry
-        for function in custom:
-            self.add_function(sources, function, given)
+        self.functions = [self.add_function(sources, function, given) for function in custom]
         return sources
 
-    def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> None:
-        """One source more, under the function's name."""
-        self._add(sources, callable_name(function), self._callable(function, given))
+    def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> str:
+        """One source more, under the function's name, which is returned; the second `score` is score_2."""
+        return self._add(sources, callable_name(function), self._callable(function, given))
 
     def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:
         """The entry with its key spelled in the one way that stands for its source, so that a model named both by name
@@ -195,10 +195,7 @@ class Catalogue:
 
     @staticmethod
     def _add(sources: dict[str, Source], name: str, source: Source) -> str:
-        unique, count = name, 1
-        while unique in sources:
-            count += 1
-            unique = f"{name}_{count}"
+        unique = unique_name(name, sources)
         sources[unique] = source
         return unique
 

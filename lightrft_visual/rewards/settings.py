@@ -115,7 +115,7 @@ def _check_parts(
     entries = recipe.map(lambda entry: catalogue.canonical(entry, sources)).components() if recipe else []
     for entry in entries:
         catalogue.resolve(entry, sources)
-    for known in map(callable_name, functions if recipe else ()):
+    for known in catalogue.functions if recipe else ():
         if known not in {entry.key for entry in entries}:
             raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
     return list(sources)

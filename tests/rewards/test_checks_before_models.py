@@ -70,3 +70,11 @@ def test_which_labels_a_configuration_scores():
     for labels, recipe in recipes.items():
         assert scored_labels(RewardConfig(reward_recipe=recipe or None)) == labels
     assert scored_labels(RewardConfig(reward_recipe=json.dumps({"a": rule, "*": rule}))) is None
+
+
+def test_a_second_function_of_one_name_is_no_part_of_the_recipe_by_the_firsts(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    functions, recipe = f"{tmp_path}/a.py:score,{tmp_path}/b.py:score", '{"*": [[func, score, 1.0]]}'
+    with pytest.raises(ConfigError, match=r"does not use reward_fn; name it there as \[func, score_2, weight\]"):
+        check_reward_config(RewardConfig(reward_fn=functions, reward_recipe=recipe))
