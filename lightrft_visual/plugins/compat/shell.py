@@ -16,6 +16,8 @@ Variables = dict[str, str | list[str]]
 NAME = re.compile(r"(?:export|declare|local|readonly)?\s*(?:-\w+\s+)?(\w+)\+?=")
 ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+)?(\w+)(\+?)=\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", re.MULTILINE)
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+COMMAND = re.compile(r"\$\((?!\()((?:[^()\n]|\([^()\n]*\))*)\)|(?<!\\)`([^`\n]*)`")  # its output is the shell's
+HIDDEN = str.maketrans(" \t'", "\1\1\2")  # what would end a word, or a quotation around it
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}$]*)|:?\?[^{}$]*)?\}|\$(\w+|[@*])")
 LEFT = re.compile(r"\0(\w+|[@*])\0(?=(\w)?)")
 WHOLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
@@ -45,12 +47,19 @@ def settings_of(text: str) -> Iterator[tuple[str, Any]]:
     commands: list[list[str]] = []
     text = re.sub(r"\\[ \t]*\n", " ", text)
     text = ARITHMETIC.sub(lambda found: f"$(({''.join(found[1].split())}))", text)  # one word each
+    text = COMMAND.sub(_one_word, text)
     for words in _lines(_without_arrays(text, variables), variables):
         commands += _commands(words)
     found = [(words[:start], list(_settings(words[start:]))) for words in commands for start in [_program(words)]]
     launcher, settings = max(found, key=lambda pair: len(pair[1]), default=([], []))
     yield from ((name, LAUNCHER) for name, _ in _settings(launcher))
     yield from settings
+
+
+def _one_word(command: re.Match[str]) -> str:
+    """$( ... ) as one word that may stand between quotation marks; `_read` shows it again."""
+    quoted = re.sub(r'"([^"$]*)"', r"'\1'", command[1] or command[2] or "").replace('"', "")
+    return f"$({quoted.translate(HIDDEN)})"
 
 
 def _without_arrays(text: str, variables: Variables) -> str:
@@ -168,6 +177,7 @@ def _settings(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 def _read(text: str) -> Any:
     text = LEFT.sub(lambda found: f"${{{found[1]}}}" if found[2] else f"${found[1]}", text)
+    text = text.replace("\1", " ").replace("\2", "'")
     if "$" in text:
         return ShellText(text)
     plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]", text, re.IGNORECASE)

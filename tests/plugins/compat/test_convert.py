@@ -123,6 +123,20 @@ fi
     assert config.train.actor_learning_rate == 2e-6
 
 
+def test_output_of_commands_stays_for_the_shell(converted):
+    text = """
+STAMP=$(date "+%F %T")
+HERE="$(dirname "$0")"
+python3 -m verl.trainer.main_ppo data.train_files=`pwd`/a.parquet \\
+    trainer.default_local_dir=out/$STAMP/$(date +%s) trainer.experiment_name="run $(git log -1 --format='%h')" \\
+    actor_rollout_ref.model.path=$HERE/model actor_rollout_ref.rollout.n=4
+"""
+    words = shlex.split(converted("verl", "run.sh", text).command)
+    assert "$(pwd)/a.parquet" in words and "out/$(date '+%F %T')/$(date +%s)" in words
+    assert "run $(git log -1 --format='%h')" in words and "$(dirname $0)/model" in words
+    assert words[words.index("--n_samples_per_prompt") + 1] == "4"
+
+
 def test_flag_of_several_words_takes_all_of_them(converted):
     text = """
 x.py --adam_betas 0.9 0.99 --eps_clip_low_high 0.2 0.3 --lora_target_modules "q_proj", "v_proj" --max_steps -1
