@@ -60,6 +60,25 @@ def test_what_cannot_be_part_of_episodes_is_refused_by_name(name, refused):
 
 
 @pytest.mark.slow
+def test_rewards_read_the_last_turn_of_every_episode_the_one_that_they_are_asked_with_included(tmp_path):
+    folder, asked = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_vl"), []
+
+    class FailsAtOnce(Twice):
+        def reset(self, row):
+            if row["reference"] == "1":
+                raise OSError("no server here")
+            super().reset(row)
+
+    def last_turn(completions, turns):
+        asked.append(len(completions))
+        return [float(len(own[-1]["text"])) for own in turns]
+
+    more = {"max_turns": 3, "output_dir": str(tmp_path / "out"), **SMALL}
+    (step,) = GRPOTrainer(str(folder), [last_turn], ROWS, environment=FailsAtOnce, **more).fit().history
+    assert step["environment_errors"] == 2 and asked[0] == 1 and sum(asked[1:]) == 8
+
+
+@pytest.mark.slow
 def test_runs_with_an_environment_and_with_tools_from_python(tmp_path):
     folder = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_vl")
     result = GRPOTrainer(

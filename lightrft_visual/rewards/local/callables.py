@@ -20,7 +20,7 @@ from PIL import Image
 
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...experience.rollouts import Episode
+from ...experience.rollouts import Episode, Turn
 from ...runtime.usercode.calls import (
     LOG_EXTRA,
     LOG_METRIC,
@@ -243,9 +243,9 @@ def _shown(batch: RewardBatch, media: list[list[Any]]) -> list[Any]:
 
 
 def turns_of(episode: Episode | None) -> list[dict[str, Any]]:
-    """The turns of an episode in plain values, without its media."""
+    """The turns of an episode in plain values, without its media; an empty one where it failed before its first."""
     told = ("text", "reward", "observation", "calls")
-    return [{name: getattr(turn, name) for name in told} for turn in episode.turns] if episode else []
+    return [{name: getattr(turn, name) for name in told} for turn in episode.turns or [Turn("")]] if episode else []
 
 
 INPUTS: dict[str, Callable[[RewardBatch], Any]] = {

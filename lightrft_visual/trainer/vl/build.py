@@ -81,7 +81,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
-    answer = partial(answered, dataset, checkpoint, config.data)
+    answer = partial(answered, dataset, checkpoint, config)
     config.reward, judged = (probed(each, dataset, answer) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ...algorithms.loss_terms import PartSettings
-from ...config.vl import DataConfig, RunConfig
+from ...config.vl import RunConfig
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptDataset, PromptRow, is_remote_row
 from ...data.rendering import caption_of, messages_of, render_prompt
 from ...data.sampler import PromptSupply
-from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout
+from ...experience.rollouts import Episode, PromptBatch, PromptFeatures, Rollout, Turn
 from ...models.loading import Checkpoint
 from ...observe.guard.divergence import SIDE, PairedScores, gathered, image_statistics
 from ...observe.guard.watch import text_statistics
@@ -244,14 +244,15 @@ class VLParts(RunParts):
         return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
 
 
-def answered(dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig, index: int) -> RewardBatch:
-    """A sample as rewards see it, with an image where it asks for one; remote media are not fetched for it."""
+def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, index: int) -> RewardBatch:
+    """A sample as rewards see it, with an image where it asks for one and a turn where the run has episodes; remote
+    media are not fetched for it."""
     sample = dataset[index]
     if is_remote_row(sample):
         sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
     else:
         sample = dataset.load(index)
-    batch = prompt_batch([sample], checkpoint, data, torch.tensor([index]))
+    batch = prompt_batch([sample], checkpoint, config.data, torch.tensor([index]))
     text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
     prompt, completion = (checkpoint.tokenizer(each)["input_ids"] for each in (batch.prompts[0], text))
     completion = completion or prompt[-1:]  # an answer has a token at least, and a drawing many
@@ -260,7 +261,8 @@ def answered(dataset: PromptDataset, checkpoint: Checkpoint, data: DataConfig, i
         reference=sample.reference, metadata=sample.metadata, caption=batch.captions[0], group_id=0,
     )  # fmt: skip
     drawn = plausible_image() if sample.draw else None
-    return batch_from_rollouts([Rollout(features, completion, None, text, False, 0, image=drawn)])
+    episode = Episode([Turn(text)], [0] * len(completion)) if config.episodes.used else None
+    return batch_from_rollouts([Rollout(features, completion, None, text, False, 0, image=drawn, episode=episode)])
 
 
 def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
