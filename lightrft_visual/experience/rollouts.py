@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -169,12 +169,13 @@ class PromptBatch:
         columns = {"images": images, "videos": videos, "references": references, "labels": labels, "metadata": metadata}
         columns["captions"] = captions
         for name, column in columns.items():
+            check_column(column, name)
             if column is not None and len(column) != count:
                 raise DataError(f"{count} prompts but {len(column)} {name}")
         return cls(
             list(prompts),
-            [_as_list(cell) for cell in images or [None] * count],
-            [_as_list(cell) for cell in videos or [None] * count],
+            [_as_list(cell) for cell in ([None] * count if images is None else images)],
+            [_as_list(cell) for cell in ([None] * count if videos is None else videos)],
             list(references) if references is not None else [None] * count,
             list(labels) if labels is not None else [None] * count,
             list(metadata) if metadata is not None else [{} for _ in range(count)],
@@ -188,6 +189,12 @@ def check_texts(prompts: Sequence[Any]) -> None:
     """Raise DataError for one text alone, of which each letter would be a prompt, and for a prompt that is no text."""
     if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
         raise DataError("prompts are given as a list of texts, one for each prompt")
+
+
+def check_column(column: Any, name: str) -> None:
+    """Raise DataError for one text, image or mapping in place of a list with an entry for each prompt."""
+    if column is not None and (isinstance(column, str | bytes | Mapping) or not hasattr(column, "__len__")):
+        raise DataError(f"{name} is a {type(column).__name__}: give a list with one entry for each prompt")
 
 
 def _as_list(cell: Any) -> list:

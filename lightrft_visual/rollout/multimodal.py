@@ -17,7 +17,7 @@ from ..data.media import MAX_IMAGE_PIXELS, Video, describe_source, load_image
 from ..data.rows import as_source_list
 from ..data.video import load_video
 from ..errors import ConfigError, DataError
-from ..experience.rollouts import PromptBatch, PromptFeatures, check_texts
+from ..experience.rollouts import PromptBatch, PromptFeatures, check_column, check_texts
 from ..experience.vision import VisionTensors
 from ..models.vlm.families import family_of_processor
 from ..runtime.host_memory import give_back_freed_memory
@@ -283,6 +283,7 @@ def _neighbours(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def _per_prompt(column: Sequence[Any] | None, count: int, name: str) -> list[Any]:
+    check_column(column, name)
     if column is None:
         return [None] * count
     if len(column) != count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import IMAGE, VIDEO, clip, picture, turn
@@ -222,6 +223,9 @@ def test_processors_with_inputs_that_are_not_carried_are_refused(tokenizer, monk
         ({"all_prompts": "hi"}, "prompts are given as a list of texts"),
         ({"all_prompts": ["hi", None]}, "prompts are given as a list of texts"),
         ({"all_prompts": ["hi", ""]}, "prompt 1 is empty"),
+        ({"all_prompts": ["hi"], "all_images": picture(1)}, "all_images is a Image: give a list with one entry"),
+        ({"all_prompts": ["a", "b"], "all_references": "cd"}, "all_references is a str: give a list with one entry"),
+        ({"all_prompts": ["hi"], "all_references": {"hi": 1}}, "all_references is a dict: give a list with one entry"),
         ({"all_prompts": ["hi"], "n_samples_per_prompt": 0}, "n_samples_per_prompt is 0, it must be at least 1"),
     ],
 )
@@ -233,6 +237,14 @@ def test_what_is_no_list_of_prompts_is_refused(tokenizer, arguments, message):
 def test_a_batch_of_one_text_is_refused_as_each_letter_would_be_a_prompt():
     with pytest.raises(DataError, match="prompts are given as a list of texts"):
         PromptBatch.of("hi")
+
+
+def test_columns_of_a_batch_have_an_entry_for_each_prompt():
+    for name, column in (("references", "cd"), ("labels", {"a": 1, "b": 2}), ("images", picture(1))):
+        with pytest.raises(DataError, match=f"{name} is a .*: give a list with one entry for each prompt"):
+            PromptBatch.of(["a", "b"], **{name: column})
+    stacked = np.zeros((2, 8, 8, 3), np.uint8)
+    assert [each[0].shape for each in PromptBatch.of(["a", "b"], images=stacked).images] == [(8, 8, 3)] * 2
 
 
 def test_no_prompts_give_empty_columns(data):
