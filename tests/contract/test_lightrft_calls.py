@@ -245,6 +245,20 @@ def test_ids_that_are_not_the_tokenizers_are_refused(text):
         maker_of(text).make_experience_list(PROMPTS, max_new_tokens=2, pad_token_id=-7)
 
 
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ({"top_p": 0.0}, r"top_p is 0.0; it must lie in \(0, 1\]"),
+        ({"top_p": 2.0}, "top_p is 2.0"),
+        ({"gamma": None}, r"gamma is None; it must lie in \[0, 1\]"),
+        ({"lambd": float("nan")}, "lambd is nan"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused(text, argument, told):
+    with pytest.raises(ConfigError, match=told):
+        maker_of(text).make_experience_list(PROMPTS, max_new_tokens=2, **argument)
+
+
 def test_an_unknown_argument_is_refused(text):
     with pytest.raises(ConfigError, match="num_beams"):
         maker_of(text).generate_samples(PROMPTS, num_beams=2)

@@ -341,6 +341,10 @@ class ExperienceMaker:
         unknown = sorted(set(generate_kwargs) - set(sampling) - set(estimator))
         if unknown:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
+        for name in {"top_p", "gamma", "lambd"} & generate_kwargs.keys():
+            value = generate_kwargs[name]
+            if not isinstance(value, int | float) or not 0 <= value <= 1 or (name == "top_p" and value == 0):
+                raise ConfigError(f"{name} is {value!r}; it must lie in {'(0, 1]' if name == 'top_p' else '[0, 1]'}")
         return replace(self.settings.sampling, **sampling), estimator
 
 
