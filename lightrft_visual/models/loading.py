@@ -174,12 +174,16 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     frozen += family.untrained
     frozen += family.heads  # as log-probs are made of their weights, like the text's head
     below = "|".join(map(re.escape, frozen))
+    experts = [name.strip() for name in model.target_parameters.split(",") if name]
+    for name in experts:
+        if not any(f".{each}".endswith(f".{name}") for each, _ in transformer.named_parameters()):
+            raise ConfigError(f"target_parameters names {name!r}, and this model has no such weights: leave it out")
     lora = lora_config(
         model.lora_rank,
         model.lora_alpha,
         lora_dropout=model.lora_dropout,
         target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
-        target_parameters=[name.strip() for name in model.target_parameters.split(",") if name] or None,
+        target_parameters=experts or None,
         exclude_modules=rf"(.*\.)?({below})(\..*)?" if frozen else None,
         task_type="CAUSAL_LM",
     )

@@ -101,6 +101,8 @@ def test_adapters_are_added_where_they_are_asked_for(root):
     assert trained and all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
     with pytest.raises(ConfigError, match=r"LoRA cannot be added \(target_modules no_such\)"):
         add_lora(load(path, True), ModelConfig(lora_rank=4, target_modules="no_such"))
+    with pytest.raises(ConfigError, match="target_parameters names 'experts.down_proj', and this model has no such"):
+        add_lora(load(path, True), ModelConfig(lora_rank=4, target_parameters="experts.down_proj"))
 
 
 @pytest.mark.parametrize(
