@@ -25,6 +25,7 @@ BASE = (
     "--components.pixel 1.0 --sigmas 1,0.8,0.5,0.3,0.1 "
     "--timestep_fraction 0.5 --timestep_choice random"
 )
+SECOND = ["--trainable_models", "transformer_2", "--train_batch_size", "8", "--collective_timeout", "60"]
 TOGETHER = ["--zero_stage", "2", "--steps_per_forward", "2", "--collective_timeout", "60"]
 
 
@@ -41,6 +42,7 @@ def given(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, cache_root, given) -> Path:
     runs = {"flow": [*given, "--zero_stage", "2"], "together": [*given, *TOGETHER]}
+    runs |= {"second": [*given, *SECOND, "--zero_stage", "2"]}
     return run_plan(runs, tmp_path_factory.mktemp("one"), cache_root, 1, driver=DRIVER)
 
 
@@ -48,12 +50,16 @@ def one(tmp_path_factory, cache_root, given) -> Path:
 def two(tmp_path_factory, cache_root, given) -> Path:
     runs = {f"flow_{stage}": [*given, "--zero_stage", str(stage)] for stage in STAGES}
     runs |= {"together": [*given, *TOGETHER]}
+    runs |= {f"second_{stage}": [*given, *SECOND, "--zero_stage", str(stage)] for stage in STAGES}
     runs |= {f"bf16_{stage}": [*given, "--bf16", "true", "--zero_stage", str(stage)] for stage in (2, 3)}
     return run_plan(runs, tmp_path_factory.mktemp("two"), cache_root, 2, driver=DRIVER)
 
 
-@pytest.mark.parametrize("name", [*(f"flow_{stage}" for stage in STAGES), "together"])
-def test_two_ranks_train_both_experts_like_one(one, two, name):
+NAMES = [f"{kind}_{stage}" for kind in ("flow", "second") for stage in STAGES]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "together"])
+def test_two_ranks_train_both_experts_or_the_second_like_one(one, two, name):
     """In `together` a forward takes both steps of a sample, where one expert serves them."""
     ours, theirs = rows(one / name.split("_")[0]), rows(two / name)
     assert len(ours) == len(theirs) == 2
