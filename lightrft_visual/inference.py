@@ -69,8 +69,12 @@ class Checkpoint:
         if not (Path(self.path) / ADAPTER).is_file():
             yield self.path
             return
+        from .models.diffusion.policy import save_text_length
+
         folder = os.path.join(scratch, "pipeline")
         self.pipeline().save_pretrained(folder)
+        if (length := self.text_length()) is not None:
+            save_text_length(folder, length)
         yield folder
 
     def pipeline(self, bf16: bool = False) -> Any:
@@ -83,19 +87,34 @@ class Checkpoint:
         dtype = torch.bfloat16 if bf16 else torch.float32
         if not (Path(self.path) / ADAPTER).is_file():
             return DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
-        run = self.run.get("model", {})
-        base = self.base or run.get("pretrain")
-        if base is None:
-            raise ConfigError(f"{self.path} holds adapters: name what they were trained on by base")
-        if isinstance(base, str | os.PathLike):
-            path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
-            if os.path.isabs(path) and not os.path.isdir(path):
-                raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
-            pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype)
+        base = self._trained_on()
+        if isinstance(base, str):
+            pipeline = DiffusionPipeline.from_pretrained(base, dtype=dtype)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
         join_lora(pipeline, Path(self.path))
         return pipeline
+
+    def text_length(self) -> int | None:
+        """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
+        from .models.diffusion.policy import saved_text_length
+
+        told = self.run.get("model", {}).get("max_sequence_length")
+        folder = self._trained_on() if (Path(self.path) / ADAPTER).is_file() else self.path
+        return told or (saved_text_length(folder) if isinstance(folder, str) else None)
+
+    def _trained_on(self) -> Any:
+        """The folder or name of what adapters were trained on, or the pipeline that was given for it."""
+        run = self.run.get("model", {})
+        base = self.base or run.get("pretrain")
+        if base is None:
+            raise ConfigError(f"{self.path} holds adapters: name what they were trained on by base")
+        if not isinstance(base, str | os.PathLike):
+            return base
+        path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
+        if os.path.isabs(path) and not os.path.isdir(path):
+            raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
+        return path
 
 
 @contextmanager
@@ -292,7 +311,8 @@ def _drawn(
     taken = signature(pipeline.__call__).parameters
     if any(given) and "image" not in taken:
         raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
-    usual = _as_in_the_run(pipeline, checkpoint.run.get("sampling", {})) | _arguments(settings, pipeline)
+    run = {**checkpoint.run.get("sampling", {}), "max_sequence_length": checkpoint.text_length()}
+    usual = _as_in_the_run(pipeline, run) | _arguments(settings, pipeline)
     if "max_area" in taken and {"height", "width"} <= usual.keys():  # else Kontext draws a megapixel, whatever is asked
         usual.setdefault("max_area", usual["height"] * usual["width"])
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
@@ -324,10 +344,11 @@ def _arguments(settings: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
 
 
 def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes. run: its sampling."""
+    """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes. run: its settings."""
     from .models.diffusion.policy import named_family
 
-    names = ("height", "width", "num_frames", "frame_rate", "guidance_scale", "guidance_scale_2", "negative_prompt")
+    names = ("height", "width", "num_frames", "frame_rate", "guidance_scale", "guidance_scale_2", "negative_prompt",
+             "max_sequence_length")  # fmt: skip
     own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}
     own["output_type"] = "pil"
     taken = signature(pipeline.__call__).parameters

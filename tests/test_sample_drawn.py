@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny_families
+import torch
 from click.testing import CliRunner
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from lightrft_visual import sample
 from lightrft_visual.cli import cli
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.diffusion.policy import save_text_length
 
 RUN = (
     "sampling: {{height: {height}, width: {width}, num_frames: {frames}, eval_num_steps: 2, guidance_scale: {scale}}}\n"
@@ -102,3 +105,22 @@ def test_sample_prompt_that_is_no_text_refused(tmp_path, prompt):
     (tmp_path / "model_index.json").write_text("no pipeline")
     with pytest.raises(ConfigError, match="a diffusion model draws texts"):
         sample(tmp_path, [prompt])
+
+
+@pytest.mark.parametrize("told_by", ["the run", "the folder"])
+def test_sample_texts_have_as_many_tokens_as_in_the_run(tmp_path, told_by):
+    folder = left_by_a_run(tmp_path, "sd3", 32, 32)
+    if told_by == "the run":
+        with open(tmp_path / "config.resolved.yaml", "a") as file:
+            file.write("model: {max_sequence_length: 7}\n")
+    else:
+        save_text_length(folder, 7)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    asked = dict(height=32, width=32, num_inference_steps=2, guidance_scale=3.0, output_type="pil")
+    wanted, usual = (
+        pipeline("a red ball", generator=torch.Generator().manual_seed(4), **asked, **more).images
+        for more in ({"max_sequence_length": 7}, {})
+    )
+    (drawn,) = sample(folder, ["a red ball"], seed=4)
+    assert np.abs(pixels(drawn) - pixels(wanted)).max() <= 1 < np.abs(pixels(usual) - pixels(wanted)).max()

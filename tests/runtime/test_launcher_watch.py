@@ -84,7 +84,9 @@ def test_a_hangup_that_is_ignored_stays_so():
 
 
 LISTENER = """
-import signal, sys, time
+import fcntl, signal, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 from lightrft_visual.runtime.presence import handled, hangup_ends
 asked = []
 with handled(signal.SIGTERM, lambda *_: asked.append(1)), hangup_ends():
@@ -101,7 +103,6 @@ def test_a_process_whose_terminal_closes_can_still_save(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", LISTENER, str(tmp_path / "done")],
         stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     ) as process:  # fmt: skip
         os.close(theirs)
         assert b"ready" in os.read(ours, 100)

@@ -74,3 +74,27 @@ print("the folder is free")
 
 def test_start_that_fails_at_a_hook_lets_go_of_its_folder(tmp_path):
     assert said_by(BROKEN, tmp_path) == "the folder is free"
+
+
+DRAWN = """
+import sys
+from lightrft_visual import FlowGRPOTrainer, evaluate
+
+def redness(images):
+    return [image.convert("RGB").resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
+
+small = dict(num_steps=2, eval_num_steps=2, height=32, width=32, n_samples_per_prompt=2, rollout_batch_size=2)
+result = FlowGRPOTrainer(
+    "embedded", redness, train_batch_size=4, max_steps=1, save_steps=1, max_eval_samples=4, report=False,
+    output_dir=sys.argv[1], **small
+).fit()
+for each in (result.output_dir / "checkpoint-000001", result.checkpoint):
+    found = evaluate(each, reward_funcs=redness)["eval_reward"]
+    assert abs(found - result.metrics["eval_reward"]) < 1e-6, (each, found, result.metrics["eval_reward"])
+print("as in the run")
+"""
+
+
+def test_checkpoint_of_a_drawing_run_and_its_exported_adapters_evaluate_as_the_run_did(tmp_path):
+    """The joined pipeline has texts of as many tokens as that which the adapters were trained on."""
+    assert said_by(DRAWN, tmp_path) == "as in the run"
