@@ -146,7 +146,7 @@ def prepared(shape: str, folder: Path) -> tuple[Any, Any]:
     if shape == "tiny_vlm":
         from lightrft_visual.rollout.vllm.arguments import prepare_environment
 
-        prepare_environment()
+        prepare_environment("float32")
         import vllm.model_executor.models.qwen2_5_vl  # noqa: F401
     return load_config(RunConfig, words), build_trainer
 

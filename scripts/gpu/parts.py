@@ -378,15 +378,15 @@ def write_whole(path: Path, text: str) -> None:
 
 Parts = dict[str, tuple[Callable[[Path, str], Rows], int]]
 PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
-    "engines": (engines, 280),
-    "grpo": (grpo, 240),
-    "grpo_lora": (grpo_lora, 240),
-    "flow_grpo": (flow_grpo, 120),
+    "engines": (engines, 260),
+    "grpo": (grpo, 210),
+    "grpo_lora": (grpo_lora, 170),
+    "flow_grpo": (flow_grpo, 100),
     "reward_fl": (reward_fl, 90),
-    "packing": (packing, 280),
-    "sleep": (sleep, 180),
-    "zero_3": (zero_3, 100),
-    "resume": (resume, 150),
+    "packing": (packing, 265),
+    "sleep": (sleep, 165),
+    "zero_3": (zero_3, 90),
+    "resume": (resume, 140),
 }
 # Parts that run only where they are asked for.
 BY_NAME: Parts = {"engines_sglang": (engines_sglang, 280), "liger": (liger, 200), "routing": (routing, 120)}

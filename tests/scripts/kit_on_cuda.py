@@ -79,7 +79,7 @@ def engine(words: list[str]) -> str:
 
 
 def main(folder: Path, out: Path) -> None:
-    prepare_environment()
+    prepare_environment("float32")
     parts.Run = Noted
     results: dict[str, dict] = {}
     for name, (part, _) in parts.PARTS.items():

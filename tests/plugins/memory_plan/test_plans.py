@@ -141,10 +141,15 @@ def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
 
 def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
     settings = [*SEVEN, "--train_batch_size", "64", "--share_prefix", "false"]
-    one, two = (plan_of(*settings, "--micro_train_batch_size", str(size)) for size in (8, 4))
-    held = [{item.name for item in plan.phases[3].items} for plan in (one, two)]
-    assert all("activations of a micro-batch" in names for names in held)
-    assert "policy: gradients" in held[1] - held[0]  # those of the first lie there while the second runs
+
+    def held(size: int, *more: str) -> set[str]:
+        plan = plan_of(*settings, "--micro_train_batch_size", str(size), *more)
+        return {item.name for item in plan.phases[3].items}
+
+    one, two = (held(size, "--grad_accum_dtype", "bf16") for size in (8, 4))
+    assert "activations of a micro-batch" in one & two
+    assert "policy: gradients" in two - one  # those of the first lie there while the second runs
+    assert {"activations of a micro-batch", "policy: gradients"} <= held(8)  # in fp32 they are one tensor
 
 
 @pytest.mark.parametrize("extra,code", [([], 1), (["--offload_trainer"], 0), (["--plan", "force"], 0)])

@@ -113,7 +113,7 @@ def accepted(settings: VLLMSettings) -> dict[str, str]:
 
 
 def main(out: str, *folders: str) -> None:
-    prepare_environment()
+    prepare_environment("float32")
     claim_cuda(folders[0])
     results = {}
     for folder, (name, options) in itertools.product(folders, OPTIONS.items()):

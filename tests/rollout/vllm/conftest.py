@@ -10,7 +10,7 @@ from lightrft_visual.rollout.vllm.arguments import prepare_environment
 def models_are_looked_at_here():
     """vLLM looks at each model class in a process of its own, ten seconds each, so that CUDA is left alone."""
     with environment_restored():
-        prepare_environment()
+        prepare_environment("float32")
         registry = pytest.importorskip("vllm.model_executor.models.registry")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())

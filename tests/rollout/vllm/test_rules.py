@@ -20,7 +20,7 @@ VOCABULARY = 8
 @pytest.fixture(autouse=True, scope="module")
 def vllm_environment():
     with environment_restored():
-        prepare_environment()
+        prepare_environment("float32")
         yield
 
 
