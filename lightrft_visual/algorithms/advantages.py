@@ -100,12 +100,18 @@ def rewards_at_turns(experience: Any, rewards: T) -> T:
         return rewards
     rewards = rewards.clone()
     for index, own in enumerate(given):
-        where, gamma = ends[index].nonzero().flatten(), float(experience.info["turn_gamma"][index])
-        for number, (position, reward) in enumerate(zip(where[:-1].tolist(), own.tolist())):
-            rewards[index, position] += reward
-            rewards[index, where[-1]] -= reward * gamma**number
-        if len(where) > 1 and gamma != 1:
-            rewards[index, where[-1]] /= gamma ** (len(where) - 1)
+        where, gamma = ends[index].nonzero().flatten().to(rewards.device), float(experience.info["turn_gamma"][index])
+        if len(where) < 2:
+            continue
+        turns = rewards.new_zeros(len(where), dtype=torch.float64)
+        turns[: len(own)] = own[: len(where)].to(turns)
+        discounts = gamma ** torch.arange(len(where), device=turns.device, dtype=torch.float64)
+        final, discounted = rewards[index, where[-1]].double(), turns * discounts
+        left = final - discounted.sum()
+        # Undiscounted, the rounding of the sum could be larger than any reward.
+        rounding = 4 * torch.finfo(torch.float32).eps * (final.abs() + discounted.abs().sum())
+        turns[-1] += torch.where(left.abs() > rounding, left, 0.0) / discounts[-1]
+        rewards[index, where] = torch.cat([rewards[index, where[:-1]] + turns[:-1], turns[-1:]]).to(rewards)
     return rewards
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lightrft_visual.algorithms.advantages import (
     get_advantage_calculator,
     get_advantages_and_returns,
     get_cumulative_returns,
+    rewards_at_turns,
 )
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
@@ -90,6 +92,24 @@ class TestOverTime:
         first = 0.9 * 2.0 - 1.0 + 0.9 * 0.8 * second
         torch.testing.assert_close(batch.advantages, torch.tensor([[first, second, 0.0, 0.0, third]]))
         torch.testing.assert_close(batch.returns[mask], torch.tensor([first + 1.0, second + 2.0, third + 3.0]))
+
+    @pytest.mark.parametrize(
+        "gamma, count, other, kept",
+        [(0.9, 64, 0.0, 0.0), (0.5, 20, 0.0, 0.0), (0.5, 32, 0.0, 0.0), (0.9, 64, 0.7, 0.7), (1.0, 64, 0.7, 0.7),
+         (0.5, 32, 0.7, 0.0)],  # the last one is less than the rounding of the sum
+    )  # fmt: skip
+    def test_many_turns_keep_their_rewards(self, gamma, count, other, kept):
+        """The final reward is float32: by turn 32 its rounding, undiscounted, would be more than the last reward."""
+        own = torch.linspace(1.0, 0.3, count)
+        info = {"turn_ids": [torch.arange(count)], "turn_gamma": torch.tensor([gamma]), "turn_rewards": [own]}
+        batch = SimpleNamespace(info=info, action_mask=torch.ones(1, count, dtype=torch.bool))
+        discounts = float(torch.tensor(gamma)) ** torch.arange(count, dtype=torch.float64)
+        final = float((own.double() * discounts).sum() + other * discounts[-1])
+        token_rewards = torch.zeros(1, count)
+        token_rewards[0, -1] = final
+        spread = rewards_at_turns(batch, token_rewards)[0]
+        torch.testing.assert_close(spread[:-1], own[:-1])
+        assert abs(spread[-1] - own[-1] - kept) < 1e-6 + kept * 1e-6 / discounts[-1]
 
     def test_turns_without_discount_change_grouped_estimators_in_nothing(self):
         plain, turns = (experience([0, 0, 1, 1], lengths=[4, 3, 2, 4]) for _ in range(2))
