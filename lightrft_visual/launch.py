@@ -62,6 +62,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+LESS_MEMORY = (
+    "for less: --auto_micro_batches false and smaller micro_train_batch_size and micro_rollout_batch_size, or "
+    "--gradient_checkpointing full; --dry_run says what each phase holds"
+)
+
+
 def run_script(config: AnyConfig) -> None:
     """Train in a script; an error ends the process with a few lines and a code other than 0."""
     _run(config, partial(built, config))
@@ -225,6 +231,8 @@ def _in_words(error: BaseException) -> str:
         first = f"{first.removeprefix('called ')} was called before the run was done"
     if isinstance(error, KeyboardInterrupt):
         first = "interrupted before the run was done"
+    if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which may not be loaded
+        lines.append(LESS_MEMORY)
     return "\n".join([first.removeprefix("raised "), *lines])
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
@@ -50,6 +51,13 @@ def ended(monkeypatch, tmp_path):
 
 def log_of(folder):
     return (folder / "run" / "crash.log").read_text()
+
+
+def test_a_full_device_is_said_with_the_settings_that_take_less(ended, capsys):
+    assert ended(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")) == 1
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: OutOfMemoryError: CUDA out of memory") and first.endswith("(stage reward)")
+    assert any(line.startswith("for less: --auto_micro_batches false") for line in more)
 
 
 @pytest.mark.parametrize("code", [0, None, 3])
