@@ -73,14 +73,9 @@ def check_diffusion(config: Any) -> None:
         (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         (("decay_counts",), "algorithms with an old policy", old),
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
-        (("timestep_fraction", "cfg_in_training"), "algorithms that replay samples", entry.trains_on != "reward"),
-        (("global_std",), "algorithms with advantages", entry.grouped),
-        (("adv_clip_max",), "algorithms with advantages", entry.grouped and entry.coupled != "pairs"),
     ):
         refuse_idle(config, names, owner, read)
-    clips = name == "awm" or (sde and name not in ("flow_dppo", "dpok", "diffusion_opd"))
     for setting, owner, read in (
-        ("clip_range", "algorithms of clipped ratios", clips),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),
