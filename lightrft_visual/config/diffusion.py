@@ -250,7 +250,6 @@ class DiffusionRunConfig(Section):
         self._take_pairs()
         self._fill_in_defaults()
         idle.check_diffusion(self.algorithm)
-        idle.check_sampling(self.sampling, self.algorithm)
         self._check_coupled()
         self._check_trajectory()
         self._check_family()

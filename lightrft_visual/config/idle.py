@@ -81,17 +81,3 @@ def check_diffusion(config: Any) -> None:
         ("decay_type", "algorithms with an old policy", old),
     ):
         refuse_idle(config, (setting,), owner, read or getattr(config, setting) == getattr(entry, setting))
-
-
-def check_sampling(sampling: Any, algorithm: Any) -> None:
-    """The same of a diffusion run's sampling."""
-    guided, window = sampling.guidance_scale > 1, sampling.sde_window_size > 0
-    move, usual = sampling.sde_window_move, algorithm.entry.sde_window_move
-    guides, slides = "training with guidance, by guidance_scale and cfg_in_training", move in ("slide", "cycle")
-    for section, names, owner, read in (
-        (sampling, ("negative_prompt",), "a guidance_scale above 1", guided),
-        (algorithm, ("detach_guidance",), guides, guided and algorithm.cfg_in_training),
-        (sampling, ("sde_window_interval", "sde_window_stride"), "a window that slides or cycles", window and slides),
-        (sampling, ("sde_window_move",), "an sde_window_size above 0", window or move == usual),
-    ):
-        refuse_idle(section, names, owner, read)
