@@ -114,7 +114,6 @@ def test_recipes_lie_below_settings():
         ({"reward_funcs": {score: 1.0}}, "functions are given as a list, with reward_weights"),
         ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
         ({"reward_funcs": "nowhere.py:score"}, "--reward_fn: nowhere.py does not exist"),
-        ({"reward_funcs": {}}, "reward_funcs is empty"),
         ({"reward_funcs": {"exact": 1.0}, "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
         ({"reward_funcs": "rewards.yaml", "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
         ({"reward_weights": [1.0]}, "a reward is a function.*not a NoneType"),
