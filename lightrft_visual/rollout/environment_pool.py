@@ -116,7 +116,10 @@ class ProcessHost:
         self._control.settimeout(seconds)
         message = self._control.recv(CONTROL_BYTES)
         if not message:
-            raise EOFError(f"it ended with exit code {self._process.wait()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_SECONDS)
+            self._process.kill()  # it may live without its end of the connection
+            raise ConnectionError(f"it ended with exit code {self._process.wait()}")
         return json.loads(message)
 
     def _copy(self) -> _Episode:

@@ -119,6 +119,19 @@ def test_environment_that_kills_its_parent_costs_itself_only(tmp_path):
             host.end(0)
 
 
+def test_process_that_ends_while_it_is_copied_is_started_anew(tmp_path):
+    (tmp_path / "ends.py").write_text(
+        "import os, pathlib, signal\nmarker = pathlib.Path(__file__).with_suffix('.once')\n"
+        "def end_once():\n    if not marker.exists():\n        marker.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\nos.register_at_fork(before=end_once)\n"
+        "class Ends:\n    def step(self, action):\n        return 'alive', 0.0, True, {}\n"
+    )
+    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/ends.py:Ends", env_timeout=10.0))) as host:
+        host.reset(0, {}).result(timeout=60)
+        assert host.step(0, Action("go on")).result(timeout=60).done
+    assert (tmp_path / "ends.once").exists()
+
+
 def test_slow_environments_run_beside_each_other(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\nclass Slow:\n    def step(self, action):\n        time.sleep(1.0)\n"
