@@ -157,7 +157,7 @@ class _Episode:
         payload = pickle.dumps((seconds, {"what": what, "given": given}))
         number, until, seen = secrets.token_hex(8), time.monotonic() + seconds, ""
         try:
-            self._wait_until(until)
+            self.connection.settimeout(max(0.001, until - time.monotonic()))
             self.connection.sendall(HEAD.pack(number.encode(), len(payload)) + payload)
             while "place" in (answer := self._reply(number, until)):
                 seen = answer["place"]
@@ -174,15 +174,12 @@ class _Episode:
         self.broken = True
         raise EnvironmentFailure(why)
 
-    def _wait_until(self, until: float) -> None:
-        self.connection.settimeout(max(0.001, until - time.monotonic()))
-
     def _reply(self, number: str, until: float) -> dict[str, Any]:
         """The next message about the request `number`, without the number. Of several that come at once the last one:
         those before it only said where the call is."""
         data = bytearray()
         while not data.endswith(b"\n"):
-            self._wait_until(until)
+            self.connection.settimeout(max(0.001, until - time.monotonic()))
             chunk = self.connection.recv(CHUNK)
             if not chunk:
                 raise ConnectionError
