@@ -15,7 +15,7 @@ python=${LIGHTRFT_PYTHON:-}
 if [ -z "$python" ]; then
   if python3.11 --version >/dev/null 2>&1; then python=python3.11; else python=python3; fi
 fi
-files=(requirements.txt "scripts/requirements/$device.txt" setup.py pyproject.toml scripts/remove_old_hook.py)
+files=(requirements.txt "scripts/requirements/$device.txt" setup.py pyproject.toml)
 [ "$device" = cpu ] && files+=(scripts/requirements/cpu-override.txt)
 stamp="$device $("$python" --version) $(cat "${files[@]}" | sha256sum | cut -d' ' -f1)"
 
@@ -52,7 +52,6 @@ override=()
 # Bytecode is compiled once here: each rank of each run imports thousands of files.
 UV_COMPILE_BYTECODE=1 $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --reinstall-package lightrft_visual --no-deps --no-build-isolation -e .
-.venv/bin/python scripts/remove_old_hook.py
 if [ "$device" = cpu ]; then # compiled once here instead of inside the first run
   PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c \
     'from lightrft_visual.runtime.extension_builds import SHARED_MEMORY, build_first; build_first(SHARED_MEMORY)' \
