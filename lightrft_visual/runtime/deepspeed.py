@@ -233,12 +233,10 @@ class DeepspeedStrategy:
         module.eval().requires_grad_(False)
         kept = FP32Kept(module, divided=self.divide is not None)
         if self.config.zero_stage != 3:
+            home = torch.device("cpu") if on_host else self.device
             for parameter in module.parameters():
-                dtype = torch.float32 if parameter in kept else self.dtype
-                parameter.data = parameter.data.to("cpu" if on_host else self.device, dtype)
-            for buffer in module.buffers():
-                buffer.data = buffer.data.to(self.device)
-            return module
+                parameter.data = parameter.data.to(home, torch.float32 if parameter in kept else self.dtype)
+            return module.to(home)
         self._divided(module, kept)
         return self.prepare_divided(module)
 

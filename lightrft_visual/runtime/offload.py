@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,19 +20,20 @@ T = torch.Tensor
 def on_device(module: nn.Module, device: torch.device | str, offload: bool) -> Iterator[nn.Module]:
     """The module in evaluation mode on `device`, without gradients; with `offload` it is back on the CPU afterwards.
 
-    Weights that came from the CPU are not copied back: nobody changes them inside.
+    What came from the CPU is not copied back: nobody changes it inside.
     """
     leaves = offload and torch.device(device).type != "cpu"
-    homes = [(each, each.data) for each in module.parameters() if leaves and each.device.type == "cpu"]
-    module.to(device).eval()
+    tensors = chain(module.parameters(), module.buffers()) if leaves else ()
+    homes = [(each, each.data) for each in tensors if each.device.type == "cpu"]
+    module.to(device, non_blocking=True).eval()
     try:
         with torch.no_grad():
             yield module
     finally:
-        for parameter, home in homes:
-            parameter.data = home
+        for tensor, home in homes:
+            tensor.data = home
         if leaves:
-            module.to("cpu")  # buffers, and weights that were on the device before
+            module.to("cpu")  # what was on the device before
 
 
 class OptimizerOffload:
@@ -80,9 +82,9 @@ class OffloadedModule:
 
     def __init__(self, module: nn.Module, score: Callable[..., Any], device: torch.device) -> None:
         self.module, self.score, self.device = module, score, device
-        self._home = [pinned(parameter.data.to("cpu")) for parameter in module.parameters()]
-        self._leave()
-        self._visits = 0
+        for parameter in module.parameters():
+            parameter.data = pinned(parameter.data.to("cpu"))
+        self._visits, self._stay = 0, ExitStack()
 
     def __call__(self, *arguments: Any) -> Any:
         with self:
@@ -90,16 +92,11 @@ class OffloadedModule:
 
     def __enter__(self) -> OffloadedModule:
         if not self._visits:
-            for parameter, home in zip(self.module.parameters(), self._home):
-                parameter.data = home.to(self.device, non_blocking=True)
+            self._stay.enter_context(on_device(self.module, self.device, offload=True))
         self._visits += 1
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._visits -= 1
         if not self._visits:
-            self._leave()
-
-    def _leave(self) -> None:
-        for parameter, home in zip(self.module.parameters(), self._home):
-            parameter.data = home
+            self._stay.close()

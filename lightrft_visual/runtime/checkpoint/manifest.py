@@ -122,7 +122,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, its seal checked, in the present format. CheckpointError names the file when it is missing or
-    damaged; also as `versions.up_to_date`."""
+    damaged; also as `up_to_date`."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder; auto takes the newest of the output folder")
