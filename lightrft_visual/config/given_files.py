@@ -8,6 +8,9 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from ..errors import nearest
+from . import registry
+
 ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside the repository; ours, and VRL's
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
@@ -33,10 +36,11 @@ def located(path: str | Path) -> Path:
 
 def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
-    there, and for a file in place of an output folder. Names that may be anything else, such as a hub's, are not
-    looked for. names: of the settings that are looked at, default all."""
+    there, for a built-in name with a slip, and for a file in place of an output folder. Names that may be anything
+    else, such as a hub's, are not looked for. names: of the settings that are looked at, default all."""
     outputs = {name: getattr(config.output, name) for name in OUTPUTS if names is None or name in names}
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
+    models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
     sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
     for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
@@ -45,8 +49,12 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                 continue
             parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
             wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
+            known = rows if wanted is DATA else models if name in MODELS[:3] else ()
             for part in parts:
-                if (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
+                near = None if part in known else nearest(part, known)
+                if near and not located(part).exists():
+                    found.append(f"--{name}: there is no {part}; did you mean {near!r}?")
+                elif (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
                     seen_from = "" if part.startswith(("/", "~")) else f" in {Path.cwd()}"
                     found.append(f"--{name}: {part} does not exist{seen_from}")
     return list(dict.fromkeys(found))

@@ -77,6 +77,23 @@ def test_a_model_that_may_be_a_name_is_not_looked_for(name):
     assert missing_files(parse_run(argv=["--pretrain", name, "--prompt_data", "embedded"]).config) == []
 
 
+@pytest.mark.parametrize(
+    "setting, given, near",
+    [("pretrain", "embeded", "embedded"), ("prompt_data", "embedded_zom", "embedded_zoom"),
+     ("eval_data", "Embedded", "embedded")],
+)  # fmt: skip
+def test_a_built_in_name_with_a_slip_is_answered_with_the_nearest_before_a_hub_is_asked(setting, given, near):
+    argv = {"pretrain": "embedded", "prompt_data": "embedded"} | {setting: given}
+    config = parse_run(argv=[word for name, value in argv.items() for word in (f"--{name}", value)]).config
+    assert missing_files(config) == [f"--{setting}: there is no {given}; did you mean {near!r}?"]
+
+
+def test_a_folder_whose_name_is_near_a_built_in_one_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embeded").mkdir()
+    assert missing_files(parse_run(argv=["--pretrain", "embeded", "--prompt_data", "embedded"]).config) == []
+
+
 def test_an_environment_that_is_not_known_is_answered_with_the_nearest_before_anything_loads():
     with pytest.raises(ConfigError, match="no environment named 'zoomm'; did you mean 'zoom'"):
         parse_run(argv=["--environment", "zoomm"])
