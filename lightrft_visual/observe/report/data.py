@@ -220,7 +220,7 @@ def phase_times(metrics: dict[str, Points]) -> PhaseTimes | None:
     phases = {name: [finite_or_zero(values.get(step)) for step in steps] for name, values in columns.items()}
     sums = [sum(values[index] for values in phases.values()) for index in range(len(steps))]
     totals = [max(finite_or_zero((whole or {}).get(step)), sums[index]) for index, step in enumerate(steps)]
-    kept = [index for index, total in enumerate(totals) if 0 < total < math.inf]
+    kept = [index for index, total in enumerate(totals) if 0 < total < 1e9]  # a longer one is damage
     phases = {name: [values[index] for index in kept] for name, values in phases.items()}
     return PhaseTimes(phases, [totals[index] for index in kept]) if kept else None
 

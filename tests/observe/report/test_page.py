@@ -205,6 +205,8 @@ def test_phase_times_by_hand():
     assert times.limit_overlapped == 2.5  # steps of at least 2 and 3 seconds
     assert times.limit_hiding("reward") == 3.0  # max(4 - 1, 1) and max(6 - 3, 3)
     assert phase_times({"loss": [(1, 1.0)]}) is None
+    huge = {"time_train": [(1, 1e308), (2, 1e308), (3, 2.0)], "time_step": [(1, 1e308), (2, 1.7e308), (3, 2.5)]}
+    assert phase_times(huge).steps == [2.5]  # their sum is infinite
     assert duration(0.25) == "250 ms" and duration(90) == "90.0 s" and duration(8000) == "2 h 13 min"
 
 
