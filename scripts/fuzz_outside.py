@@ -184,7 +184,7 @@ def _damage_model(fuzzer: Helper, folder: Path, mark: Path, rng: random.Random) 
     path = rng.choice(files)
     choice = rng.random()
     if choice < 0.5 and path.suffix == ".json":
-        with contextlib.suppress(ValueError):  # an earlier change has left no JSON
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON is left, or one too deep to write
             read = json.loads(path.read_text())
             path.write_text(json.dumps(_changed_json(read, fuzzer, rng), default=str, skipkeys=True))
     elif choice < 0.75:
