@@ -352,6 +352,27 @@ def test_dynamic_shifts_are_those_of_the_schedule():
         torch.testing.assert_close(sigmas, flow_match_schedule(5, shift)[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("flux", {"shift": 1.0}), ("flux", {"shift": 3.0}), ("qwen_image", {"shift": 2.0}),
+     ("qwen_image", {"use_dynamic_shifting": True, "shift_terminal": 0.02}), ("sd3", {"use_dynamic_shifting": True})],
+)  # fmt: skip
+def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts(name, settings):
+    pipeline = pipeline_of(name)
+    pipeline.scheduler = tiny_families.euler(**settings)
+    family = family_of(pipeline, 5)
+    found = family.default_schedule(3, family.latent_shape(32, 32, 1), None)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline(PROMPTS[0], height=32, width=32, num_inference_steps=3, max_sequence_length=5, output_type="latent")
+    torch.testing.assert_close(found[0], pipeline.scheduler.timesteps)
+    torch.testing.assert_close(found[1], pipeline.scheduler.sigmas[:-1])
+    shape = family.latent_shape(32, 32, 1)
+    given = family.default_schedule(3, shape, 4.0)
+    pipeline.scheduler = tiny_families.euler(**settings | {"shift": 4.0, "use_dynamic_shifting": False})
+    if family.names_sigmas:  # a scheduler that does not shift by size shifts its own ends too
+        torch.testing.assert_close(given, family.default_schedule(3, shape, None))
+
+
 def test_the_cosmos_ode_matches_the_stock_pipeline_from_its_first_noise_on():
     policy, start = DiffusionPolicy(family_of(pipeline_of("cosmos"), 5)), torch.randn(1, 16, 1, 4, 4)
     timesteps, sigmas = policy.default_schedule(4, start.shape[1:], None)

@@ -21,7 +21,7 @@ from ....config.diffusion import DiffusionRunConfig
 from ....errors import ConfigError, refused_as
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
-from ..layers import flow_match_schedule, upcast
+from ..layers import upcast
 
 T = torch.Tensor
 Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
@@ -177,16 +177,15 @@ class DiffusionFamily(ABC):
 
         flow_shift: takes the place of the scheduler's shift, in the same schedule.
         """
-        scheduler = self.pipeline.scheduler
-        if self.names_sigmas or scheduler.config.get("use_dynamic_shifting"):
-            if flow_shift is not None:
-                return flow_match_schedule(num_steps, flow_shift)
-            sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-            scheduler.set_timesteps(sigmas=sigmas, mu=self._dynamic_shift(latent_shape, num_steps))
-        else:
-            if flow_shift is not None:
-                scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
-            scheduler.set_timesteps(num_steps)
+        scheduler, shifted = self.pipeline.scheduler, {}
+        if scheduler.config.get("use_dynamic_shifting"):
+            linear = scheduler.config.get("time_shift_type") == "linear"
+            given = flow_shift if linear or flow_shift is None else math.log(flow_shift)
+            shifted["mu"] = self._dynamic_shift(latent_shape, num_steps) if given is None else given
+        elif flow_shift is not None:
+            scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
+        steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
+        scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:

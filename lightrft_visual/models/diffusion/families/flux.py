@@ -16,6 +16,7 @@ class Flux(PackedLatents, KLImages):
     default_text_length = 512
     texts_at_once = 8
     uses_negative = False
+    names_sigmas = True
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:

@@ -35,6 +35,7 @@ class LTX2(DiffusionFamily):
     divided_attention = ".attn1"  # diffusers' backward exchanges as many keys as queries: not so where texts are read
     left_out = r".*(audio|a2v|av_cross|keyframes).*"
     default_text_length = 1024
+    names_sigmas = True
     frame_rate = 24.0  # positions in time are seconds
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
