@@ -19,6 +19,7 @@ from typing import Any
 
 from .config import registry
 from .config.given_files import located
+from .config.kinds import check_hooks
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError, did_you_mean
 from .given import give, source_of, unique_name
@@ -37,6 +38,7 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
     ):
         if not fits:
             raise ConfigError(f"{name} is a {type(value).__name__}: give {what}")
+    check_hooks(callbacks)
     if processor is not None and not hasattr(model, "save_pretrained"):
         raise ConfigError("processing_class belongs to a loaded model: one that is named has its own in its folder")
 

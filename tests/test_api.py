@@ -124,6 +124,7 @@ def test_recipes_lie_below_settings():
         ({"model": ("a", "b", "c")}, "model is a tuple: give a hub name, a folder"),
         ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
         ({"callbacks": 3}, "callbacks is a int: give a list"),
+        ({"callbacks": [None, object()]}, "no hook is object; one has some of the methods setup, on_prompts"),
         ({"config": {"seed": 3}}, "config is a dict: give a list"),
         ({"train_dataset": "nowhere.jsonl"}, "--prompt_data: nowhere.jsonl does not exist"),
         ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),

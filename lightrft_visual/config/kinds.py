@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +183,20 @@ class LossTerm(Choice):
     """
 
     settings: tuple[str, ...] = ()
+
+
+MOMENTS = (
+    "setup", "on_prompts", "on_rollouts", "on_scores", "on_experience", "on_buffer", "on_train_batch", "on_update",
+    "on_sync", "weights_for", "on_metrics", "on_evaluation", "metrics",
+)  # fmt: skip
+
+
+def check_hooks(hooks: Iterable[Any]) -> None:
+    """Raise ConfigError for what no moment of a run would call; see `trainer.hooks.StepHook`."""
+    for hook in (each for each in hooks if each is not None):
+        if isinstance(hook, type) or not any(hasattr(hook, name) for name in MOMENTS):
+            told = f"the class {hook.__name__}: give an object of it" if isinstance(hook, type) else type(hook).__name__
+            raise ConfigError(f"no hook is {told}; one has some of the methods {', '.join(MOMENTS)}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
-from ..errors import ConfigError
+from ..config.kinds import check_hooks
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 
@@ -187,15 +187,6 @@ def _told(name: str) -> Any:
     return tell_all
 
 
-def _checked(hook: Any) -> Any:
-    """The hook. Raises ConfigError for what no moment of a run would call."""
-    moments = [name for name in vars(StepHook) if name.startswith(("on_", "setup", "metrics", "weights_for"))]
-    if isinstance(hook, type) or not any(hasattr(hook, name) for name in moments):
-        told = f"the class {hook.__name__}: give an object of it" if isinstance(hook, type) else type(hook).__name__
-        raise ConfigError(f"no hook is {told}; one has some of the methods {', '.join(moments)}")
-    return hook
-
-
 class Hooks:
     """The hooks of a run as one; each method is the hooks' own of that name, for which see `StepHook`.
 
@@ -209,7 +200,8 @@ class Hooks:
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, and then a user's own."""
         made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
-        self._hooks += [_checked(each) for each in (*made, *callbacks) if each is not None]
+        self._hooks += [each for each in (*made, *callbacks) if each is not None]
+        check_hooks(self._hooks)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)

@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.config import kinds, registry
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.sft import SFTRunConfig
+from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
 from lightrft_visual.trainer.run_state import _hooks_of_version_2
+from lightrft_visual.trainer.vl.sft import build_supervised
+from lightrft_visual.trainer.vl.trainer import build_trainer
 
 THROUGH = ("on_prompts", "on_rollouts", "on_scores", "on_experience", "on_buffer", "on_train_batch")
 
@@ -166,6 +172,20 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
     hooks = Hooks([Reports(a=1.0), StepHook(), Reports(b=2.0)])
     hooks.close()
     assert hooks.metrics() == {"a": 1.0, "b": 2.0} and closed == [{"a": 1.0}, {"b": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "schema, build",
+    [(RunConfig, build_trainer), (SFTRunConfig, build_supervised), (DiffusionRunConfig, build_diffusion_trainer)],
+)
+def test_what_no_moment_would_call_is_refused_before_anything_loads(schema, build):
+    with pytest.raises(ConfigError, match="no hook is object; one has some of the methods setup, on_prompts"):
+        build(schema(), [StepHook(), object()])
+
+
+def test_moments_of_a_hook_are_its_methods_that_a_step_calls():
+    named = {"setup", "metrics", "weights_for"}
+    assert set(kinds.MOMENTS) == {name for name in vars(StepHook) if name.startswith("on_") or name in named}
 
 
 @pytest.mark.parametrize("callback", [StepHook, lambda metrics: None, SimpleNamespace(on_step_end=print)])

@@ -14,7 +14,7 @@ import torch
 from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
-from ...config.kinds import Task
+from ...config.kinds import Task, check_hooks
 from ...config.shared import NONE, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
 from ...errors import ConfigError, did_you_mean
@@ -52,6 +52,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
 
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
+    check_hooks(callbacks)
     if config.distributed.split:
         registry.services.load("placement").check_drawing(config)
     config = with_reward(config)

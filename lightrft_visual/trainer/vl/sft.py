@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...config.constraints import divisors
+from ...config.kinds import check_hooks
 from ...config.sft import SFTRunConfig
 from ...config.vl import mixing_probabilities
 from ...data.prompts import PromptDataset, PromptRow, RowChecks
@@ -190,6 +191,7 @@ class HeldOutLoss:
 def build_supervised(config: SFTRunConfig, callbacks: Sequence[Any] = ()) -> SupervisedTrainer:
     """The trainer of a run. callbacks: hooks of a user. Raises ConfigError or DataError before any model is loaded for
     whatever can be known by then."""
+    check_hooks(callbacks)
     strategy = start_strategy(config)
     world = collectives.world_size()
     check_update(config.train, world, divisors(config.train.train_batch_size * world, world))
