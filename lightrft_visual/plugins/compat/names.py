@@ -270,6 +270,8 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     ),
     "reward_weights": "a weight stands behind its reward, --components.NAME WEIGHT, or in a --reward_recipe",
     "dynamic_filtering": "write --dynamic_sampling: prompts whose rewards are all equal are replaced",
+    "format_prompt": "write its words into the prompts of the data, or what may stand before each of them as "
+    "--system_prompt TEXT; those of math.jinja, behind the column problem, are --data_format geometry3k",
     "use_kl_in_reward": "leave it out: the KL is in the reward, with --use_kl_loss --kl_estimator k3 in the loss, and "
     "--init_kl_coef 0 turns it off",
     "use_dynamic_bsz": "write --packing_samples --max_tokens_per_batch N, which fills micro-batches by tokens",

@@ -75,6 +75,12 @@ def test_verl_script_variables_are_put_in_and_others_stay(converted):
     assert config.algorithm.advantage_estimator == "group_norm" and list(found.left_out) == ["trainer.n_gpus_per_node"]
 
 
+def test_template_of_easyr1_is_told_where_its_words_go(converted):
+    for name, text in (("c.yaml", "data: {format_prompt: math.jinja}"), ("c.sh", "python main data.format_prompt=m")):
+        (told,) = converted("easyr1", name, text).left_out.values()
+        assert "prompts of the data" in told and "--system_prompt TEXT" in told and "--data_format geometry3k" in told
+
+
 def test_easyr1_yaml_and_openrlhf_script_convert(converted):
     easyr1, openrlhf = converted("easyr1", "c.yaml", EASYR1), converted("openrlhf", "run.sh", OPENRLHF)
     assert settings(easyr1).train.actor_learning_rate == 1e-6 and list(easyr1.left_out) == ["trainer.nnodes"]
