@@ -94,17 +94,17 @@ def turn_discounts(experience: Any) -> T | None:
 
 def rewards_at_turns(experience: Any, rewards: T) -> T:
     """Token rewards (B, A) with the final reward of each sample spread over its turns: each has its own reward at its
-    last token, and the last one what is left. The discounted sum stays the final reward."""
+    last token, scaled as the final one was, and the last one what is left. Their discounted sum is the final reward."""
     ends, given = turn_ends(experience), (experience.info or {}).get("turn_rewards")
     if ends is None or given is None:
         return rewards
-    rewards = rewards.clone()
+    rewards, scales = rewards.clone(), experience.info.get("reward_scale", torch.ones(len(rewards)))
     for index, own in enumerate(given):
         where, gamma = ends[index].nonzero().flatten().to(rewards.device), float(experience.info["turn_gamma"][index])
         if len(where) < 2:
             continue
         turns = rewards.new_zeros(len(where), dtype=torch.float64)
-        turns[: len(own)] = own[: len(where)].to(turns)
+        turns[: len(own)] = own[: len(where)].to(turns) * float(scales[index])
         discounts = gamma ** torch.arange(len(where), device=turns.device, dtype=torch.float64)
         final, discounted = rewards[index, where[-1]].double(), turns * discounts
         left = final - discounted.sum()
@@ -178,9 +178,10 @@ class AdvantageCalculator:
 
         Returns:
             The experiences, and one tensor (B_i) of final rewards for each. Each info gains per-sample tensors:
-            `shaped_reward` before the comparison, `overlong_penalty` and `reward_clipped` when those are on, and for
-            grouped estimators `comparable` (0 where the group has fewer than two valid samples) and `group_advantage`,
-            the final reward: what KL, whitening and a teacher add to the tokens is not in it.
+            `shaped_reward` before the comparison, `overlong_penalty` and `reward_clipped` when those are on,
+            `reward_scale` (what norm and clip multiply a reward by), and for grouped estimators `comparable` (0 where
+            the group has fewer than two valid samples) and `group_advantage`, the final reward: what KL, whitening and
+            a teacher add to the tokens is not in it.
 
         Raises ValueError when sizes do not agree or a grouped estimator gets no group_id, RewardError for a valid
         reward that is not finite. With reward_running_norm it is a collective: every rank must call it.
@@ -220,13 +221,16 @@ class AdvantageCalculator:
             notes["overlong_penalty"] = penalty
             rewards = rewards + penalty
         if config.reward_running_norm:
-            drawn = torch.cat([valid[:0], *map(_drawn, experiences)])
+            drawn, scale = torch.cat([valid[:0], *map(_drawn, experiences)]), torch.ones_like(rewards)
             for running, own in ((self.running, ~drawn), (self.running_drawn, drawn)):
                 running.update(rewards[valid & own])
                 white = running.normalize(rewards, config.reward_running_norm_minus_mean)
-                rewards = torch.where(own, white, rewards)
+                rewards, scale = torch.where(own, white, rewards), torch.where(own, scale / running.std, scale)
+            notes["reward_scale"] = scale
         if config.reward_clip > 0:
             notes["reward_clipped"] = (valid & (rewards.abs() > config.reward_clip)).float()
+            within = config.reward_clip / rewards.abs().clamp(min=config.reward_clip)
+            notes["reward_scale"] = notes.get("reward_scale", 1.0) * within
             rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
         notes["shaped_reward"] = torch.where(valid, rewards, 0.0)
         return rewards

@@ -27,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 # Where an answer hides when the configured column is absent; dots step into mappings.
-_REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "answers")
+REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "answers")
 RESPONSE = "response"  # the usual name of the column with what a model is to answer
 _MISSING = object()
 
@@ -312,7 +312,7 @@ def _find_reference(raw: Mapping[str, Any], config: DataConfig) -> tuple[Any, st
             columns = ", ".join(map(str, raw))
             raise DataError(f"no column {key!r} (reference_key); the row has: {columns}", "column missing")
         return value, None
-    for path in _REFERENCE_PATHS:
+    for path in REFERENCE_PATHS:
         value = _walk(raw, path)
         if value is not _MISSING and value is not None:
             return value, path if path in raw else None

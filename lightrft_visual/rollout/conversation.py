@@ -68,9 +68,8 @@ class ObservationRenderer:
     def added(self, observation: Observation, what: str) -> Added:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
-        messages = messages if self.most_tokens is None else self._shortened(messages, self.most_tokens)
         try:
-            text = self._behind(messages)
+            text = self._behind(self._shortened(messages))
             return Added(*self.data.difference(text, observation.images, observation.videos, what))
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
@@ -82,7 +81,7 @@ class ObservationRenderer:
         if not observation.whole:
             if prompt.messages is None:
                 raise EnvironmentFailure("reset gave an observation, but the prompt is no list of messages")
-            (added,), own = messages, list(prompt.messages)
+            (added,), own = self._shortened(messages), list(prompt.messages)
             images, videos = prompt.images, prompt.videos
             messages = [*own[:-1], {**own[-1], "content": [*own[-1]["content"], *added["content"]]}]
         text = self._render(messages, generation=True)
@@ -93,7 +92,9 @@ class ObservationRenderer:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
         if len(ids) > self.data.prompt_max_len:
             raise EnvironmentFailure(f"the prompt after reset has {len(ids)} tokens, above prompt_max_len")
-        return replace(prompt, text=text, token_ids=ids, images=loaded, videos=clips, vision=vision, messages=messages)
+        begun = replace(prompt, text=text, token_ids=ids, images=loaded, videos=clips, vision=vision, messages=messages)
+        self.check_media(begun, Episode(), Added([], []))
+        return begun
 
     def check_media(self, prompt: PromptFeatures, episode: Episode, added: Added) -> None:
         """Raise EnvironmentFailure where an episode would hold more images or videos than the engine takes.
@@ -119,12 +120,14 @@ class ObservationRenderer:
                 raise EnvironmentFailure(f"the text of an observation holds {typed}, which the model reads as an image")
         return message
 
-    def _shortened(self, messages: list[Message], most: int) -> list[Message]:
-        """With the middle of the longest texts left out, so that all together have `most` tokens."""
+    def _shortened(self, messages: list[Message]) -> list[Message]:
+        """With the middle of the longest texts left out, so that all together have `most_tokens`."""
+        if self.most_tokens is None:
+            return messages
         tokenizer = self.data.tokenizer
         texts = [part for message in messages for part in message["content"] if part["type"] == "text"]
         ids = [tokenizer(part["text"], add_special_tokens=False)["input_ids"] for part in texts]
-        excess = sum(map(len, ids)) - most
+        excess = sum(map(len, ids)) - self.most_tokens
         if excess <= 0:
             return messages
         cut: dict[int, str] = {}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
     Completion,
@@ -152,20 +153,22 @@ class _Round:
             finally:
                 admission.close()
             return
-        n, prompts, start = self.settings.n, max(1, most // self.settings.n), 0
-        while self._any_rank(start < len(self.requests)):
-            requests = self.requests[start : start + prompts]
-            self._reset(range(start * n, (start + len(requests)) * n))
-            self._run_rounds(requests)
-            start += prompts
+        n, start = self.settings.n, 0
+        most = most // n * n or most  # whole prompts, where there is room for one
+        while self._any_rank(start < len(self.conversations)):
+            end = min(start + most, len(self.conversations))
+            self._reset(range(start, end))
+            self._run_rounds(None if most % n else self.requests[start // n : end // n])
+            start += most
 
-    def _run_rounds(self, prompts: list[PromptFeatures]) -> None:
-        """The episodes of some prompts: all that are active generate together, then all their environments step."""
+    def _run_rounds(self, prompts: list[PromptFeatures] | None) -> None:
+        """The episodes that have begun: all that are active generate together, then all their environments step.
+        prompts: whose they are, where these are all of their samples."""
         engine = self.stage.engine
         first = True
         while self._any_rank(bool(self.active)):
             keys = sorted(self.active)
-            if first and not self._any_rank(self.changed):
+            if prompts is not None and first and not self._any_rank(self.changed):
                 completions = self._first_round(keys, prompts)
             else:
                 requests = [self._request(key) for key in keys]
@@ -362,6 +365,7 @@ def _sample_of(conversation: Conversation) -> dict[str, Any]:
     """What an environment is begun with."""
     prompt = conversation.prompt
     return {
+        **dict.fromkeys(REFERENCE_PATHS[1:], prompt.reference),
         **prompt.metadata,
         "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages),
         "messages": prompt.messages,

@@ -224,6 +224,26 @@ class TestShaping:
         assert batch.info["reward_clipped"].tolist() == [1.0, 1.0]
         assert final.tolist() == [0.5, -0.5] and batch.info["shaped_reward"].tolist() == [0.5, -0.5]
 
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({"reward_clip": 3.0}, [1.0, 2.0]),  # 6 becomes 3
+            ({"reward_running_norm": True}, [2 / 8**0.5, 4 / 8**0.5]),  # of 6 and 2
+            ({"reward_running_norm": True, "reward_running_norm_minus_mean": True}, [2 / 8**0.5, 0.0]),
+        ],
+    )
+    def test_rewards_of_turns_are_shaped_as_their_sum_is(self, settings, expected):
+        batch = experience([0, 1], lengths=[2, 1], width=2)
+        turns = {
+            "turn_ids": [torch.arange(2), torch.arange(1)],
+            "turn_rewards": [torch.tensor([2.0, 4]), torch.ones(1)],
+        }
+        batch.info = turns | {"turn_gamma": torch.ones(2)}
+        (final,) = final_rewards("reinforce", torch.tensor([6.0, 2.0]), [batch], **settings)
+        placed = torch.zeros(2, 2)
+        placed[0, 1], placed[1, 0] = final
+        assert rewards_at_turns(batch, placed)[0].tolist() == pytest.approx(expected)
+
     def test_each_shaping_is_off_by_default(self):
         batch = experience([1, 1])
         (final,) = final_rewards("reinforce", torch.tensor([300.0, -1.0]), [batch])

@@ -271,6 +271,43 @@ def test_a_reset_may_begin_otherwise(rig):
     assert all("and this" in each.prompt.text for each in rollouts if len(each.prompt.images) == 2)
 
 
+def test_limits_of_observations_hold_for_what_a_reset_gives(rig):
+    class Long(Environment):
+        def reset(self, row):
+            return "go on " * 100
+
+        def step(self, action):
+            return None, 1.0, True, {}
+
+    class ManyImages(Long):
+        def reset(self, row):
+            return [picture(each) for each in range(3)]
+
+    batch = batch_of([1])
+    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]]
+    for made in stage_of(rig, Long, most_tokens=20).generate(batch, SETTINGS):
+        assert "[...]" in made.prompt.text and made.prompt.text.count("go on") < 20
+    assert all(each.valid for each in stage_of(rig, ManyImages, most_media={"images": 4}).generate(batch, SETTINGS))
+    for made in stage_of(rig, ManyImages, most_media={"images": 3}).generate(batch, SETTINGS):
+        assert not made.valid and "4 images" in made.episode.failure
+
+
+def test_an_environment_finds_the_reference_under_the_name_of_its_column(rig):
+    seen = []
+
+    class Reads(Environment):
+        def reset(self, row):
+            seen.append((row["answer"], row["solution"], row["reference"]))
+
+        def step(self, action):
+            return None, 1.0, True, {}
+
+    batch = batch_of([1])
+    batch.references, batch.metadata = ["7"], [{"solution": "3 + 4"}]
+    stage_of(rig, Reads).generate(batch, SETTINGS)
+    assert set(seen) == {("7", "3 + 4", "7")}
+
+
 def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
     class NoBeginning(Environment):
         def reset(self, row):
@@ -349,3 +386,7 @@ def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same
     assert begun == [3, 0]  # one prompt after the other, with all of its samples
     assert [each.token_ids for each in few] == [each.token_ids for each in rollouts]
     assert sorted(finished) == [(0, 3), (3, 3), (6, 3), (9, 3)]
+    stage = stage_of(rig, limits=EpisodeLimits(6, 400, environments=2))  # less than the samples of a prompt
+    begun = most_begun(stage)
+    assert [each.token_ids for each in stage.draw(requests, SETTINGS)] == [each.token_ids for each in rollouts]
+    assert begun == [2, 0]

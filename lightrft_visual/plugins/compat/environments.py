@@ -80,7 +80,7 @@ class TRLEnvironment(ToolEnvironment):
         if hasattr(self.environment, "reset"):
             found = awaited_value(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))
         self._reward = self._now()
-        return found or None
+        return None if isinstance(found, str) and not found else found
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The answers of the tools, and what they changed the reward by."""
@@ -123,7 +123,7 @@ class OpenRLHFAgent(Environment):
 
     def reset(self, row: dict[str, Any]) -> Any:
         """The agent's own beginning, where it is not the prompt."""
-        self._label = row.get("label") if row.get("label") is not None else row.get("reference")
+        self._label = row.get("reference") if row.get("reference") is not None else row.get("label")
         prompt = row.get("prompt") or ""
         states = awaited_value(self.agent.reset({"observation": prompt, "label": self._label}))
         self._text = states["observation"]

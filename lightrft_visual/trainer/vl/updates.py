@@ -413,6 +413,11 @@ def _of_info(name: str, experience: Experience) -> T | None:
     return experience.info.get(name)
 
 
+def _of_rewards(name: str, experience: Experience) -> tuple[T, T] | None:
+    """The same, of the samples whose reward is usable."""
+    return (experience.info[name], experience.valid.bool()) if name in experience.info else None
+
+
 def _of_actions(name: str, experience: Experience) -> tuple[T, T] | None:
     """A field of numbers of each token, with their mask; None where it comes with the training forward."""
     values = getattr(experience, name)
@@ -434,10 +439,10 @@ for _name, _about, _read in (
     ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
     ("comparable", "share of samples in groups of two valid ones or more", partial(_of_info, "comparable")),
-    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_info, "shaped_reward")),
+    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_rewards, "shaped_reward")),
     ("advantage_clip_frac", "share of advantages beyond advantage_clip", partial(_of_info, "advantage_clip_frac")),
-    ("overlong_penalty", "for length", partial(_of_info, "overlong_penalty")),
-    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_info, "reward_clipped")),
+    ("overlong_penalty", "for length", partial(_of_rewards, "overlong_penalty")),
+    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_rewards, "reward_clipped")),
 ):
     registry.rollout_metrics.register(_name, _about)(_read)
 

@@ -51,6 +51,12 @@ class Guess:
 class FewColumns(Guess):
     def reset(self, reference):
         self.secret, self.over = reference, False
+
+
+class Shows(Guess):
+    def reset(self):
+        import numpy
+        return numpy.zeros((28, 28, 3), numpy.uint8)
 '''
 
 OPENRLHF = """
@@ -68,7 +74,7 @@ class AgentInstance(AgentInstanceBase):
         return {"observation": states["observation"]}
 
     async def step(self, states: dict, **kwargs) -> Dict[str, Any]:
-        right = states["action_text"].strip() == states["label"]
+        right = states["action_text"].strip() == str(states["label"])
         assert states["observation_text"].startswith("what is it?")
         self.step_idx += 1
         done = right or self.step_idx == 3
@@ -193,7 +199,7 @@ def make_nameless():
 '''
 
 ROW = {
-    "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "7",
+    "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "guess",
     "images": [], "videos": [], "seed": 1, "level": 2,
 }  # fmt: skip
 
@@ -233,6 +239,7 @@ def test_public_methods_of_a_trl_environment_are_its_tools(folder):
 def test_trl_reset_gets_the_columns_that_it_names(folder):
     environment = made(folder, "of_trl.py:FewColumns")
     assert environment.reset(ROW) is None and environment.environment.secret == 7
+    assert made(folder, "of_trl.py:Shows").reset(ROW).shape == (28, 28, 3)
 
 
 @pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor"])

@@ -12,7 +12,9 @@ import pytest
 import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
+from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.kl import FixedKLController
+from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.data.validation import MAX_LABELS, measured_labels
 from lightrft_visual.experience.rollouts import (
@@ -105,6 +107,16 @@ def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
     metrics = MetricsAccumulator()
     add_rollout_metrics(metrics, made.batches)
     assert "entropy" not in metrics.reduce()
+
+
+def test_shaped_rewards_are_of_the_samples_that_have_one(checkpoint):
+    maker, some = maker_of(checkpoint, []), [None, 3.0, None, 2.0, 3.0, 2.0]
+    maker.settings.rewards = RewardComputationEngine(custom_reward_func=lambda completions: some)
+    maker.calculator = get_advantage_calculator("reinforce", AlgorithmConfig(reward_clip=2.5))
+    metrics = MetricsAccumulator()
+    add_rollout_metrics(metrics, made_by(maker).batches)
+    found = metrics.reduce()
+    assert (found["reward_mean"], found["shaped_reward"], found["reward_clipped"]) == (2.5, 2.25, 0.5)
 
 
 def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
