@@ -8,6 +8,8 @@ shows its schema to the model; the model asks for it in the form that the templa
     llama       <|python_tag|>{"name": "zoom", "parameters": {"box": [0, 0, 9, 9]}}     or without the tag; `;` between
     json        the same objects anywhere in the text, with "arguments" or "parameters"
 
+An object may also hold calls as OpenAI's servers write them: {"function": {"name": ..., "arguments": ...}}, alone or in
+a list of "tool_calls".
 Nothing in a response raises: a call that cannot be read is a `ToolCall` whose `error` says why, and the model is told.
 """
 
@@ -132,12 +134,26 @@ def render_tool_call(call: ToolCall, form: str = "hermes") -> str:
     return _FORMS[form].render(call)
 
 
-def _object_call(text: str) -> ToolCall:
-    """The call that a JSON text is."""
+def _object_calls(text: str) -> Iterator[ToolCall]:
+    """The call that a JSON text is, or those that it holds."""
     try:
-        return _call_of(json.loads(text))
+        yield from map(_call_of, _unwrapped(json.loads(text)))
     except (ValueError, RecursionError) as error:
-        return _malformed(text, f"not valid JSON ({_short(error)})")
+        yield _malformed(text, f"not valid JSON ({_short(error)})")
+
+
+def _unwrapped(value: Any) -> list[Any]:
+    """What the `tool_calls` or the `function` of an object hold; the value itself where it has neither."""
+    listed = value.get("tool_calls") if isinstance(value, dict) else None
+    return [
+        each["function"] if isinstance(each, dict) and "name" not in each and _is_call(each.get("function")) else each
+        for each in (listed if isinstance(listed, list) and listed else [value])
+    ]
+
+
+def _is_call(value: Any, keys: Sequence[str] = ("arguments",)) -> bool:
+    """Whether it looks like one; with `parameters` the function of an object would be the schema of a tool."""
+    return isinstance(value, dict) and "name" in value and any(key in value for key in keys)
 
 
 def _call_of(value: Any, shown: str | None = None) -> ToolCall:
@@ -173,7 +189,7 @@ def _parse_hermes(text: str) -> Iterator[ToolCall]:
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
         else:
-            yield _object_call(inner)
+            yield from _object_calls(inner)
 
 
 def _xml_call(text: str) -> ToolCall:
@@ -232,7 +248,8 @@ def _python_call(text: str) -> ToolCall:
 
 
 def _parse_objects(text: str) -> Iterator[ToolCall]:
-    """Every outermost JSON object that is a call; one that begins as a call and cannot be read is malformed."""
+    """Every outermost JSON object that is a call or holds some; one that begins as a call and cannot be read is
+    malformed."""
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -243,8 +260,8 @@ def _parse_objects(text: str) -> Iterator[ToolCall]:
                 return
             end = position + 1
         else:
-            if isinstance(value, dict) and "name" in value and {"arguments", "parameters"} & value.keys():
-                yield _call_of(value, text[position:end])
+            called = [each for each in _unwrapped(value) if _is_call(each, ("arguments", "parameters"))]
+            yield from (_call_of(each, text[position:end]) for each in called)
         position = text.find("{", end)
 
 

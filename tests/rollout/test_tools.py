@@ -221,6 +221,25 @@ def test_arguments_given_as_json_text_are_read():
     assert parse_tool_calls(json.dumps(call)) == [ToolCall("zoom", {"x": 1}, None)]
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama", "json"])
+def test_calls_as_servers_of_openai_write_them_are_read(form):
+    opened, closed = {"hermes": ("<tool_call>", "</tool_call>"), "llama": ("<|python_tag|>", ""), "json": ("", "")}[
+        form
+    ]
+    one = {"id": "call_1", "type": "function", "function": {"name": "zoom", "arguments": '{"x": 1}'}}
+    two = {"name": "crop", "arguments": {"function": {"name": "f", "arguments": {}}}}
+    zoom, cut = ToolCall("zoom", {"x": 1}, None), ToolCall("crop", two["arguments"], None)
+    for value, calls in (
+        (one, [zoom]),
+        ({"role": "assistant", "content": None, "tool_calls": [one, two, one]}, [zoom, cut, zoom]),
+        ({"function": {"name": "zoom", "arguments": {"x": 1}}}, [zoom]),
+    ):
+        assert parse_tool_calls(f"{opened}{json.dumps(value)}{closed}", form) == calls
+    assert parse_tool_calls(json.dumps([one, {"function": two}])) == [zoom, cut]
+    assert parse_tool_calls(json.dumps(tool_schema(find))) == []
+    assert parse_tool_calls(json.dumps({"tool_calls": [], "function": {"name": "zoom"}})) == []
+
+
 def test_json_in_a_fence_or_beside_other_objects_is_found():
     text = 'See {"a": 1}:\n```json\n{"name": "zoom", "arguments": {"x": 1}}\n```'
     assert parse_tool_calls(text) == [ToolCall("zoom", {"x": 1}, None)]
