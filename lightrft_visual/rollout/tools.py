@@ -36,11 +36,14 @@ from .environments import Action, Environment, ToolCall, awaited_value
 
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*\Z", re.DOTALL)
-XML_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+XML_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+OBJECT = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:', re.DOTALL)  # how a JSON object with a name begins
 PYTHON_TAG = "<|python_tag|>"
 TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
 SHOWN = 80  # characters of a malformed call in its error
 MOST_CALLS = 64  # of one response; the rest of a text without end is not read
+READ_AGAIN = 16  # lengths of a text that are read for objects that do not end
+PIECE = 4096  # characters that the decoder counts lines in where it fails
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CLASSES = re.compile(r'"type": "(object|image|audio)"')
 PARTS = ("text", "image", "image_url", "video", "video_url")  # kinds of content parts
@@ -196,7 +199,8 @@ def _xml_call(text: str) -> ToolCall:
     found = XML_FUNCTION.match(text)
     if found is None or not found[1].strip():
         return _malformed(text, "<function=NAME> ... </function> is not complete")
-    if XML_PARAMETER.sub("", found[2]).strip():
+    ended, end, rest = found[2].rpartition("</parameter>")  # what begins behind the last end would be read to its own
+    if XML_PARAMETER.sub("", ended + end).strip() or rest.strip():
         return _malformed(text, "<parameter=NAME> ... </parameter> is not complete")
     return ToolCall(found[1].strip(), {m[1].strip(): _Written(m[2]) for m in XML_PARAMETER.finditer(found[2])}, None)
 
@@ -249,20 +253,24 @@ def _python_call(text: str) -> ToolCall:
 
 def _parse_objects(text: str) -> Iterator[ToolCall]:
     """Every outermost JSON object that is a call or holds some; one that begins as a call and cannot be read is
-    malformed."""
-    decoder, position = json.JSONDecoder(), text.find("{")
-    while position >= 0:
+    malformed. Objects that do not end, one in another, are given up after some: the time is linear in the text."""
+    decoder, position, left = json.JSONDecoder(), 0, READ_AGAIN * len(text)
+    while left > 0 and (found := OBJECT.search(text, position)) is not None:
+        position = found.start()
+        if position > PIECE:
+            text, position = text[position:], 0
         try:
             value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             if re.match(r'\{\s*"(name|arguments|parameters)"\s*:', text[position : position + SHOWN]):
                 yield _malformed(text[position:], f"not valid JSON ({_short(error)})")
                 return
+            left -= error.pos - position if isinstance(error, json.JSONDecodeError) else left  # nested beyond reading
             end = position + 1
         else:
             called = [each for each in _unwrapped(value) if _is_call(each, ("arguments", "parameters"))]
             yield from (_call_of(each, text[position:end]) for each in called)
-        position = text.find("{", end)
+        position = end
 
 
 class _Form(NamedTuple):

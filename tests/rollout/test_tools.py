@@ -6,6 +6,7 @@ import asyncio
 import enum
 import functools
 import json
+import time
 
 import numpy as np
 import pytest
@@ -279,6 +280,30 @@ def test_garbage_is_read_without_an_exception(text):
 
 def test_text_without_end_gives_no_more_calls_than_the_limit():
     assert len(parse_tool_calls('{"name": "zoom", "arguments": {}} ' * 5_000)) == MOST_CALLS
+
+
+XML = "<tool_call><function=f>{}</function></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("around", "repeated"),
+    [
+        ("{}", "{"), ("<|python_tag|>{}", "{ "), ("{}", '{"'), ("{}", '{"":x'), ("{}", '{"a":'), ("{}", '{"a":['),
+        ('{{"a":[' * 300 + "{}", '{"b":1},'), ("<tool_call>{}</tool_call>", "{"), (XML, " "), (XML, "<parameter=a>"),
+        (XML, "<parameter="), (XML, "</parameter>"), (XML, "<parameter=a>\n</function>"),
+    ],
+)  # fmt: skip
+def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
+    started = time.process_time()
+    calls = parse_tool_calls(around.format(repeated * (300_000 // len(repeated))))
+    assert time.process_time() - started < 3.0  # quadratic readers took 8 to 1,000 seconds
+    assert len(calls) < 2
+
+
+def test_call_behind_objects_that_cannot_be_read_is_read():
+    call = ToolCall("zoom", {"x": 1}, None)
+    for text in ('{"a": x} ' * 2_000, '{"a": {"b": [' * 5, "{ {" * 100, '{"a{"b'):
+        assert parse_tool_calls(text + render_tool_call(call, "json")) == [call]
 
 
 @pytest.mark.parametrize(
