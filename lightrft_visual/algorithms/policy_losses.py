@@ -18,6 +18,7 @@ import torch
 
 from ..config import registry
 from ..config.vl import AlgorithmConfig
+from ..errors import ConfigError
 from ..runtime.collectives import all_gather_object
 from .kl import compute_approx_kl
 from .loss_terms import LossDenominators, LossOutputs, added, aggregate, global_denominators, terms_of, token_mean
@@ -234,6 +235,9 @@ def policy_loss(
         outputs.metrics["kl_loss"] = kl_loss.detach()
     for term in terms_of(config):
         share, metrics = added(term, inputs, mode, denominators)
+        if taken := metrics.keys() & {*outputs.metrics, "loss", *registry.rollout_metrics.names()}:
+            told = f"{type(term).__name__}.share gives {', '.join(sorted(taken))}, metrics that there are"
+            raise ConfigError(f"{told}: give them other names")
         outputs.loss = outputs.loss + share
         outputs.metrics.update(metrics)
     outputs.metrics["loss"] = outputs.loss.detach()

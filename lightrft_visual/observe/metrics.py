@@ -130,6 +130,12 @@ class MetricsAccumulator:
             else:
                 self.add(name, value)
 
+    def knows(self, name: str) -> bool:
+        """Whether a step's metrics have this name already."""
+        moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
+        times = name == "step" or name.startswith("time_")
+        return times or name in (*self._sums, *self._totals, *self._maxima, *moments)
+
     def reduce(self) -> dict[str, float]:
         """Combine all ranks (a collective: every rank calls it) and start afresh."""
         mine = self._host_values()

@@ -475,9 +475,11 @@ def weighted_sum(columns: Sequence[Column], size: int, unweighted: T) -> tuple[T
 
 
 def named_components(columns: Sequence[Column]) -> dict[str, T]:
-    """Component scores and the extra numbers of each by name; a name that is taken gets its component's as a prefix."""
+    """Component scores and the extra numbers of each by name; a name that is taken, also by the engine's own metrics,
+    gets its component's as a prefix."""
     named = {column.job.name: column.values for column in columns}
     for column in columns:
         for name, values in column.extras.items():
-            named[name if name not in named else f"{column.job.name}/{name}"] = values
+            taken = name in named or name in ("time", "invalid_share")
+            named[f"{column.job.name}/{name}" if taken else name] = values
     return named

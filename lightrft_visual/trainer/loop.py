@@ -275,7 +275,7 @@ class PolicyTrainer(ABC):
 
     def _finish_step(self, data: StepData) -> None:
         """What follows on `train_step`: the engine's weights, what is written and shown, evaluation and checkpoint."""
-        data.metrics.add_numbers(self.hooks.metrics())
+        self.hooks.report(data.metrics)
         metrics = data.metrics.reduce()
         share = metrics.get("reward_invalid_share", 0.0)
         if share >= 1 or share > self.most_invalid:

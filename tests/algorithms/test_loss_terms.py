@@ -28,6 +28,8 @@ class Mine(LossTerm):
         (Mine(torch.zeros(())), "it gave Tensor"),
         (Mine((torch.zeros(2, 3), {})), r"it gave a tensor of shape \(2, 3\): sum it by `aggregate`"),
         (Mine((0.0, {})), "it gave tuple"),
+        (Mine((torch.zeros(()), {"clip_frac": torch.ones(())})), "Mine.share gives clip_frac, metrics that there are"),
+        (Mine((torch.zeros(()), {"loss": torch.ones(())})), "Mine.share gives loss"),
     ],
 )
 def test_what_is_no_term_or_no_share_of_the_loss_is_refused_by_name(monkeypatch, made, told):

@@ -376,3 +376,12 @@ def test_components_are_told_per_sample_and_counts_by_the_call():
     counts = output.counts
     assert counts.pop("reward/time") > 0
     assert counts == {"reward/some/failures": 0, "reward/some/not_applicable": 1, "reward/invalid_share": 1 / 3}
+
+
+def test_a_metric_of_a_function_takes_no_name_of_the_engines_own():
+    def timed(completions):
+        return [1.0] * len(completions), {"time": 100.0, "invalid_share": 0.5, "tries": 2.0}
+
+    output = RewardComputationEngine(custom_reward_func=timed).compute_rewards([make_samples(["a"])])
+    assert output.counts["reward/time"] < 100 and output.counts["reward/invalid_share"] == 0
+    assert {"timed/time", "timed/invalid_share", "tries"} <= output.components.keys()

@@ -15,6 +15,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.models.vlm.actor import ActorOutput
+from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.hooks import Hooks, StepHook
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "hooks.md").read_text()
@@ -41,7 +42,8 @@ def test_the_hook_ends_the_run_after_five_good_steps_also_where_it_is_resumed_be
     first, resumed = Hooks([registry.hooks.load("target")(None)]), Hooks([names["Target"]()])
     for reward in (0.95, 0.2, 0.9, 0.9, 0.9):
         first.on_metrics({"reward_mean": reward})
-    assert first.metrics() == {"target_reached": 3} and first.stopping is None
+    first.report(metrics := MetricsAccumulator())
+    assert metrics.reduce() == {"target_reached": 3} and first.stopping is None
     resumed.load_state_dict(first.state_dict())
     resumed.on_metrics({"reward_mean": 1.0})
     assert resumed.stopping is None

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
 from lightrft_visual.trainer.run_state import _hooks_of_version_2
@@ -169,9 +171,21 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
         def close(self):
             closed.append(self.numbers)
 
-    hooks = Hooks([Reports(a=1.0), StepHook(), Reports(b=2.0)])
+    hooks, metrics = Hooks([Reports(a=1.0), StepHook(), Reports(b=torch.tensor(2.0))]), MetricsAccumulator()
+    metrics.add("loss", 1.0)
+    metrics.add_moments("reward", torch.ones(2))
+    hooks.report(metrics)
     hooks.close()
-    assert hooks.metrics() == {"a": 1.0, "b": 2.0} and closed == [{"a": 1.0}, {"b": 2.0}]
+    assert metrics.reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
+    assert closed == [{"a": 1.0}, {"b": 2.0}]
+    for name in ("loss", "reward_mean", "time_step"):
+        metrics.add("loss", 1.0)
+        metrics.add_moments("reward", torch.ones(2))
+        with pytest.raises(ConfigError, match=f"Reports.metrics gives {name}, a metric that there is"):
+            Hooks([Reports(**{name: 3.0})]).report(metrics)
+    for none in (None, "much", [1.0, 2.0], torch.ones(2)):
+        with pytest.raises(ConfigError, match=r"Reports.metrics: a is no number"):
+            Hooks([Reports(a=none)]).report(MetricsAccumulator())
 
 
 @pytest.mark.parametrize(
