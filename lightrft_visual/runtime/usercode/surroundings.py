@@ -1,14 +1,18 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, signals, umask,
-random states, recursion limit, environment, module path.
+"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, garbage
+collector, signals, umask, decimal numbers, NumPy's errors, locale, random states, recursion limit, environment, module
+path.
 
 A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
-its gradients afterwards. Random states, recursion limit, environment and module path are users' code's own: its next
-call finds them as it left them.
+its gradients afterwards. What is named from decimal numbers on is users' code's own: its next call finds it as it was
+left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import decimal
+import gc
+import locale
 import logging
 import os
 import random
@@ -27,6 +31,7 @@ log = logging.getLogger(__name__)
 STREAMS = {"stdout": 1, "stderr": 2}
 FORKED = 70  # exit code of a child that a user's function made by os.fork and let run on (EX_SOFTWARE)
 LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
+EVERY_WARNING = (None, Warning, None, 0)  # of a filter: message, category, module, line
 _one_at_a_time = threading.Lock()
 _said: set[str] = set()
 _users: dict[str, Any] = {}  # what users' code left for its next call
@@ -48,7 +53,8 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_limits(), _folder(), _streams(), _warnings(), _torch_modes(), _random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _python_modes()]
+    watches += [_own_modes(), _random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
@@ -134,28 +140,84 @@ def _streams() -> Watch:
     yield f"closes or replaces {' and '.join(dict.fromkeys(changed))}" if changed else None
 
 
-def _warnings() -> Watch:
-    """Filters that turn warnings into errors hold for the user's code alone; others may stay."""
+def _warnings(importing: bool) -> Watch:
+    """Filters that turn warnings into errors hold for the user's code alone, and those of a call for every warning;
+    others may stay, since libraries have some. The run's own are there again."""
     before = list(warnings.filters)
     yield None
-    added = [each for each in warnings.filters if each[0] == "error" and each not in before]
-    if added:
-        kept = [each for each in warnings.filters if each not in added]
+    new = [each for each in warnings.filters if each not in before]
+    errors = [each for each in new if each[0] == "error"]
+    every = [each for each in new if not importing and each[1:] == EVERY_WARNING]
+    removed = [each for each in before if each not in warnings.filters]
+    if errors or every or removed:
+        kept = [each for each in new if each not in errors + every]
         warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
-        warnings.filters.extend(kept)
-    yield "turns warnings into errors" if added else None
+        warnings.filters.extend(kept + before)
+    changed = "changes the filters of warnings" if every or removed else None
+    yield "turns warnings into errors" if errors else changed
+
+
+Mode = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+
+
+def _modes(modes: Mapping[str, Mode], whose: str, own: bool = False) -> Watch:
+    """own: users' code finds them as it left them."""
+    before = {name: get() for name, (get, _) in modes.items()}
+    entered = before | {name: _users[name] for name in modes if own and name in _users}
+    for name in modes:
+        if entered[name] != before[name]:
+            modes[name][1](entered[name])
+    yield None
+    now = {name: get() for name, (get, _) in modes.items()}
+    changed = [name for name in modes if now[name] != entered[name]]
+    if own:
+        _users.update((name, now[name]) for name in changed)
+    for name in modes:
+        if now[name] != before[name]:
+            modes[name][1](before[name])
+    yield f"changes {whose} {' and '.join(changed)}" if changed else None
+
+
+def _python_modes() -> Watch:
+    return _modes({"garbage collector": (_collecting, _collect)}, "the")
+
+
+def _collecting() -> tuple[Any, ...]:
+    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
+
+
+def _collect(told: tuple[Any, ...]) -> None:
+    enabled, threshold, debug = told
+    (gc.enable if enabled else gc.disable)()
+    gc.set_threshold(*threshold)
+    gc.set_debug(debug)
+
+
+def _own_modes() -> Watch:
+    set_locale = partial(locale.setlocale, locale.LC_ALL)
+    modes: dict[str, Mode] = {"context of decimal": (_decimals, _count), "locale": (set_locale, set_locale)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        modes["numpy.seterr"] = numpy.geterr, lambda told: numpy.seterr(**told)
+    return _modes(modes, "the", own=True)
+
+
+def _decimals() -> tuple[Any, ...]:
+    now = decimal.getcontext()
+    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, dict(now.traps)
+
+
+def _count(told: tuple[Any, ...]) -> None:
+    decimal.setcontext(decimal.Context(*told[:6], flags=[], traps=told[6]))
 
 
 def _torch_modes() -> Watch:
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        yield None
-        yield None
-        return
-    modes: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        return _modes({}, "torch's")
+    modes: dict[str, Mode] = {
         "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (torch.get_default_device, torch.set_default_device),
+        "default device": (torch.get_default_device, _set_device),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
         "deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
@@ -164,14 +226,12 @@ def _torch_modes() -> Watch:
     for kind in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
         on, put = partial(torch.is_autocast_enabled, kind.type), partial(torch.set_autocast_enabled, kind.type)
         modes[f"autocast on {kind.type}"] = on, put
-    before = {name: get() for name, (get, _) in modes.items()}
-    yield None
-    changed = [name for name, (get, _) in modes.items() if get() != before[name]]
-    for name in changed:
-        # No default device is told as the CPU, and nothing is slower than the CPU set as one.
-        none = name == "default device" and before[name].type == "cpu"
-        modes[name][1](None if none else before[name])
-    yield f"changes torch's {' and '.join(changed)}" if changed else None
+    return _modes(modes, "torch's")
+
+
+def _set_device(device: Any) -> None:
+    """No default device is told as the CPU, and nothing is slower than the CPU set as one."""
+    sys.modules["torch"].set_default_device(None if device.type == "cpu" else device)
 
 
 def _limits() -> Watch:

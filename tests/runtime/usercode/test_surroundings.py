@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
+import gc
+import locale
 import os
 import random
 import signal
 import sys
+import timeit
+import warnings
 
 import numpy as np
 import pytest
@@ -55,6 +60,17 @@ CHANGES = {
         lambda: signal.getsignal(signal.SIGTERM),
     ),
     "gradient mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "garbage collector": (gc.disable, gc.isenabled),
+    "the garbage collector": (lambda: gc.set_threshold(0), gc.get_threshold),
+    "context of decimal": (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
+    "the context of decimal": (
+        lambda: decimal.setcontext(decimal.ExtendedContext),
+        lambda: decimal.getcontext().traps.copy(),
+    ),
+    "numpy.seterr": (lambda: np.seterr(all="raise"), np.geterr),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"), lambda: locale.setlocale(locale.LC_ALL)),
+    "filters of warnings": (lambda: warnings.simplefilter("ignore"), lambda: list(warnings.filters)),
+    "the filters of warnings": (warnings.resetwarnings, lambda: list(warnings.filters)),
     "umask": (lambda: os.umask(0o077), umask),
     "recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 77), sys.getrecursionlimit),
     r"environment \(MINE_ALONE\)": (lambda: os.environ.update(MINE_ALONE="1"), lambda: dict(os.environ)),
@@ -152,6 +168,28 @@ def test_seed_that_a_function_sets_holds_for_its_own_next_call():
     first = call(numbers, "score", {})
     call(seeds_everything, "score", {})
     assert call(numbers, "score", {}) == first
+
+
+def test_numbers_are_counted_as_a_file_or_an_earlier_call_says_and_no_longer_afterwards(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import decimal, numpy\ndecimal.getcontext().prec = 3\nnumpy.seterr(all='raise')\n"
+    )
+    load_module(str(tmp_path / "own.py"), "reward file")
+    before = decimal.getcontext().prec, np.geterr()
+    assert call(lambda: (str(decimal.Decimal(1) / 3), np.geterr()["divide"]), "score", {}) == ("0.333", "raise")
+    assert (decimal.getcontext().prec, np.geterr()) == before and before[0] == 28
+
+
+def test_filter_of_a_library_that_a_function_imports_stays():
+    own = ("ignore", None, UserWarning, None, 4711)
+    call(lambda: warnings.filters.insert(0, own), "score", {})
+    assert own in warnings.filters
+    warnings.filters.remove(own)
+
+
+def test_looking_after_a_call_is_cheap():
+    looks = [surroundings._python_modes, surroundings._own_modes, lambda: surroundings._warnings(False)]
+    assert min(timeit.repeat(lambda: [list(look()) for look in looks], number=100, repeat=5)) / 100 < 2e-4
 
 
 def test_what_a_function_changed_for_itself_it_finds_at_its_next_call(monkeypatch):
