@@ -18,7 +18,7 @@ from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config import registry
 from .config.recipes import SUFFIXES
-from .errors import ConfigError, nearest
+from .errors import ConfigError, nearest, refused_as
 from .runtime.checkpoint.manifest import read_manifest
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -72,27 +72,31 @@ class Checkpoint:
         from .models.diffusion.policy import save_text_length
 
         folder = os.path.join(scratch, "pipeline")
-        self.pipeline().save_pretrained(folder)
+        self.pipeline(complete=False).save_pretrained(folder)
         if (length := self.text_length()) is not None:
             save_text_length(folder, length)
         yield folder
 
-    def pipeline(self, bf16: bool = False) -> Any:
-        """The diffusers pipeline, adapters joined with their base. Raises ConfigError where that is not known."""
+    def pipeline(self, bf16: bool = False, complete: bool = True) -> Any:
+        """The diffusers pipeline, adapters joined with their base; complete: also with what only its own call needs.
+        Raises ConfigError where the base is not known, or does not load."""
         import torch
         from diffusers import DiffusionPipeline
 
         from .models.diffusion.families.base import join_lora
+        from .models.diffusion.policy import adapter_of
 
         dtype = torch.bfloat16 if bf16 else torch.float32
-        if not (Path(self.path) / ADAPTER).is_file():
-            return DiffusionPipeline.from_pretrained(self.path, dtype=dtype)
-        base = self._trained_on()
+        adapted = (Path(self.path) / ADAPTER).is_file()
+        base = self._trained_on() if adapted else self.path
         if isinstance(base, str):
-            pipeline = DiffusionPipeline.from_pretrained(base, dtype=dtype)
+            parts = {} if complete else adapter_of(base).loading()
+            with refused_as(ConfigError, f"model {base} cannot be loaded"):
+                pipeline = DiffusionPipeline.from_pretrained(base, dtype=dtype, **parts)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
-        join_lora(pipeline, Path(self.path))
+        if adapted:
+            join_lora(pipeline, Path(self.path))
         return pipeline
 
     def text_length(self) -> int | None:
@@ -344,15 +348,17 @@ def _arguments(settings: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
 
 
 def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes. run: its settings."""
+    """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes; what is no argument is
+    set in the pipeline. run: its settings."""
     from .models.diffusion.policy import named_family
 
-    names = ("height", "width", "num_frames", "frame_rate", "guidance_scale", "guidance_scale_2", "negative_prompt",
-             "max_sequence_length")  # fmt: skip
+    names = ("height", "width", "num_frames", "frame_rate", "guidance_scale_2", "max_sequence_length")
     own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}
     own["output_type"] = "pil"
+    if run.get("guidance_scale") is not None:
+        family = named_family(type(pipeline).__name__)
+        own |= family.stock_guidance(pipeline, run["guidance_scale"], run.get("negative_prompt"))
+        if run.get("flow_shift") is not None:
+            pipeline.scheduler = family.shifted(pipeline.scheduler, run["flow_shift"])
     taken = signature(pipeline.__call__).parameters
-    if own["guidance_scale"] and "true_cfg_scale" in taken and named_family(type(pipeline).__name__).uses_negative:
-        # Its guidance_scale is an embedding, and without a negative prompt it does not guide.
-        own |= {"true_cfg_scale": own.pop("guidance_scale"), "negative_prompt": own["negative_prompt"] or ""}
     return {name: value for name, value in own.items() if name in taken and value is not None}

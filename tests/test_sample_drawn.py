@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import tiny_families
@@ -14,7 +16,8 @@ from lightrft_visual import sample
 from lightrft_visual.cli import cli
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
-from lightrft_visual.models.diffusion.policy import save_text_length
+from lightrft_visual.inference import Checkpoint, _as_in_the_run
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, save_text_length
 
 RUN = (
     "sampling: {{height: {height}, width: {width}, num_frames: {frames}, eval_num_steps: 2, guidance_scale: {scale}}}\n"
@@ -56,6 +59,44 @@ def test_sample_guidance_of_a_run_is_the_pipelines_own_setting_of_that_meaning(t
         for own in ({}, {"true_cfg_scale": 3.0, "negative_prompt": ""}, {"true_cfg_scale": 1.0})
     )
     assert (as_in_the_run == told).all() and (as_in_the_run != without).any()
+
+
+def test_sample_guides_by_a_pipelines_guider_as_the_run_did(tmp_path):
+    folder = left_by_a_run(tmp_path, "hunyuan_video15", frames=5, scale=5.0)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.guider = pipeline.guider.new(guidance_scale=5.0)
+    pipeline.set_progress_bar_config(disable=True)
+    asked = dict(height=32, width=48, num_frames=5, num_inference_steps=2, output_type="pil", negative_prompt="")
+    (expected,) = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **asked).frames
+    (found,) = sample(folder, ["a red ball"], negative_prompt="")[0]
+    assert (pixels(found) == pixels(expected)).all()
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_sample_takes_the_shift_of_the_runs_schedule(tmp_path, name):
+    folder = left_by_a_run(tmp_path, name, 32, 32)
+    usual = pixels(sample(folder, ["a red ball"], num_inference_steps=4)[0])
+    settings = tmp_path / "config.resolved.yaml"
+    settings.write_text(settings.read_text().replace("{", "{flow_shift: 9.0, "))
+    pipeline = DiffusionPipeline.from_pretrained(folder, scheduler=tiny_families.euler(shift=9.0))
+    pipeline.set_progress_bar_config(disable=True)
+    asked = dict(height=32, width=32, num_inference_steps=4, guidance_scale=3.0, output_type="pil")
+    expected = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **asked).images
+    found = pixels(sample(folder, ["a red ball"], num_inference_steps=4)[0])
+    assert (found == pixels(expected)).all() and (found != usual).any()
+
+
+def test_cosmos_is_evaluated_without_its_guardrails_and_draws_with_them_alone(tmp_path):
+    final = left_by_a_run(tmp_path, "cosmos")
+    index = json.loads((final / "model_index.json").read_text()) | {"safety_checker": [None, None]}
+    (final / "model_index.json").write_text(json.dumps(index))
+    pipeline = tiny_families.cosmos()
+    assert _as_in_the_run(pipeline, {"guidance_scale": 3.0})["guidance_scale"] == 2.0
+    DiffusionPolicy(family_of(pipeline, 5), LoraSettings(rank=2)).save_lora(tmp_path / "adapters")
+    with Checkpoint.of(tmp_path / "adapters", str(final)).model(str(tmp_path)) as joined:
+        assert DiffusionPolicy.from_pretrained(joined).latent_shape(32, 32) == (16, 1, 4, 4)
+    with pytest.raises(ConfigError, match="pip install cosmos_guardrail"):
+        sample(final, ["a red ball"])
 
 
 def test_sample_video_depends_on_the_image_of_the_prompt(tmp_path):

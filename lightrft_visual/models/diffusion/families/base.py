@@ -160,6 +160,11 @@ class DiffusionFamily(ABC):
         """The guided prediction from the unguided and the guided branch."""
         return without + guidance_scale * (with_prompt - without)
 
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """Arguments by which the stock pipeline guides as `velocity` does at this scale."""
+        return {"guidance_scale": scale, "negative_prompt": negative}
+
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
         """Conditions (B, …) of B first frames (PIL); image-to-video families only."""
         raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
@@ -223,6 +228,13 @@ class DiffusionFamily(ABC):
             folder, **{f"{name}_lora_layers": weights for name, weights in layers.items()},
             **{f"{name}_lora_adapter_metadata": config for name, config in configs.items()},
         )  # fmt: skip
+
+    @staticmethod
+    def shifted(scheduler: Any, flow_shift: float) -> Any:
+        """The stock pipeline's scheduler with this shift in the place of its own."""
+        known = {"shift": flow_shift, "flow_shift": flow_shift, "use_dynamic_shifting": False}
+        own = {name: value for name, value in known.items() if name in scheduler.config}
+        return type(scheduler).from_config(scheduler.config, **own)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -70,6 +70,11 @@ class CosmosPredict2(DiffusionFamily):
         """The pipeline starts from pure noise of size s_max = 80, which divided by 1 + s_max is 80/81 noise."""
         return sigma
 
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """1 less."""
+        return super().stock_guidance(pipeline, scale - 1, negative)
+
     def decode(self, latents: T) -> T:
         """(B, C, F, h, w) to (B, 3, H, W), or (B, 3, T, H, W) for several frames."""
         vae = self.pipeline.vae

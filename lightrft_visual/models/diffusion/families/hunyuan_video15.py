@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import DiffusionPipeline
 
@@ -55,6 +57,12 @@ class HunyuanVideo15(DiffusionFamily):
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Evenly spaced steps under the scheduler's flow shift."""
         return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
+
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """The scale is the guider's, which is a part of the pipeline."""
+        pipeline.guider = pipeline.guider.new(guidance_scale=scale)
+        return {"negative_prompt": negative}
 
     def decode(self, latents: T) -> T:
         """(B, C, F, h, w) to (B, 3, T, H, W), one by one: the causal mask of this autoencoder fits one video."""

@@ -56,6 +56,11 @@ class QwenImage(PackedLatents):
         scaled = guided * (wanted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp_min(1e-12))
         return unpack(scaled, *without.shape[-2:])
 
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """Its guidance_scale is an embedding, and without a negative prompt it does not guide."""
+        return {"true_cfg_scale": scale, "negative_prompt": negative or ""}
+
     def decode(self, latents: T) -> T:
         """(B, C, h, w) to (B, 3, H, W)."""
         vae = self.pipeline.vae
