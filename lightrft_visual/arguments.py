@@ -50,10 +50,12 @@ def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
 
 
-def episode_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
     """`environment` and `tools` of the settings as text; objects by their names. Raises ConfigError for an environment
     that is one already: each episode has its own."""
     found: dict[str, str] = {}
+    if "environment_factory" in settings:  # as TRL calls it
+        settings["environment"] = settings.pop("environment_factory")
     environment, tools = settings.get("environment"), settings.get("tools")
     if environment is not None:
         plain = isinstance(environment, str | os.PathLike)

@@ -94,3 +94,7 @@ def test_runs_with_an_environment_and_with_tools_from_python(tmp_path):
     ).fit()  # fmt: skip
     (step,) = result.history
     assert step["turns"] == 1 and step["environment_errors"] == 0  # an untrained model makes no calls
+
+
+def test_environment_factory_is_environment_as_trl_calls_it():
+    assert GRPOTrainer("embedded", environment_factory=Twice).config.episodes.environment.endswith("Twice")

@@ -290,7 +290,8 @@ class Episode:
         what others gave is discounted as the last turn is."""
         own = self.reward
         if ENVIRONMENT in rollout.components:
-            share = rollout.weights.get(ENVIRONMENT, 1.0) * rollout.components[ENVIRONMENT]
+            weight, given = rollout.weights.get(ENVIRONMENT, 1.0), rollout.components[ENVIRONMENT]
+            share = 0.0 if given != given else weight * given  # NaN: no part of this sample's recipe
         else:
             share, rollout.components[ENVIRONMENT] = own, own
             rollout.reward += own

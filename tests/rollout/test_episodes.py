@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from tiny_models import checkpoint_of, clip, inputs_of, picture
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
 from lightrft_visual.experience.items import items_equal, make_experience_batch, split_experience_batch, strip_padding
-from lightrft_visual.experience.rollouts import Episode, Rollout, SamplingSettings, Turn, collate
+from lightrft_visual.experience.rollouts import Episode, Rollout, SamplingSettings, Turn, collate, rewards_of
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import InParts, parts_of
 from lightrft_visual.rollout.conversation import ObservationRenderer
@@ -373,6 +374,10 @@ def test_rewards_of_turns_add_up_with_those_of_others():
     assert rollout.reward == 1.0 + 0.5 * 2.0 + 0.5 * 4.0
     assert rollout.components == {"exact": 4.0, "environment": 2.0}
     assert rollout.weights == {"exact": 0.5, "environment": 1.0}
+    rollout.weights, rollout.reward = {"exact": 1.0, "environment": 0.0}, 4.0
+    rollout.components = {"exact": 4.0, "environment": math.nan}  # by a recipe that names it for other labels
+    episode.add_reward(rollout)
+    assert rollout.reward == 0.5 * 4.0 and rewards_of([rollout])["turn_rewards"][0].tolist() == [0.0, 0.0]
     weighed = replace(rollout, reward=3.0 * 2.0, components={"environment": 2.0}, weights={"environment": 3.0})
     episode.add_reward(weighed)
     assert weighed.reward == 6.0

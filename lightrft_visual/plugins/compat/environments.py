@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import ConfigError
@@ -27,6 +27,10 @@ from ...rollout.tools import ToolEnvironment
 
 CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL)
 MARKS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>")
+IMAGE = {"type": "image"}
+PLACEHOLDER = re.compile(
+    r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>|<\|image_pad\|>|<start_of_image>|<\|?image\|?>|\[IMG\]"
+)
 AGENTS = "openrlhf.utils.agent"
 RESULT_FIELDS = ("reward", "done", "metadata")  # of an OpenEnv observation: nothing that the model reads
 
@@ -40,8 +44,12 @@ def adapted(environment: Any) -> Any:
         return environment
     if inspect.isclass(getattr(environment, "agent_instance_cls", None)):  # an executor of OpenRLHF
         environment = environment.agent_instance_cls()
-    if any(base.__name__ == "AgentInstanceBase" for base in type(environment).__mro__):
+    bases = {base.__name__ for base in type(environment).__mro__}
+    if "AgentInstanceBase" in bases:
         return OpenRLHFAgent(environment)
+    if "AgentExecutorBase" in bases:
+        told = "an executor of OpenRLHF that generates by itself"
+        raise ConfigError(f"{type(environment).__name__} is {told}: name a class with reset and step instead")
     if hasattr(environment, "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
         return OpenEnvClient(environment)
     if callable(getattr(environment, "step", None)):
@@ -56,16 +64,18 @@ def adapted(environment: Any) -> Any:
 
 
 def public_methods(environment: Any) -> list[Any]:
-    """Methods that TRL makes tools of: all public ones but `reset`."""
+    """Methods that TRL makes tools of: all public ones of an object or a class but those that it calls itself."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isroutine)]
-    return [getattr(environment, name) for name in names if not name.startswith("_") and name not in ("reset", "close")]
+    names = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
+    return [each for name in names if inspect.ismethod(each := getattr(environment, name))]
 
 
 class TRLEnvironment(ToolEnvironment):
-    """Tools with a state. What the user's object has as `reward` is the episode's: each turn gets what it has changed.
+    """Tools with a state. What the user's object gives by `get_reward`, else what it has as `reward`, is the episode's:
+    each turn gets what it has changed.
 
-    TRL hands the objects to the reward functions (`environments`). Here they have ended with their episodes, so the
-    reward is read from the object itself.
+    TRL asks once an episode is over, and hands the objects to the reward functions (`environments`). Here they are not
+    told that a limit ends an episode, so the reward is read after each turn.
     """
 
     def __init__(self, environment: Any, tools: list[Any]) -> None:
@@ -79,17 +89,16 @@ class TRLEnvironment(ToolEnvironment):
         found = None
         if hasattr(self.environment, "reset"):
             found = awaited_value(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))
-        self._reward = self._now()
+        self._reward = 0.0
         return None if isinstance(found, str) and not found else found
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The answers of the tools, and what they changed the reward by."""
         observation, _, done, info = super().step(action)
-        before, self._reward = self._reward, self._now()
+        before, asked = self._reward, getattr(self.environment, "get_reward", None)
+        found = getattr(self.environment, "reward", None) if asked is None else awaited_value(asked())
+        self._reward = 0.0 if found is None else float(found)
         return observation, self._reward - before, done, info
-
-    def _now(self) -> float:
-        return float(getattr(self.environment, "reward", 0.0) or 0.0)
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +136,15 @@ class OpenRLHFAgent(Environment):
         prompt = row.get("prompt") or ""
         states = awaited_value(self.agent.reset({"observation": prompt, "label": self._label}))
         self._text = states["observation"]
-        return None if self._text == prompt else messages_of(self._text)
+        if self._text == prompt:
+            return None
+        media = {kind: iter(row.get(f"{kind}s") or ()) for kind in ("image", "video")}
+        earlier = [
+            {**message, "content": [_filled(part, media) for part in message["content"]]}
+            for message in (row.get("messages") or [])[:-1]
+        ]
+        videos = [{"type": "video", "video": each} for each in media["video"]]
+        return earlier + messages_of(self._text, list(media["image"]), videos)
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
         """The agent's feedback."""
@@ -137,15 +154,43 @@ class OpenRLHFAgent(Environment):
         self._text += action.text + feedback
         info = {name: _number(value) for name, value in (result.get("extra_logs") or {}).items()}
         done = bool(result["done"])
-        return None if done else messages_of(feedback), _number(result["rewards"]), done, info
+        images = result.get("environment_images") or []
+        return None if done else messages_of(feedback, list(images)), _number(result["rewards"]), done, info
 
 
-def messages_of(text: str) -> list[dict[str, Any]]:
-    """The messages of a text with marks of ChatML; without them it is one message of the user."""
-    found = [{"role": role, "content": content.strip()} for role, content in CHATML.findall(text)]
-    if found:
-        return [each for each in found if each["role"] != "assistant"]
-    return [{"role": "user", "content": MARKS.sub("", text).strip()}]
+def messages_of(text: str, images: Sequence[Any] = (), first: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """The messages of a text with marks of ChatML; without them it is one message of the user.
+
+    images stand where the text has the placeholders of a model, without any before the user's first text, behind the
+    parts `first`. Raises ValueError where there are other numbers of both.
+    """
+    found = [(role, content.strip()) for role, content in CHATML.findall(text) if role != "assistant"]
+    found = found or [("user", MARKS.sub("", text).strip())]
+    if not images and not first:
+        return [{"role": role, "content": content} for role, content in found]
+    parts = [[role, _in_parts(content)] for role, content in found]
+    places = sum(part is IMAGE for _, content in parts for part in content)
+    asks = next((content for role, content in parts if role == "user"), parts[0][1])
+    asks[:0] = [*first, *([] if places else [IMAGE] * len(images))]
+    if places and places != len(images):
+        raise ValueError(f"the text has {places} placeholders of images, there are {len(images)} images")
+    left = iter(images)
+    return [
+        {"role": role, "content": [{**IMAGE, "image": next(left)} if part is IMAGE else part for part in content]}
+        for role, content in parts
+    ]
+
+
+def _in_parts(text: str) -> list[Any]:
+    """The text as content parts; IMAGE where it has the placeholder of one."""
+    pieces = PLACEHOLDER.split(text)
+    return [part for piece in pieces for part in (piece, IMAGE) if part is IMAGE or part.strip()][:-1] or [text]
+
+
+def _filled(part: Any, media: Mapping[str, Iterator[Any]]) -> Any:
+    """A part of a message; with the next medium where it is one."""
+    kind = part["type"]
+    return {**part, kind: next(media[kind])} if kind in media else part
 
 
 def _number(value: Any) -> Any:

@@ -53,6 +53,17 @@ class FewColumns(Guess):
         self.secret, self.over = reference, False
 
 
+class Judges(Guess):
+    reward = 9.0
+
+    async def get_reward(self) -> float:
+        return 2.0 if self.over else 0.5
+
+    @staticmethod
+    def helper(number):
+        return number
+
+
 class Shows(Guess):
     def reset(self):
         import numpy
@@ -62,7 +73,7 @@ class Shows(Guess):
 OPENRLHF = """
 from typing import Any, Dict
 import torch
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 
 
 class AgentInstance(AgentInstanceBase):
@@ -97,6 +108,18 @@ class AgentExecutor(MultiTurnAgentExecutor):
 class Telling(AgentInstance):
     async def reset(self, states, **kwargs):
         return {"observation": "Something else is asked."}
+
+
+class Showing(AgentInstance):
+    async def step(self, states, **kwargs):
+        feedback = states["action_text"]
+        return {"rewards": torch.tensor([0.5]), "environment_feedback": feedback, "environment_images": ["one", "two"],
+                "done": False}
+
+
+class Server(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        return {}
 """
 
 OPENENV = '''
@@ -239,6 +262,10 @@ def test_public_methods_of_a_trl_environment_are_its_tools(folder):
 def test_trl_reset_gets_the_columns_that_it_names(folder):
     environment = made(folder, "of_trl.py:FewColumns")
     assert environment.reset(ROW) is None and environment.environment.secret == 7
+    judged = made(folder, "of_trl.py:Judges")  # whose reward is what it gives, and no tool
+    judged.reset(ROW)
+    assert [schema["function"]["name"] for schema in judged.schemas()] == ["guess", "look"]
+    assert [judged.step(called("guess", number=number))[1] for number in (3, 7, 7)] == [0.5, 1.5, 0.0]
     assert made(folder, "of_trl.py:Shows").reset(ROW).shape == (28, 28, 3)
 
 
@@ -256,6 +283,39 @@ def test_openrlhf_agent_runs_without_openrlhf(folder, name):
 def test_openrlhf_agent_may_begin_with_another_text(folder):
     environment = made(folder, "of_openrlhf.py:Telling")
     assert environment.reset(ROW) == [{"role": "user", "content": "Something else is asked."}]
+    earlier = {"role": "system", "content": [{"type": "image"}, {"type": "text", "text": "Be brief."}]}
+    row = {**ROW, "messages": [earlier, *ROW["messages"]], "images": ["one", "two"], "videos": ["film"]}
+    system, asked = environment.reset(row)
+    assert system["content"] == [{"type": "image", "image": "one"}, {"type": "text", "text": "Be brief."}]
+    assert asked["content"] == [
+        {"type": "video", "video": "film"}, {"type": "image", "image": "two"}, "Something else is asked.",
+    ]  # fmt: skip
+
+
+ONE, TWO = ({"type": "image", "image": name} for name in ("one", "two"))
+PAD = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.mark.parametrize(
+    ("feedback", "parts"),
+    [
+        ("Look.", [ONE, TWO, "Look."]),
+        (f"<|im_end|>\n<|im_start|>user\n{PAD}\nand {PAD}?<|im_end|>\n", [ONE, "\nand ", TWO, "?"]),
+        ("<image><image>", [ONE, TWO]),
+    ],
+)
+def test_openrlhf_agent_shows_images_where_its_feedback_has_their_placeholders(folder, feedback, parts):
+    environment = made(folder, "of_openrlhf.py:Showing")
+    environment.reset(ROW)
+    (message,), reward, done, _ = environment.step(Action(feedback))
+    assert (message, reward, done) == ({"role": "user", "content": parts}, 0.5, False)
+    with pytest.raises(ValueError, match="1 placeholders of images, there are 2 images"):
+        environment.step(Action(f"only {PAD}"))
+
+
+def test_openrlhf_executor_that_generates_by_itself_is_refused(folder):
+    with pytest.raises(ConfigError, match="Server is an executor of OpenRLHF that generates by itself"):
+        made(folder, "of_openrlhf.py:Server")
 
 
 @pytest.mark.parametrize(
