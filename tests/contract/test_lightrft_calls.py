@@ -591,7 +591,7 @@ ANSWERED = {
     "no_shard_vit": "leave it out", "fused_linear_logprob": "leave it out", "chunk_size": "leave it out",
     "disable_logprobs_flashattn": "leave it out", "gradient_checkpointing_use_reentrant": "--gradient_checkpointing",
     "meta_init": "leave it out", "actor_init_on_gpu": "leave it out", "disable_fast_tokenizer": "leave it out",
-    "load_in_4bit": "--lora_rank", "aux_loss_coef": "leave it out", "pretrain_data": "leave it out",
+    "load_in_4bit": "--lora_rank", "aux_loss_coef": "--router_aux_loss_coef", "pretrain_data": "leave it out",
     "pretrain_data_probs": "leave it out", "pretrain_split": "leave it out", "ptx_coef": "leave it out",
     "rm_use_engine": "--remote_rm_url", "rm_engine_cudagraph": "--remote_rm_url", "value_head_prefix": "leave it out",
     "save_value_network": "leave it out", "save_hf_ckpt": "checkpoint-final", "disable_ds_ckpt": "--save_steps -1",

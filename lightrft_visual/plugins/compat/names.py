@@ -190,7 +190,7 @@ LIGHTRFT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("meta_init", "actor_init_on_gpu"), _ALWAYS + "models are loaded where they will be"),
     "disable_fast_tokenizer": _ALWAYS + "the tokenizer is the one that the model's folder names",
     "load_in_4bit": "weights of 4 bits do not hold base and adapters as one, as engines take them; write --lora_rank R",
-    "aux_loss_coef": "there is no loss for the balance of experts: leave it out",
+    "aux_loss_coef": "the loss for the balance of experts is --router_aux_loss_coef; 0 turns it off",
     **dict.fromkeys(
         ("pretrain_data", "pretrain_data_probs", "pretrain_split", "ptx_coef"),
         "there is no loss on pretraining data beside the policy's: leave it out",
