@@ -26,6 +26,12 @@ from .vlm.positions import real_tokens
 
 T = torch.Tensor
 FREE = -1  # in place of an expert: the model chooses for itself
+BY_SIGMOID = (  # models of text whose routers score each expert alone
+    "afmoe", "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+    "glm4v_moe_text", "glm5_next_text", "glm_moe_dsa", "hy_v3", "hy_v4", "inkling_text", "kimi_linear", "laguna",
+    "lfm2_moe", "llama4_text", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "solar_open",
+)  # fmt: skip
+NO_SOFTMAX = "router_aux_loss_coef: this model's routers do not choose by a softmax; leave it out"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -97,7 +103,7 @@ class Routers:
             total = scores[0].detach().sum(dim=1)
             self._softmax = bool(torch.allclose(total, torch.ones_like(total), atol=1e-3))
         if not self._softmax:
-            raise ConfigError("router_aux_loss_coef: this model's routers do not choose by a softmax")
+            raise ConfigError(NO_SOFTMAX)
         logits = tuple(each.clamp_min(torch.finfo(each.dtype).tiny).log() for each in scores)
         return load_balancing_loss_func(logits, self.experts, self._count, self._real)
 
@@ -190,6 +196,12 @@ def count_experts(config: Any) -> int:
     """That a layer chooses among, by a transformers configuration; 0 of a dense model."""
     text = config.get_text_config()
     return next((getattr(text, name) for name in _COUNTS if getattr(text, name, None)), 0)
+
+
+def check_balance(config: Any) -> None:
+    """Raise ConfigError for a model, by its transformers configuration, that `Routers.balance` is known not to fit."""
+    if config.get_text_config().model_type in BY_SIGMOID:
+        raise ConfigError(NO_SOFTMAX)
 
 
 def sparse_blocks(base: nn.Module) -> dict[str, nn.Module]:

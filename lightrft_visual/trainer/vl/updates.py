@@ -32,7 +32,7 @@ from ...experience.fields import unpack_actions
 from ...experience.rollouts import ScoringRule
 from ...experience.types import Experience, ModelInputs
 from ...models.loading import Checkpoint
-from ...models.routing import count_experts
+from ...models.routing import check_balance, count_experts
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
@@ -380,6 +380,8 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    if config.algorithm.router_aux_loss_coef > 0:
+        check_balance(checkpoint.config)
     if config.model.target_parameters and config.distributed.zero_stage == 3:
         raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
     _check_kinds(config, checkpoint)

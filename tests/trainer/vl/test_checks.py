@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from transformers import GPT2Config, JanusConfig, Qwen2Config, Qwen3_5Config, Qwen3VLMoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    Glm4vMoeConfig,
+    GPT2Config,
+    JanusConfig,
+    Kimi_K25Config,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3VLMoeConfig,
+)
 
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.routing import BY_SIGMOID
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.trainer.vl.updates import check_abilities
 
@@ -37,6 +50,8 @@ def check(config, flags: str) -> None:
         ),
         (Qwen3_5Config(), "--compile", "compile: its linear attention carries a state along a row; leave it out"),
         (Qwen3_5Config(), "--sp_size 2", "sp_size 2 divides packed rows over ranks: its linear attention carries"),
+        (Kimi_K25Config(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
+        (Glm4vMoeConfig(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
         (GPT2Config(), "--compile", "compile: it is not proven for model type 'gpt2'; leave it out"),
         (Qwen2Config(), "--compile --attn_implementation eager", "attn_implementation eager does not take segments"),
     ],
@@ -49,4 +64,11 @@ def test_what_a_model_cannot_do_is_refused(config, flags, message):
 def test_what_it_can_do_is_not():
     check(Qwen2Config(), "--compile")
     check(Qwen3_5Config(), "--packing_samples")
+    check(Qwen3VLMoeConfig(), "--router_aux_loss_coef 0.01")
     check(JanusConfig(), "--homogeneous_batches --train_batch_size 128 --drawing_entropy_coef 0.0 --entropy_coef 0.05")
+
+
+@pytest.mark.parametrize("model_type", BY_SIGMOID)
+def test_routers_that_score_each_expert_alone_are_those_of_transformers(model_type):
+    code = import_module(CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_"))
+    assert re.search(r"router_(logits|scores)[.()a-z]*sigmoid|sigmoid\(router_(logits|scores)", inspect.getsource(code))
