@@ -189,6 +189,14 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
+def adapters_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with its adapters in the precision of the run: peft makes them in fp32, and DeepSpeed casts them."""
+    for name, weight in module.named_parameters():
+        if ".lora_" in name:
+            weight.data = weight.data.to(dtype)
+    return module
+
+
 class Held(NamedTuple):
     """Bytes beside weights and buffers: at the end of a forward, and the most in it and in the backward after it. The
     others are those of `Work`."""

@@ -20,7 +20,7 @@ from ...config.diffusion import DiffusionRunConfig
 from ...errors import ConfigError
 from ...models.diffusion.families.cosmos import NoSafetyChecker
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
-from .meta import on_meta
+from .meta import adapters_in, on_meta
 from .shapes import find_shipped
 
 NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker", "guider")
@@ -35,7 +35,8 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
     """
     model = config.model
-    with _default_precision(torch.bfloat16 if model.bf16 else torch.float32):
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    with _default_precision(dtype):
         pipeline, saved = _pipeline(config)
     if pipeline is None:
         return None
@@ -43,7 +44,9 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     family = adapter(pipeline, model.max_sequence_length or saved)
     family.follow(config)
     with torch.device("meta"):
-        return DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
+        policy = DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
+    adapters_in(policy.denoisers, dtype)
+    return policy
 
 
 @contextmanager

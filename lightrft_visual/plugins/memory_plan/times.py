@@ -1,8 +1,8 @@
 """Seconds of what a plan counts: of products, of the bytes that other operations move, of starting operations.
 
 A small operation takes an accelerator less time than its start takes the host, so each kind of time may be the longer.
-The numbers here are of the H100 of docs/benchmarks.md, section "One card", whose host had slow cores; what is a card's
-own is in `config/placement.py`. `scripts/bench/plan_vs_measured.py` holds the results against measured times.
+The numbers here are of the cards of docs/benchmarks.md, section "One card"; what is a card's own is in
+`config/placement.py`. `scripts/bench/plan_vs_measured.py` holds the results against measured times.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .zero import FP32, Model, Zero
 # bandwidth is all of the data sheet's.
 PRODUCTS, MOVED = 0.6, 1.0
 FLOAT32 = 1 / 15  # of a card's bfloat16 products, without TF32: data sheets of A100 and H100
-CALL = 22e-6  # seconds of an operation on the host, views among them: a GRPO step in micro-batches of 4, LoRA, 67.6 s
+CALL = 22e-6  # seconds of an operation on the host, views among them: between the hosts of an H100 and of an H200
 ENGINE_CALLS = 50  # of a layer in a decoding step of an engine without CUDA graphs: the same step's 10.8 s
 GRAPH_STEP = 0.005  # seconds of a decoding step with CUDA graphs, at least; an estimate
-SYNC_CALLS = 22  # of a weight that an engine takes over, adapters merged: the 0.8 s of one GRPO step
+SYNC_CALLS = 20  # of a weight that an engine takes over, adapters merged: 0.8 s of a GRPO step, and 0.51 on the H200
 # On the CPU: of the products that a large matrix reaches, by a GRPO step of a model of 100 million weights; operations
 # of the smallest size that one of a model takes the time of, by one of the embedded model. Both with engine hf.
 HOST_PRODUCTS, HOST_CALL = 0.7, 3.0

@@ -28,7 +28,7 @@ from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
 from ...runtime.files import cache_root
-from .meta import Held, Work, held_bytes, on_meta, through_active_experts
+from .meta import Held, Work, adapters_in, held_bytes, on_meta, through_active_experts
 from .zero import FP32, Model
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class VLShape:
     def trained(self) -> nn.Module:
         """The same with adapters where there are any."""
         with torch.device("meta"):
-            return add_lora(self.whole, self.config.model)
+            return adapters_in(add_lora(self.whole, self.config.model), self.dtype)
 
     @cached_property
     def family(self):

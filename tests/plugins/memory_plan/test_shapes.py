@@ -14,11 +14,12 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from lightrft_visual.config.diffusion import DiffusionModelConfig, DiffusionRunConfig
-from lightrft_visual.config.vl import ModelConfig
+from lightrft_visual.config.vl import ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.memory_plan.meta import on_meta
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import find_shipped, language_model, shipped
+from lightrft_visual.plugins.memory_plan.vl_shape import VLShape
 
 # Of the checkpoints' own index files.
 LANGUAGE = {
@@ -55,6 +56,17 @@ def test_a_pipeline_has_its_published_weights(name: str) -> None:
     ]
     assert [count / 1e9 for count in found] == pytest.approx(DRAWING[name], rel=0.01)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_adapters_have_the_precision_of_the_run(bf16: bool) -> None:
+    """In fp32 each would keep a copy of its input in fp32, which no run does: DeepSpeed casts them."""
+    drawing = DiffusionModelConfig(pretrain="stabilityai/stable-diffusion-3.5-medium", lora_rank=3, bf16=bf16)
+    seeing = ModelConfig(pretrain="Qwen/Qwen2-VL-2B-Instruct", lora_rank=3, bf16=bf16)
+    shape = VLShape(RunConfig(model=seeing), language_model(seeing))
+    for module in (pipeline_policy(DiffusionRunConfig(model=drawing)), shape.trained):
+        found = {each.dtype for each in module.parameters() if each.requires_grad}
+        assert found == {torch.bfloat16 if bf16 else torch.float32}
 
 
 def test_every_shipped_shape_says_what_it_is() -> None:
