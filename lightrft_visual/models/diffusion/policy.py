@@ -28,7 +28,7 @@ from torch import nn
 from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...config.shared import FULL
-from ...errors import ConfigError, refused_as
+from ...errors import ConfigError, did_you_mean, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
 from ...runtime.hub import fetch_model
@@ -64,8 +64,9 @@ class LoraSettings:
     @classmethod
     def from_config(cls, model: DiffusionModelConfig) -> LoraSettings:
         """Those of a run."""
-        targets = model.target_modules
-        return cls(model.lora_rank, model.lora_alpha, None if targets is None else tuple(targets.split(",")))
+        given = model.target_modules
+        targets = None if given is None else tuple(name.strip() for name in given.split(","))
+        return cls(model.lora_rank, model.lora_alpha, targets)
 
 
 class DiffusionPolicy(nn.Module):
@@ -392,12 +393,25 @@ class DiffusionPolicy(nn.Module):
                 for weight, values in self.denoisers[name].named_parameters():
                     values.requires_grad_(re.fullmatch(self.family.left_out, weight) is None)
                 continue
-            targets = self.family.own_modules(self.lora.target_modules or self.family.lora_targets)
+            targets = self._lora_targets(self.denoisers[name])
             config = lora_config(
                 self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets,
                 exclude_modules=self.family.left_out if self.lora.target_modules else None,
             )  # fmt: skip
-            self.denoisers[name].add_adapter(config, adapter_name=ADAPTER)
+            with refused_as(ConfigError, f"LoRA cannot be added (target_modules {','.join(targets)})"):
+                self.denoisers[name].add_adapter(config, adapter_name=ADAPTER)
+
+    def _lora_targets(self, denoiser: nn.Module) -> list[str]:
+        """Raises ConfigError for one that a run names and the network has not: peft passes over it beside others."""
+        given = self.lora.target_modules
+        if given is None:
+            return self.family.own_modules(self.family.lora_targets)
+        for name, own in zip(given, self.family.own_modules(given)):
+            if not any(f".{module}".endswith(f".{own}") for module, _ in denoiser.named_modules()):
+                linear = [module for module, each in denoiser.named_modules() if isinstance(each, nn.Linear)]
+                told = did_you_mean(name, (module.rpartition(".")[2] for module in linear))
+                raise ConfigError(f"target_modules: {type(denoiser).__name__} has no module {name!r}{told}")
+        return self.family.own_modules(given)
 
 
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:

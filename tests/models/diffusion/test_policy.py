@@ -9,6 +9,7 @@ from watched import kept_for_backward
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of, samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.config.diffusion import DiffusionModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
@@ -134,6 +135,19 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift(folder):
     assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
     assert family.flow_shift((8, 8, 8)) == 1.0
     assert type(family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=stock)).flow_shift((8,)) == 3.0
+
+
+def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):
+    def adapted(names):
+        lora = LoraSettings.from_config(DiffusionModelConfig(lora_rank=2, target_modules=names))
+        policy = DiffusionPolicy.from_pretrained(str(folder), lora=lora)
+        return {name.split(".lora_")[0].split(".attn.")[-1] for name, _ in policy.named_parameters() if "lora_" in name}
+
+    assert adapted("to_q, to_k") == {"to_q", "to_k"}
+    with pytest.raises(ConfigError, match="SD3Transformer2DModel has no module 'to_w'; did you mean 'to_"):
+        adapted("to_q,to_w")
+    with pytest.raises(ConfigError, match="LoRA cannot be added .target_modules attn"):
+        adapted("attn")
 
 
 @pytest.mark.parametrize("rank", (0, 4))
