@@ -64,8 +64,7 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(arguments: tuple[str, ...]) -> None:
     """Train: `train grpo --pretrain DIR --prompt_data rows.jsonl`; `train grpo --help` says more."""
-    name, rest = _algorithm("train", arguments)
-    train_command(name, rest)
+    train_command(*_algorithm("train", arguments))
 
 
 @cli.command(context_settings=ANYTHING)
@@ -83,7 +82,8 @@ def _algorithm(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
         raise SystemExit(0 if arguments else 2)
     name = arguments[0].replace("_", "-")
     if name not in ALGORITHMS:
-        raise ConfigError(f"there is no algorithm {arguments[0]!r}{did_you_mean(name, ALGORITHMS)}")
+        first = "; it comes before the settings" if name.startswith("-") else ""
+        raise ConfigError(f"there is no algorithm {arguments[0]!r}{first}{did_you_mean(name, ALGORITHMS)}")
     return name, list(arguments[1:])
 
 

@@ -68,6 +68,8 @@ def test_settings_that_cannot_work_end_the_command_before_torch():
 def test_unknown_algorithm_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="no algorithm 'grop'; did you mean 'grpo'"):
         command("train", "grop")
+    with pytest.raises(ConfigError, match="no algorithm '--config'; it comes before the settings"):
+        command("plan", "--config", "embedded_vl", "grpo")
 
 
 def test_errors_are_a_line_and_a_code(tmp_path):
