@@ -160,11 +160,12 @@ class FastExperienceMaker:
         return self.maker.samples(batch, **self._arguments(generate_kwargs))
 
     def get_advantages_and_returns(
-        self, values: T, rewards: T, action_mask: T, gamma: float, lambd: float
+        self, values: T, rewards: T, action_mask: T | None, gamma: float, lambd: float
     ) -> tuple[T, T, float]:
         """GAE of (B, A) values and token rewards: advantages and returns (B, A), and the share of clipped tokens; see
         `finished_gae`. A collective with advantages_norm."""
-        return finished_gae(values, rewards, action_mask, gamma, lambd, self._settings.algorithm)
+        mask = torch.ones_like(values).bool() if action_mask is None else action_mask
+        return finished_gae(values, rewards, mask, gamma, lambd, self._settings.algorithm)
 
     def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The maker's generation arguments."""

@@ -373,6 +373,12 @@ def test_advantages_returns_and_clip_fraction(text):
     assert clipped == 0.0
 
 
+def test_advantages_without_a_mask_are_of_all_tokens(text):
+    whole, maker = torch.ones_like(VALUES).bool(), maker_of(text)
+    given, plain = (maker.get_advantages_and_returns(VALUES, REWARDS, mask, 1.0, 0.5) for mask in (whole, None))
+    assert all(torch.equal(a, b) for a, b in zip(given[:2], plain[:2]))
+
+
 def test_advantages_are_clipped_and_the_share_is_of_tokens(text):
     maker = maker_of(text, advantage_clip=0.5)
     advantages, returns, clipped = maker.get_advantages_and_returns(VALUES, REWARDS, MASK, 1.0, 0.5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from ...data.drawing_prompts import EvaluationRows, Fetched
 from ...data.validation import measured_labels, validation_shard_indices
@@ -17,6 +20,8 @@ from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
 from ..loop import Evaluated
 from .maker import ExperienceMaker
+
+log = logging.getLogger(__name__)
 
 
 def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
@@ -60,8 +65,8 @@ class Evaluation:
 
     def run(self, step: int) -> Evaluated:
         """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; of the sampled
-        responses `validation/reward/<component>`, and `eval_gold` where there is gold; `eval_bad_rows` where rows may
-        have to be fetched; records of the first."""
+        responses `validation/reward/<component>`, `eval_invalid_share` where some have no reward, and `eval_gold` where
+        there is gold; `eval_bad_rows` where rows may have to be fetched; records of the first."""
         shard = validation_shard_indices(
             len(self.prompts), rank=collectives.rank(), world_size=collectives.world_size()
         )
@@ -75,7 +80,7 @@ class Evaluation:
         sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
         metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
         metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
-        metrics |= _component_means(sampled)
+        metrics |= _component_means(sampled) | _left_out(sampled)
         paired_scores = None
         if self.gold is not None:
             scores = self._golden(sampled, metrics)
@@ -116,6 +121,20 @@ def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, fl
     any are drawn. Summed in the prompts' order."""
     mine = [(r.sample_id, r.prompt.label, r.reward, r.prompt.draws) for r in rollouts if r.valid]
     return means_of(name, mine, labels)
+
+
+def _left_out(rollouts: list[Rollout]) -> dict[str, float]:
+    """`eval_invalid_share`: of all ranks' rollouts without a usable reward, which no mean holds; {} where there are none.
+    A collective; also says how many, and what environments failed by."""
+    invalid = [each for each in rollouts if not each.valid]
+    counts = torch.tensor([float(len(invalid)), float(len(rollouts))])
+    lost, total = collectives.all_reduce_sum(counts).tolist()
+    if not lost:
+        return {}
+    failures = Counter(str(each.episode.failure).partition("\n")[0] for each in invalid if each.episode is not None)
+    why = "".join(f"; {count} x {failure}" for failure, count in failures.most_common(3) if failure != "None")
+    log.warning("%d of %d evaluated responses have no usable reward and are left out%s", lost, total, why)
+    return {"eval_invalid_share": lost / total}
 
 
 def _component_means(rollouts: list[Rollout]) -> dict[str, float]:

@@ -18,12 +18,14 @@ from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.data.validation import MAX_LABELS, measured_labels
 from lightrft_visual.experience.rollouts import (
+    Episode,
     PromptBatch,
     PromptFeatures,
     Rollout,
     Rollouts,
     SamplingSettings,
     ScoringRule,
+    Turn,
     collate,
 )
 from lightrft_visual.experience.types import ModelInputs
@@ -249,6 +251,27 @@ def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_app
         "validation/reward/length": last / 2,
         "validation/reward/some": 2.0,
     }
+
+
+def test_evaluation_says_how_many_responses_have_no_reward_and_why(checkpoint, caplog):
+    maker = maker_of(checkpoint, [])
+    maker.settings.rewards = RewardComputationEngine(
+        custom_reward_func=lambda completions, ids: [None if i % 3 == 0 else 2.0 for i in range(len(ids))]
+    )
+    sample = maker.sample
+
+    def failing(*arguments):
+        made = sample(*arguments)
+        made[0].episode = Episode(
+            [Turn("a")], [0] * len(made[0].token_ids), failure="no server\n at line 3", failed=True
+        )
+        return made
+
+    maker.sample = failing
+    sampled = SamplingSettings(n=2, max_new_tokens=4)
+    found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
+    assert found["eval_invalid_share"] == 2 / 6 and found["eval_reward"] == 2.0
+    assert "2 of 6 evaluated responses have no usable reward and are left out; 1 x no server" in caplog.text
 
 
 def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoint):
