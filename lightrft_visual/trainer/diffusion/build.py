@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelo
 from .teacher import load_teacher
 from .trainer import DiffusionTrainer, RewardFLTrainer
 
+logger = logging.getLogger(__name__)
 PROMPTS_GIB = 2  # of encoded prompts on disk
 
 
@@ -59,6 +61,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
     strategy = start_strategy(config)
+    say_idle(config)
     _check_ranks(config)
     with folders_held(config.output) as locks:
         return _built(config, strategy, trained_on, locks, callbacks)
@@ -207,6 +210,14 @@ def _moving(config: DiffusionRunConfig) -> bool:
 def draws_videos(adapter: type[DiffusionFamily]) -> bool:
     """Whether a family's models draw videos: images of one's own cannot be encoded for them."""
     return adapter.encode is DiffusionFamily.encode
+
+
+def say_idle(config: DiffusionRunConfig) -> None:
+    """Say which setting, that recipes share between algorithms, does nothing in this run."""
+    together, algorithm = config.train.steps_per_forward, config.algorithm
+    if together > 1 and algorithm.entry.trains_on == "reward" and collectives.is_rank_0():
+        name = algorithm.diffusion_algorithm
+        logger.warning("steps_per_forward %d does nothing: %s draws each step from the one before", together, name)
 
 
 def _check_ranks(config: DiffusionRunConfig) -> None:
