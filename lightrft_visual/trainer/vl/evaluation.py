@@ -124,7 +124,7 @@ def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, fl
 
 
 def _left_out(rollouts: list[Rollout]) -> dict[str, float]:
-    """`eval_invalid_share`: of all ranks' rollouts without a usable reward, which no mean holds; {} where there are none.
+    """`eval_invalid_share`: of all ranks' rollouts without a usable reward, which no mean holds; {} without any.
     A collective; also says how many, and what environments failed by."""
     invalid = [each for each in rollouts if not each.valid]
     counts = torch.tensor([float(len(invalid)), float(len(rollouts))])
