@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from pathlib import Path
 
 import pytest
 import tiny_families
 import torch
+from shipped import EXPERIMENTS, parsed
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -24,11 +23,6 @@ from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
-ROOT = Path(__file__).resolve().parents[3]
-SPEC = importlib.util.spec_from_file_location("check_config", ROOT / "scripts" / "check_config.py")
-check_config = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(check_config)
-EXPERIMENTS = [name for name in check_config.shipped() if name.startswith("experiment/")]
 SEVEN = (
     "--pretrain Qwen/Qwen2.5-VL-7B-Instruct --bf16 --gradient_checkpointing --zero_stage 2 --rollout_batch_size 128 "
     "--n_samples_per_prompt 16 --generate_max_len 2048 --plan_device h100-80gb --plan_world_size 8"
@@ -43,7 +37,7 @@ def plan_of(*settings: str) -> Plan:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
-    config = check_config.check(name, []).config
+    config = parsed(name).config
     assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
     plan = check.plan_of(config, *check.named_device(config.plan))
     assert plan.fits, plan.text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -109,6 +110,12 @@ def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_p
         assert said["first"] == said["second"] == "ok", (case, said)
         assert "subclass" in said["first, the other's rules"], case
         assert "not a subclass of vllm.v1.worker.gpu.sample" in said["second, the other's rules"], case
+
+
+def test_the_second_runner_has_the_methods_that_a_sync_calls():
+    """No CPU runs it: looked up in its source."""
+    source = Path(importlib.util.find_spec("vllm").origin).parent / "v1" / "worker" / "gpu" / "model_runner.py"
+    assert all(f"def {name}(" in source.read_text() for name in ("reload_weights", "reset_encoder_cache"))
 
 
 @pytest.mark.parametrize(
