@@ -1,4 +1,4 @@
-"""Whole runs from Python: in a script, twice in one process, in a notebook, on two ranks."""
+"""Whole runs from Python: in a script, several in one process, on two ranks; tests/examples has notebooks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,24 +124,3 @@ def test_two_ranks_by_launch_give_one_result(tmp_path):
     said = run([*command, str(model)], tmp_path / "cache").splitlines()
     ranks = dict(line.split(": ") for line in said if line.startswith("rank "))
     assert set(ranks) == {"rank 0 of 2", "rank 1 of 2"} and len(set(ranks.values())) == 1
-
-
-def test_notebook_shows_its_result(tmp_path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
-
-    model = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_5_vl")
-    cells = [
-        "from lightrft_visual import GRPOTrainer\n"
-        "def score(completions):\n    return [float(len(each)) for each in completions]\n"
-        f"trainer = GRPOTrainer({str(model)!r}, score, [{{'prompt': 'what?'}}] * 4, engine_type='hf',\n"
-        "    rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128,\n"
-        f"    generate_max_len=4, max_steps=1, init_kl_coef=0.0, output_dir={str(tmp_path / 'run')!r})",
-        "result = trainer.fit()\nlen(result.history)",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    kernel = {"env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(**kernel)
-    (value,) = [each for cell in notebook.cells for each in cell.outputs if each.output_type == "execute_result"]
-    assert value["data"]["text/plain"] == "1"

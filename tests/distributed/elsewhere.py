@@ -11,7 +11,6 @@ from whole_runs import SMALL
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")
-SHARING = ("qwen2_vl", "qwen3_vl", "qwen2")  # beside qwen2_5_vl, the family of most runs
 REWARDS = """
 def score(prompts, completions, reference, images):
     return [float(str(answer) in text) + 0.01 * len(text) for text, answer in zip(completions, reference)]
@@ -62,7 +61,6 @@ def settings(folder: Path, family: str, data: str, reward: str = "score") -> lis
 
 def good(folder: Path) -> dict[str, list[str]]:
     runs = {f"from_{f}": settings(folder, f, "text.jsonl" if f == "qwen2" else "rows.jsonl") for f in FAMILIES}
-    runs |= {f"alone_{family}": [*runs[f"from_{family}"], "--share_prefix", "false"] for family in SHARING}
     runs["from_qwen2_5_vl"] += ["--eval_data", f"{folder}/data/rows.jsonl", "--max_eval_samples", "4"]
     return runs
 

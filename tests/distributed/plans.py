@@ -134,8 +134,6 @@ ONE_RANK = {
         f"--max_steps 2 --engine_type in_eight_bits --plugins {ENGINES} --engine_quantization fp8 --tis_mode token"
     ),
     "twice": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
-    **{f"micro_{size}": small(f"--max_steps 1 --micro_train_batch_size {size}") for size in (1, 32)},
-    "padded": given("--max_steps 2 --share_prefix false"),
     "packed": given("--max_steps 2 --share_prefix false --packing_samples true"),
     "budget": given("--max_steps 2 --packing_samples true --max_tokens_per_batch 300"),
     **LATE_RUNS,

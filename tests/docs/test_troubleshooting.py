@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md explains are messages of the package, and its settings are settings."""
+"""The messages that docs/troubleshooting.md explains are messages of the package."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-from lightrft_visual.config.leaves import names_of
-from lightrft_visual.config.spellings import ROOTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -38,7 +35,5 @@ def test_message_is_one_of_the_package(message: str) -> None:
     assert message in SAID
 
 
-def test_settings_that_are_advised_exist() -> None:
-    known = {leaf.name for root in ROOTS for leaf in names_of(root.schema).leaves.values()}
-    flags = set(re.findall(r"`--(\w+)", TEXT)) - {"help", "master_port"}
-    assert len(MESSAGES) > 25 and flags and flags <= known
+def test_messages_were_found() -> None:
+    assert len(MESSAGES) > 25

@@ -89,6 +89,7 @@ class KilledRuns:
                 assert code == -9 or (code and -9 in codes), f"rank {rank} ended with {code} instead of dying: {told}"
             else:
                 assert code, f"rank {rank} ended with {code} though another one died: {told}"
+        assert not list(Path("/dev/shm").glob(f"*_{known['MASTER_PORT']}_*")), "shared memory is left"
 
 
 def last_checkpoint(folder: Path) -> int:

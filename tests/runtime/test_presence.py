@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,13 +63,11 @@ def ends(rank: Rank) -> tuple[int, str]:
     return rank.wait(LIMIT), rank.told()
 
 
-@pytest.mark.parametrize(("busy", "gone"), [("waits", 0), ("in_a_collective", 1)])
-def test_a_rank_killed_in_mid_run_is_named_by_the_other_which_ends_with_1(start, busy, gone):
-    ranks = start((busy, LONG), (busy, LONG))
-    ranks[gone].kill()
-    code, told = ends(ranks[1 - gone])
-    assert code == 1 and f"error: rank {gone} is gone" in told, told
-    assert f"rank {1 - gone} ends in stage: start-up" in told
+def test_a_rank_killed_in_mid_run_is_named_by_the_other_which_ends_with_1(start):
+    ranks = start(("waits", LONG), ("waits", LONG))
+    ranks[0].kill()
+    code, told = ends(ranks[1])
+    assert code == 1 and "error: rank 0 is gone" in told and "rank 1 ends in stage: start-up" in told, told
 
 
 def test_of_three_ranks_both_others_name_the_one_that_is_killed(start):
@@ -77,6 +76,15 @@ def test_of_three_ranks_both_others_name_the_one_that_is_killed(start):
     for each in ranks[:2]:
         code, told = ends(each)
         assert code == 1 and "error: rank 2 is gone" in told and "rank 1 is gone" not in told, told
+
+
+def test_a_stopped_rank_ends_the_other_which_names_it(start, monkeypatch):
+    monkeypatch.setenv("SILENCE", "10")
+    ranks = start(("in_a_collective", LONG), ("in_a_collective", LONG))
+    os.kill(ranks[0].process.pid, signal.SIGSTOP)
+    code, told = ends(ranks[1])
+    assert code == 1 and "error: rank 0 has given no sign of life for" in told, told
+    assert "rank 1 ends in stage: start-up" in told
 
 
 def test_a_rank_that_leaves_by_os_exit_is_gone(start):
@@ -100,14 +108,6 @@ def test_a_rank_that_fails_is_told_with_its_error_and_not_as_gone(start):
     assert ends(ranks[1])[0] == 1
     code, told = ends(ranks[0])
     assert code == 1 and "error: rank 1 failed: KeyError: 'no such column'" in told and "is gone" not in told, told
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_leaves_in_order_ends_no_other(start, first):
-    tasks = [("leaves", "4"), ("leaves", "4")]
-    tasks[first] = ("leaves", "1")
-    for code, told in map(ends, start(*tasks)):
-        assert code == 0 and "error: rank" not in told, told
 
 
 @pytest.mark.slow

@@ -145,7 +145,8 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
         f"import runpy, sys\nsys.argv = [sys.argv[0], {device!r}, *sys.argv[1:]]\n"
         f"sys.path.insert(0, {str(DRIVER.parent)!r})\nrunpy.run_path({str(DRIVER)!r}, run_name='__main__')\n"
     )
-    return run_plan(runs, folder, cache, ranks, driver=driver, fresh=True)  # the device comes before all imports
+    fresh = device == "sim"  # which comes before all imports
+    return run_plan(runs, folder, cache, ranks, driver=driver, fresh=fresh)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from forked import run_on_ranks, run_together
 
 PROGRAM = """
 import json, os, sys
@@ -107,25 +104,17 @@ print("all well")
 """
 
 
-def run(command: list[str], cache: Path) -> list[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
-def figures(lines: list[str]) -> list:
-    return json.loads(next(line for line in lines if line.startswith("[[")))
+def figures(said: str) -> list:
+    return json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
 
 
 def test_supervised_runs_count_responses_alone_and_go_on_exactly(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    said = run([sys.executable, str(program), str(tmp_path)], tmp_path / "cache")
-    assert said[-1] == "all well"
-    launch = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(program), str(tmp_path)]
-    one, two = figures(said), figures(run(launch, tmp_path / "cache"))
+    environment = os.environ | {"LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    said = run_together(program, [str(tmp_path)], [environment], 600)
+    assert "all well" in said.splitlines()
+    one, two = figures(said), figures(run_on_ranks(program, [str(tmp_path)], environment, 2, 600))
     assert max(abs(a - b) for a, b in zip(one[0], two[0])) < 1e-5
     assert abs(one[1] - two[1]) < 1e-5
     assert max(abs(a - b) for a, b in zip(one[0][2:], two[2], strict=True)) < 1e-5  # resumed by two ranks

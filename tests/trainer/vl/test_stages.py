@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -312,7 +311,6 @@ def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
         return copy
 
     def model(inputs, rule=None):
-        gc.collect()
         assert sum(each() is not None for each in there) == 1 and there[-1]() is inputs
         return torch.full((2, 2), float(inputs.sample_ids[0]))
 
