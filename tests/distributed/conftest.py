@@ -51,8 +51,9 @@ def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
     task = embedded_task(cache_root)
     rows = rows_apart(task.train, folder / "mixed.jsonl")
+    apart = rows_apart(task.train, folder / "apart.jsonl", steps=8)
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root), **late_rewards}
-    runs = filled(TWO_RANKS, rows=rows, **others)
+    runs = filled(TWO_RANKS, rows=rows, apart=apart, **others)
     return run_plan(runs, folder, cache_root, ranks=2)
 
 

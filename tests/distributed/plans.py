@@ -119,6 +119,10 @@ LATE_RUNS = {
     "late_now": small(f"{LATE} {{now}}"),
     "late_some": small(f"{LATE} {{some}}"),
 }
+# Rank 0 meets images alone and rank 1 text, whose responses have other lengths ({apart}).
+BALANCED = small(
+    "--engine_type hf --zero_stage 2 --prompt_data {apart} --max_steps 3 --generate_max_len 12 --temperature 2.5"
+)
 ONE_RANK = {
     "base": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     "given": given("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
@@ -157,6 +161,8 @@ TWO_RANKS = {
     **{f"unified_{stage}": small(f"{_UNIFIED_GIVEN} --zero_stage {stage}") for stage in (2, 3)},
     "late_3": small(f"{LATE} {{late}} --zero_stage 3"),
     "late_some_2": small(f"{LATE} {{some}} --zero_stage 2"),
+    "unbalanced": BALANCED,
+    "balanced": [*BALANCED, "--balance_rollouts", "true"],
     **resume_runs("two_ranks"),
     **HOSTILE,
     **HOSTILE_RESUMED,

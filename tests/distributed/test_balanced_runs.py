@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from plans import rows_apart, small
-from whole_runs import rollouts, rows, run_plan, weights
-
-from lightrft_visual.plugins.embedded.warmup import embedded_task
+from whole_runs import rollouts, rows, weights
 
 
-@pytest.mark.slow
-def test_two_ranks_that_generate_for_each_other_train_the_same_weights(tmp_path, cache_root):
-    """Rank 0 meets images alone and rank 1 text, whose responses have other lengths."""
-    data = rows_apart(embedded_task(cache_root).train, tmp_path / "mixed.jsonl", steps=8)
-    run = small(
-        f"--engine_type hf --zero_stage 2 --prompt_data {data} --max_steps 3 --generate_max_len 12 --temperature 2.5"
-    )
-    run_plan({"plain": run, "balanced": [*run, "--balance_rollouts", "true"]}, tmp_path, cache_root, ranks=2)
-    plain, balanced = tmp_path / "plain", tmp_path / "balanced"
+def test_two_ranks_that_generate_for_each_other_train_the_same_weights(two_ranks):
+    plain, balanced = two_ranks / "unbalanced", two_ranks / "balanced"
     assert weights(balanced) == weights(plain)
     rounded = {"rollout_logp_diff", "rollout_logp_diff_max", "parity"}  # the engine's log-probs, by its batches
     for ours, theirs in zip(rows(balanced), rows(plain), strict=True):
