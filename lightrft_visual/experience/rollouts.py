@@ -300,7 +300,8 @@ class Episode:
         discount = self.gamma ** max(0, len(self.turns) - 1)
         rollout.reward = share + discount * (rollout.reward - share)
         rollout.weights |= {name: w * discount for name, w in rollout.weights.items() if name != ENVIRONMENT}
-        rollout.valid = rollout.valid and not self.failed
+        if self.failed:  # as where a reward failed, no mean holds it
+            rollout.valid, rollout.components = False, dict.fromkeys(rollout.components, float("nan"))
 
     @property
     def reward(self) -> float:

@@ -23,6 +23,7 @@ from lightrft_visual.rollout.conversation import ObservationRenderer
 from lightrft_visual.rollout.environments import Environment, ToolCall
 from lightrft_visual.rollout.episodes import EpisodeLimits
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.trainer.vl.evaluation import gold_scores
 
 SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
 TURNS = [1, 2, 4, 3]
@@ -381,6 +382,23 @@ def test_rewards_of_turns_add_up_with_those_of_others():
     weighed = replace(rollout, reward=3.0 * 2.0, components={"environment": 2.0}, weights={"environment": 3.0})
     episode.add_reward(weighed)
     assert weighed.reward == 6.0
+
+
+def test_no_mean_of_rewards_or_gold_holds_an_episode_that_failed():
+    whole, lost = (Episode([Turn("a", 1.0)], [0], failed=failed) for failed in (False, True))
+    rollouts = [
+        Rollout(SimpleNamespace(), [1], None, "a", False, 0, reward=4.0, components={"avg": 4.0}, episode=each)
+        for each in (whole, lost)
+    ]
+    for each in rollouts:
+        each.episode.add_reward(each)
+    assert [each.valid for each in rollouts] == [True, False] and rollouts[0].components["avg"] == 4.0
+    assert rollouts[1].components.keys() == {"avg", "environment"} and all(
+        map(math.isnan, rollouts[1].components.values())
+    )
+    output = SimpleNamespace(score=torch.tensor([1.0, 0.0]), valid=torch.tensor([True, True]))
+    gold = SimpleNamespace(score_rollouts=lambda rollouts, chunk: output)
+    assert gold_scores(gold, rollouts) == [(1.0, True), (0.0, False)]
 
 
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):

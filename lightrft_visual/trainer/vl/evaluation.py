@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
-    """(score, whether it counts) of each rollout, which is only read. A collective."""
+    """(score, whether it counts) of each rollout, which is only read; failed episodes do not. A collective."""
     scored = gold.score_rollouts(rollouts, len(rollouts))
-    return list(zip(scored.score.tolist(), scored.valid.tolist()))
+    failed = [each.episode is not None and each.episode.failed for each in rollouts]
+    return [(score, ok and not lost) for score, ok, lost in zip(scored.score.tolist(), scored.valid.tolist(), failed)]
 
 
 def paired_scores_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> PairedScores:
