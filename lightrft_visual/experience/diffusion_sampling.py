@@ -232,7 +232,7 @@ def check_noise(config: SamplingConfig, noise: NoiseConfig) -> None:
     if config.moving_steps < 2:
         raise ConfigError("a stochastic trajectory needs num_steps of at least 2: the last step is deterministic")
     if noise.window_size >= config.moving_steps:
-        raise ConfigError(f"window_size {noise.window_size} leaves no deterministic last step")
+        raise ConfigError(f"sde_window_size {noise.window_size} must be below num_steps {config.num_steps}")
     if noise.window_range is not None:
         _check_window(noise.window_size, *noise.window_range, config.moving_steps)
 

@@ -59,7 +59,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*REWARD_FL, "--max_timestep_boundary", "1.5"], "max_timestep_boundary"),
         ([*REWARD_FL, "--reward_fl_weight", "0"], "reward_fl_weight"),
         ([*REWARD_FL, "--sigmas", "1,0.5,0", "--mid_timestep", "2", "--final_timestep", "2"], "no step from mid"),
-        (["--sde_window_size", "8"], "window_size"),
+        (["--sde_window_size", "8"], "sde_window_size 8 must be below num_steps"),
         (["--trajectory", "cps", "--noise_level", "2"], "noise_level is 2.0; .* below 2"),
         (["--trajectory", "cps", "--noise_level", "0"], "noise_level"),
         (["--adam_betas", "2", "3"], "adam_betas"),

@@ -41,6 +41,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     if pipeline is None:
         return None
     adapter = named_family(type(pipeline).__name__, model.family)
+    adapter.check(config)
     family = adapter(pipeline, model.max_sequence_length or saved)
     family.follow(config)
     with torch.device("meta"):

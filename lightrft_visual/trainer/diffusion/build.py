@@ -18,7 +18,7 @@ from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout
 from ...config.kinds import Task, check_hooks
 from ...config.shared import NONE, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
-from ...errors import ConfigError, did_you_mean
+from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
@@ -204,12 +204,7 @@ def _drawn(config: DiffusionRunConfig, prompts: DrawPrompts, index: int) -> Rewa
 def _moving(config: DiffusionRunConfig) -> bool:
     model = config.model
     built_in = model.pretrain in registry.checkpoint_resolvers
-    return not built_in and draws_videos(adapter_of(model.pretrain, model.family))
-
-
-def draws_videos(adapter: type[DiffusionFamily]) -> bool:
-    """Whether a family's models draw videos: images of one's own cannot be encoded for them."""
-    return adapter.encode is DiffusionFamily.encode
+    return not built_in and adapter_of(model.pretrain, model.family).draws_videos()
 
 
 def say_idle(config: DiffusionRunConfig) -> None:
@@ -286,8 +281,8 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
     if config.offline:
         prompts = PreferencePairs(data.prompt_data, data.prompt_split, data.max_samples, data)
         # After the data: the embedded pipeline is built by its first use, in minutes.
-        adapter = named_family(pipeline_class(registry.pipeline_folder(config.model.pretrain, config.model.family)))
-        if draws_videos(adapter):
+        adapter = _family(config)
+        if adapter.draws_videos():
             raise ConfigError(f"pair_data holds images, and {adapter.__name__} draws videos: train a model of images")
     else:
         prompts = DrawPrompts(data.prompt_data, data.prompt_split, data.max_samples, data, images, labels)
@@ -297,24 +292,16 @@ def _prompts(config: DiffusionRunConfig) -> tuple[DrawPrompts, DrawPrompts | Non
 
 
 def _most_images(config: DiffusionRunConfig) -> int:
-    """Images that the model takes of a row. Raises ConfigError for settings of models that edit or draw videos, where
-    it does not, and for parts that it does not have."""
+    """Images that the model takes of a row. Raises ConfigError for settings that no model of its family follows."""
+    adapter = _family(config)
+    adapter.check(config)
+    return adapter.most_source_images or int(adapter.takes_first_frame)
+
+
+def _family(config: DiffusionRunConfig) -> type[DiffusionFamily]:
+    """That of the run's model, before it is loaded."""
     model = config.model
-    built_in = model.pretrain in registry.checkpoint_resolvers
-    adapter = DiffusionFamily if built_in else adapter_of(model.pretrain, model.family)
-    edits = adapter.most_source_images
-    if config.sampling.source_pixels is not None and not edits:
-        raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
-    frames = config.sampling.num_frames
-    if frames > 1 and not _moving(config):
-        raise ConfigError(f"num_frames {frames} is of videos, and this model draws images: leave it out")
-    if config.offline and edits:
-        raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
-    for name in () if built_in else model.trained_denoisers or ():
-        if name not in adapter.denoiser_names:
-            told = did_you_mean(name, adapter.denoiser_names)
-            raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
-    return edits or int(adapter.takes_first_frame)
+    return named_family(pipeline_class(registry.pipeline_folder(model.pretrain, model.family)), model.family)
 
 
 def _total_steps(config: DiffusionRunConfig, prompts: int) -> int:
@@ -335,12 +322,6 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         divide=strategy.divide,
         tokenizer=model.tokenizer_path,
     )
-    if algorithm.prediction is not None and policy.prediction != algorithm.prediction:
-        fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]
-        raise ConfigError(
-            f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
-            f"{model.pretrain} predicts {policy.prediction}"
-        )
     if algorithm.trains_on == "reward" or len(policy.denoisers) > 1:
         policy.train_only(_trained_experts(config, policy))
     policy.family.follow(config)

@@ -282,3 +282,18 @@ def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
     ids = torch.zeros(8, policy.family.text_length, dtype=torch.long, device="meta")
     states = encoder(input_ids=ids, output_hidden_states=True).hidden_states
     assert planner._encoding().bytes == sum(state.nbytes for state in states)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("--diffusion_algorithm ddpo", "ddpo needs a model that predicts epsilon"),
+        ("--num_frames 5", "num_frames 5 is of videos"),
+        ("--source_pixels 4096", "this model edits none"),
+        ("--trainable_models transformer_2", "this model has no 'transformer_2'"),
+    ],
+)
+def test_what_no_model_of_a_family_follows_is_refused_by_its_plan(settings, told) -> None:
+    named = ["--pretrain", "black-forest-labs/FLUX.1-dev", "--height", "64", "--width", "64"]
+    with pytest.raises(ConfigError, match=told):
+        pipeline_policy(parse_run(DiffusionRunConfig, [*named, *settings.split()]).config)

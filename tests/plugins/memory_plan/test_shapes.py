@@ -13,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from lightrft_visual.config.algorithm import DiffusionAlgorithmConfig
 from lightrft_visual.config.diffusion import DiffusionModelConfig, DiffusionRunConfig
 from lightrft_visual.config.vl import ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
@@ -100,7 +101,8 @@ def test_a_pipeline_folder_needs_its_configurations_alone(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "model_index.json").write_text(json.dumps(shape))
-    config = DiffusionRunConfig(model=DiffusionModelConfig(pretrain=str(tmp_path), lora_rank=0))
+    model, algorithm = DiffusionModelConfig(pretrain=str(tmp_path), lora_rank=0), DiffusionAlgorithmConfig("ddpo")
+    config = DiffusionRunConfig(model=model, algorithm=algorithm)
     assert sum(p.numel() for p in pipeline_policy(config).parameters()) == pytest.approx(859.5e6, rel=1e-3)
     (tmp_path / "unet" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"unet.config\.json"):

@@ -17,8 +17,9 @@ from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
+from ....config import registry
 from ....config.diffusion import DiffusionRunConfig
-from ....errors import ConfigError, refused_as
+from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
 from ..layers import upcast
@@ -90,6 +91,32 @@ class DiffusionFamily(ABC):
         if config.sampling.frame_rate is not None and self.frame_rate is None:
             raise ConfigError("frame_rate is read by LTX-2, and not by this model: leave it out")
         self.frame_rate = config.sampling.frame_rate or self.frame_rate
+
+    @classmethod
+    def check(cls, config: DiffusionRunConfig) -> None:
+        """Raise ConfigError for settings of a run that no model of this family follows."""
+        model, frames, algorithm = config.model, config.sampling.num_frames, config.algorithm.entry
+        if algorithm.prediction not in (None, cls.prediction):
+            fitting = [each.name for each in registry.diffusion_families if each.prediction == algorithm.prediction]
+            raise ConfigError(
+                f"{algorithm.name} needs a model that predicts {algorithm.prediction} (family {', '.join(fitting)}); "
+                f"{model.pretrain} predicts {cls.prediction}"
+            )
+        if config.sampling.source_pixels is not None and not cls.most_source_images:
+            raise ConfigError("source_pixels is the size of images to edit, and this model edits none: leave it out")
+        if frames > 1 and not cls.draws_videos():
+            raise ConfigError(f"num_frames {frames} is of videos, and this model draws images: leave it out")
+        if config.offline and cls.most_source_images:
+            raise ConfigError("pair_data has no column of images to edit: train this model on prompts")
+        for name in model.trained_denoisers or ():
+            if name not in cls.denoiser_names:
+                told = did_you_mean(name, cls.denoiser_names)
+                raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
+
+    @classmethod
+    def draws_videos(cls) -> bool:
+        """Whether its models draw videos: images of one's own cannot be encoded for them."""
+        return cls.encode is DiffusionFamily.encode
 
     def own_modules(self, names: Iterable[str]) -> list[str]:
         """Module suffixes by diffusers' names."""
