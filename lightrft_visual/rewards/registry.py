@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -97,6 +98,14 @@ def split_list(value: str | Sequence[str] | None) -> list[str]:
 def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
     """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
     return _by_name("rewards", split_list(value), str)
+
+
+def reads_token_ids(function: Any) -> bool:
+    """Whether it is a torch module, or the class of one, that is called as reward models are."""
+    kind = function if inspect.isclass(function) else type(function)
+    torch = sys.modules.get("torch")
+    module = torch is not None and issubclass(kind, torch.nn.Module)
+    return module and "attention_mask" in inspect.signature(kind.forward).parameters
 
 
 def _by_name(what: str, entries: Sequence[Any], usual: Callable[[int], str]) -> dict[str, Any]:
@@ -280,7 +289,12 @@ class Catalogue:
         return source
 
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Source:
-        """A function by path: in this process, or with a time limit in one of its own."""
+        """A function by path: in this process, or with a time limit in one of its own. A torch module that reads token
+        ids is a model, as one that a program gives."""
+        if reads_token_ids(function.function):
+            if inspect.isclass(function.function):
+                raise ConfigError(f"{function.spec} is the class of a reward model: name an object that the file makes")
+            return self._model(name, function.function)
         if self.config.reward_fn_timeout is None:
             return self._source(function, name, given)
         from ..runtime.usercode.sandbox import SandboxedCallable

@@ -14,6 +14,7 @@ from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.local import models
 from lightrft_visual.rewards.local.models import by_length
+from lightrft_visual.runtime.usercode.calls import load_reward_fn
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,36 @@ def test_torch_module_gets_the_policys_tokens_without_its_padding(packing):
     assert result.score.tolist() == (samples.sequences * samples.attention_mask).sum(dim=1).tolist()
     lengths = sorted(shape[1] for shape in model.shapes)
     assert lengths == ([2, 3, 4, 5] if packing else [5])
+
+
+MODULES = """
+import torch
+
+class Sum(torch.nn.Module):
+    def forward(self, sequences, attention_mask):
+        return (sequences * attention_mask).sum(dim=1).float()
+
+class Count(torch.nn.Module):
+    def forward(self, completions):
+        return [float(len(each)) for each in completions]
+
+model, count = Sum(), Count()
+"""
+
+
+def test_torch_module_of_a_file_is_a_model_where_it_reads_token_ids_and_a_function_elsewhere(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULES)
+    samples = make_samples(["a", "bb"])
+    found = {}
+    for name in ("model", "count", "Sum"):
+        function = load_reward_fn(f"{tmp_path}/mine.py:{name}")
+        if name == "Sum":
+            with pytest.raises(ConfigError, match="mine.py:Sum is the class of a reward model: name an object"):
+                RewardComputationEngine(custom_reward_func=function)
+        else:
+            engine = RewardComputationEngine(custom_reward_func=function)
+            found[name] = engine.compute_rewards([samples]).score.tolist()
+    assert found == {"model": (samples.sequences * samples.attention_mask).sum(dim=1).tolist(), "count": [1.0, 2.0]}
 
 
 def test_torch_module_errors():
