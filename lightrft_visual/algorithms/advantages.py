@@ -21,7 +21,7 @@ from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
 from ..observe.metrics import Moments
-from .kl import RunningMoments, compute_reward, overlong_penalty
+from .kl import RunningMoments, compute_reward, of_shape, overlong_penalty
 
 T = torch.Tensor
 
@@ -206,7 +206,8 @@ class AdvantageCalculator:
         if self.grouped:
             statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
             notes["comparable"] = statistics.comparable.float()
-            final = notes["group_advantage"] = self.compared(experiences, statistics, notes)
+            final = of_shape(self.compared(experiences, statistics, notes), shaped.shape, type(self).__name__)
+            notes["group_advantage"] = final
         for name, values in notes.items():
             for experience, part in zip(experiences, values.split(sizes)):
                 experience.info = {**(experience.info or {}), name: part}
@@ -416,6 +417,7 @@ def assign_advantages(
         experience.advantages, experience.returns, info = calculator.compute(
             experience, token_rewards, gamma, generate_kwargs
         )
+        of_shape(experience.advantages, experience.action_mask.shape, type(calculator).__name__)
         experience.info.update(info)
     return finish_advantages(experiences, config)
 

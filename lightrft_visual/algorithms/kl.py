@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..config import registry
 from ..config.vl import AlgorithmConfig
+from ..errors import ConfigError
 from ..observe.metrics import Moments
 
 T = torch.Tensor
@@ -17,6 +19,21 @@ T = torch.Tensor
 # exp of the k3 estimator's argument is cut here: a token that the policy finds e^10 times less likely than the
 # reference gives 2.2e4, not infinity. Only that side grows exponentially; the other is linear and stays as it is.
 K3_MAX_LOG_RATIO = 10.0
+
+
+def of_shape(made: Any, shape: Sequence[int] | None, what: str) -> T:
+    """What a function of the registry gave. Raises ConfigError for anything but a tensor of the shape (None: of any),
+    which would be broadcast.
+
+    Args:
+        made, shape: what it gave, and what it is to give.
+        what: for the message.
+    """
+    if isinstance(made, T) and (shape is None or tuple(made.shape) == tuple(shape)):
+        return made
+    told = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, T) else f"a {type(made).__name__}"
+    wanted = "" if shape is None else f" of shape {tuple(shape)}"
+    raise ConfigError(f"{what} gave {told}; it must give a tensor{wanted}")
 
 
 def k1(log_probs: T, ref_log_probs: T) -> T:
@@ -49,7 +66,8 @@ def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:
 
     `kind` is a name of the registry (http://joschu.net/blog/kl-approx.html). log_probs may carry gradients.
     """
-    return registry.kl_estimators[kind].load()(log_probs.float(), ref_log_probs.float())
+    made = registry.kl_estimators[kind].load()(log_probs.float(), ref_log_probs.float())
+    return of_shape(made, log_probs.shape, f"kl_estimator {kind}")
 
 
 class FixedKLController:

@@ -20,7 +20,7 @@ from ..experience.types import ModelInputs
 from ..models.vlm.actor import ActorOutput
 from ..models.vlm.masked_images import beside_hidden, halves
 from ..runtime.collectives import all_reduce_sum
-from .kl import compute_approx_kl
+from .kl import compute_approx_kl, of_shape
 
 T = torch.Tensor
 
@@ -106,7 +106,7 @@ def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> 
     `mode` is a name of the registry. Summed over the micro-batches and ranks that `denominators` counted, the results
     are the aggregate of the whole train batch.
     """
-    return registry.aggregations[mode].load()(values, mask, denominators)
+    return of_shape(registry.aggregations[mode].load()(values, mask, denominators), (), f"loss_agg_mode {mode}")
 
 
 Call = Callable[[ModelInputs], ActorOutput]

@@ -20,7 +20,7 @@ from ..config import registry
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError
 from ..runtime.collectives import all_gather_object
-from .kl import compute_approx_kl
+from .kl import compute_approx_kl, of_shape
 from .loss_terms import LossDenominators, LossOutputs, added, aggregate, global_denominators, terms_of, token_mean
 
 __all__ = [
@@ -212,6 +212,10 @@ def policy_loss(
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
     token_loss = registry.policy_losses[config.policy_loss].load()(inputs, config)
+    if not isinstance(token_loss, TokenLoss):
+        raise ConfigError(f"policy_loss {config.policy_loss} gave a {type(token_loss).__name__}, not a TokenLoss")
+    for each in (token_loss.values, token_loss.clipped):
+        of_shape(each, mask.shape, f"policy_loss {config.policy_loss}")
     values = token_loss.values
     if registry.tis_modes[config.tis_mode].corrects:
         weight, cut = importance_weights(inputs, config)
@@ -253,6 +257,7 @@ def _kept_tokens(
         asked = not entry.setting or getattr(config, entry.setting) is not None
         mask = entry.load()(inputs, config) if asked else None
         if mask is not None:
+            of_shape(mask, inputs.action_mask.shape, f"the policy mask {entry.name}")
             metrics[f"{entry.name}_frac"] = token_mean((~mask).float(), inputs.action_mask, denominators)
             kept = mask if kept is None else kept & mask
     return kept, metrics
@@ -279,7 +284,8 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     log_weight = torch.where(
         inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
     ).detach()
-    log_weight = registry.tis_modes[config.tis_mode].load()(log_weight)
+    shape, mode = log_weight.shape, config.tis_mode
+    log_weight = of_shape(registry.tis_modes[mode].load()(log_weight), shape, f"tis_mode {mode}")
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
     if config.tis_floor > 0:

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.covariance import ChoiceInputs
+from ...algorithms.kl import of_shape
 from ...algorithms.loss_terms import PartSettings, forward_with, terms_of
 from ...algorithms.policy_losses import (
     LossDenominators,
@@ -464,7 +465,9 @@ def add_rollout_metrics(
         for entry in registry.rollout_metrics:
             values = entry.load()(each)
             if values is not None:
-                metrics.add_mean(entry.name, *(values if isinstance(values, tuple) else (values,)))
+                found = values if isinstance(values, tuple) else (values,)
+                shape = getattr(found[-1], "shape", None)
+                metrics.add_mean(entry.name, *(of_shape(one, shape, f"the metric {entry.name}") for one in found))
         for name, values in each.info["reward_metrics"].items():
             metrics.add_mean(f"reward/{name}", values, ~values.isnan())
     rewards = torch.cat([each.info["reward"] for each in experiences])

@@ -1,0 +1,82 @@
+"""Functions that others register: what is no tensor of the right shape is said by the name of the choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightrft_visual.algorithms.advantages import AdvantageCalculator, get_advantage_calculator
+from lightrft_visual.algorithms.loss_terms import LossDenominators
+from lightrft_visual.algorithms.policy_losses import LossInputs, TokenLoss, policy_loss
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.types import Experience
+from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.trainer.vl.updates import add_rollout_metrics
+
+WHOLE, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """Registers something under the name 'mine' of a kind."""
+
+    def register(kind, made, **settings):
+        kept = getattr(registry, kind)
+        monkeypatch.setattr(kept, "_entries", dict(kept._entries))
+        kept.register("mine", about="", **settings)(made)
+
+    return register
+
+
+def loss(**settings):
+    inputs = LossInputs(WHOLE, WHOLE, WHOLE, MASK, rollout_log_probs=WHOLE, ref_log_probs=WHOLE)
+    return policy_loss(inputs, AlgorithmConfig(**settings), LossDenominators(6, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "settings", "told"),
+    [
+        ("policy_losses", lambda inputs, config: inputs.log_probs, {"policy_loss": "mine"}, "Tensor, not a TokenLoss"),
+        ("policy_losses", lambda inputs, config: TokenLoss(inputs.log_probs.sum(1), MASK), {"policy_loss": "mine"},
+         r"policy_loss mine gave a tensor of shape \(2,\); it must give a tensor of shape \(2, 3\)"),
+        ("policy_masks", lambda inputs, config: MASK.any(dim=1), {}, r"mask mine gave a tensor of shape \(2,\)"),
+        ("aggregations", lambda values, mask, counts: values, {"loss_agg_mode": "mine"}, "loss_agg_mode mine gave"),
+        ("tis_modes", lambda weights: weights.mean(), {"tis_mode": "mine"}, "tis_mode mine gave a tensor of shape"),
+        ("kl_estimators", lambda p, q: (p - q).mean(), {"kl_estimator": "mine", "use_kl_loss": True},
+         r"kl_estimator mine gave a tensor of shape \(\)"),
+        ("kl_estimators", lambda p, q: 0.0, {"kl_estimator": "mine", "use_kl_loss": True}, "mine gave a float"),
+    ],
+)  # fmt: skip
+def test_a_function_of_the_loss_that_gives_something_else(mine, kind, made, settings, told):
+    mine(kind, made)
+    with pytest.raises(ConfigError, match=told):
+        loss(**settings)
+
+
+def experience() -> Experience:
+    return Experience(
+        sequences=torch.ones(2, 5).long(), action_log_probs=None, base_action_log_probs=None, values=None, returns=None,
+        advantages=WHOLE, attention_mask=None, action_mask=MASK, group_id=torch.zeros(2).long(), kl=WHOLE,
+        info={"reward": torch.ones(2), "total_length": torch.ones(2), "reward_metrics": {}}, valid=MASK[:, 0],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gives", [lambda found: found.sum(), lambda found: found.tolist()])
+def test_an_estimator_that_gives_something_else(mine, gives):
+    class Mine(AdvantageCalculator):
+        def group_rewards(self, statistics):
+            return gives(statistics.centered())
+
+    mine("advantage_estimators", Mine, grouped=True)
+    calculator = get_advantage_calculator("mine", AlgorithmConfig())
+    with pytest.raises(ConfigError, match=r"Mine gave .*; it must give a tensor of shape \(2,\)"):
+        calculator.preprocess_rewards(torch.tensor([1.0, 0.0]), [experience()], 9)
+
+
+@pytest.mark.parametrize("made", [[1.0, 2.0], 1.0, (WHOLE, MASK[:, 0])])
+def test_a_metric_that_is_no_tensor_or_has_another_mask(mine, made):
+    mine("rollout_metrics", lambda batch: made)
+    with pytest.raises(ConfigError, match="the metric mine gave a"):
+        add_rollout_metrics(MetricsAccumulator(), [experience()])
