@@ -221,6 +221,10 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
 
     if type(model).__name__.startswith("Peft"):
         raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
+    for name, part in (getattr(model, "components", None) or {"model": model}).items():
+        if getattr(part, "_hf_peft_config_loaded", False):
+            how = "merge or remove them first (of a pipeline: fuse_lora(), unload_lora_weights())"
+            raise ConfigError(f"{name} has adapters: {how}, and give lora_rank for new ones")
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
     run = os.getpid() if os.environ.get("WORLD_SIZE", "1") == "1" else os.environ.get("MASTER_PORT", "")

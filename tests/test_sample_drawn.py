@@ -10,6 +10,7 @@ import tiny_families
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
+from peft import LoraConfig
 from PIL import Image
 
 from lightrft_visual import sample
@@ -128,6 +129,16 @@ def test_sample_settings_are_the_pipelines_arguments_or_a_runs_steps_and_others_
         ConfigError, match="'guidance_scal' is no argument of FluxPipeline; did you mean 'guidance_scale'"
     ):
         sample(folder, ["a"], guidance_scal=3.0)
+
+
+def test_a_pipeline_with_adapters_is_refused_with_what_merges_them():
+    pipeline = tiny_families.sd3()
+    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(ConfigError, match="transformer has adapters: merge or remove them first .*fuse_lora"):
+        sample(pipeline, ["a"])
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    assert len(sample(pipeline, ["a"], height=32, width=32, num_inference_steps=1)[0]) == 1
 
 
 def test_sample_what_the_pipeline_refuses_is_a_config_error(tmp_path):

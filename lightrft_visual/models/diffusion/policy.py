@@ -115,6 +115,7 @@ class DiffusionPolicy(nn.Module):
                 parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
             with torch.random.fork_rng([]):  # what loading draws differs by ZeRO stage, and adapters start alike
                 pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
+            _check_whole(pipeline, path)
             return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
@@ -412,6 +413,15 @@ class DiffusionPolicy(nn.Module):
                 told = did_you_mean(name, (module.rpartition(".")[2] for module in linear))
                 raise ConfigError(f"target_modules: {type(denoiser).__name__} has no module {name!r}{told}")
         return self.family.own_modules(given)
+
+
+def _check_whole(pipeline: DiffusionPipeline, path: str) -> None:
+    """Raise ConfigError for weights that were not in the pipeline's files: diffusers leaves them empty, with a word."""
+    for name, part in pipeline.components.items():
+        weights = part.named_parameters() if isinstance(part, nn.Module) else ()
+        empty = [key for key, weight in weights if weight.is_meta]
+        if empty:
+            raise ConfigError(f"{path}: {len(empty)} weights of its {name} are in no file, such as {empty[0]}")
 
 
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:

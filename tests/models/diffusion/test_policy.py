@@ -1,9 +1,12 @@
 """The SD3 policy on a tiny pipeline: replay, guidance, reference, LoRA in the stock pipeline."""
 
+import shutil
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from equality import with_adapters
+from safetensors.torch import load_file, save_file
 from watched import kept_for_backward
 
 from lightrft_visual.algorithms.diffusion.context import LossContext
@@ -135,6 +138,16 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift(folder):
     assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
     assert family.flow_shift((8, 8, 8)) == 1.0
     assert type(family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=stock)).flow_shift((8,)) == 3.0
+
+
+def test_a_pipeline_without_some_of_its_weights_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (file,) = (tmp_path / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    del weights["transformer_blocks.0.attn.to_q.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match="1 weights of its transformer are in no file, such as .*attn.to_q"):
+        DiffusionPolicy.from_pretrained(str(tmp_path))
 
 
 def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):
