@@ -173,7 +173,7 @@ def batch_from_rollouts(rollouts: Sequence[Rollout]) -> RewardBatch:
         ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[prompt.group_id for prompt in prompts],
         sequence_tokens=[torch.tensor(rollout.prompt.token_ids + rollout.token_ids) for rollout in rollouts],
-        completion_tokens=[torch.tensor(rollout.token_ids, dtype=torch.long) for rollout in rollouts],
+        completion_tokens=[torch.tensor(rollout.sampled_ids, dtype=torch.long) for rollout in rollouts],
         vision=[rollout.vision for rollout in rollouts],
         episodes=[rollout.episode for rollout in rollouts] if any(rollout.episode for rollout in rollouts) else [],
         step=max((rollout.policy_version for rollout in rollouts), default=0),

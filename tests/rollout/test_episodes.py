@@ -19,6 +19,7 @@ from lightrft_visual.experience.items import items_equal, make_experience_batch,
 from lightrft_visual.experience.rollouts import Episode, Rollout, SamplingSettings, Turn, collate, rewards_of
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import InParts, parts_of
+from lightrft_visual.rewards.batch import batch_from_rollouts
 from lightrft_visual.rollout.conversation import ObservationRenderer
 from lightrft_visual.rollout.environments import Environment, ToolCall
 from lightrft_visual.rollout.episodes import EpisodeLimits
@@ -399,6 +400,12 @@ def test_no_mean_of_rewards_or_gold_holds_an_episode_that_failed():
     output = SimpleNamespace(score=torch.tensor([1.0, 0.0]), valid=torch.tensor([True, True]))
     gold = SimpleNamespace(score_rollouts=lambda rollouts, chunk: output)
     assert gold_scores(gold, rollouts) == [(1.0, True), (0.0, False)]
+
+
+def test_reward_functions_are_given_the_sampled_tokens_of_all_turns(rollouts):
+    batch = batch_from_rollouts(rollouts)
+    assert [each.tolist() for each in batch.completion_tokens] == [each.sampled_ids for each in rollouts]
+    assert any(len(each.sampled_ids) < len(each.token_ids) for each in rollouts)
 
 
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):
