@@ -1,4 +1,4 @@
-"""Whole runs from Python: in a script, several in one process, on two ranks; tests/examples has notebooks."""
+"""Whole runs from Python, several in one process; notebooks: tests/examples; two ranks: trainer/vl/test_sft_runs.py."""
 
 from __future__ import annotations
 
@@ -84,43 +84,9 @@ print("all well")
 """
 
 
-def run(command: list[str], cache: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_program_trains_is_told_of_errors_and_goes_on(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    said = run([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], tmp_path / "cache")
-    assert said.splitlines()[-1] == "all well"
-
-
-TWO_RANKS = """
-import os, sys
-from lightrft_visual import GRPOTrainer
-from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
-
-def score(completions):
-    return [float(len(each)) for each in completions]
-
-result = GRPOTrainer(
-    sys.argv[-1], score, [{"prompt": "what?"}] * 4, engine_type="hf", rollout_batch_size=4, n_samples_per_prompt=2,
-    train_batch_size=8, prompt_max_len=128, generate_max_len=4, max_steps=1, init_kl_coef=0.0,
-    output_dir=os.path.dirname(sys.argv[-1]) + "/run",
-).fit()
-print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {result.metrics['reward_mean']:.6f}")
-"""
-
-
-def test_two_ranks_by_launch_give_one_result(tmp_path):
-    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
-
-    model = build_tiny_checkpoint(tmp_path / "tiny", "qwen2_5_vl")
-    (tmp_path / "program.py").write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "program.py")]
-    said = run([*command, str(model)], tmp_path / "cache").splitlines()
-    ranks = dict(line.split(": ") for line in said if line.startswith("rank "))
-    assert set(ranks) == {"rank 0 of 2", "rank 1 of 2"} and len(set(ranks.values())) == 1
+    environment = {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all well", done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,19 +33,12 @@ print("a numbered checkpoint")
 """
 
 
-def said_by(program: str, folder: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 def test_embedded_model_trains_several_times_in_a_process_and_its_checkpoints_evaluate(tmp_path):
     pytest.importorskip("vllm")
-    assert said_by(PROGRAM, tmp_path) == "a numbered checkpoint"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "a numbered checkpoint", done.stdout + done.stderr
 
 
 BROKEN = """
@@ -73,7 +67,8 @@ print("the folder is free")
 
 
 def test_start_that_fails_at_a_hook_lets_go_of_its_folder(tmp_path):
-    assert said_by(BROKEN, tmp_path) == "the folder is free"
+    (tmp_path / "program.py").write_text(BROKEN)
+    assert "the folder is free" in run_alone(tmp_path / "program.py", tmp_path / "run", limit=600)
 
 
 DRAWN = """
@@ -97,4 +92,5 @@ print("as in the run")
 
 def test_checkpoint_of_a_drawing_run_and_its_exported_adapters_evaluate_as_the_run_did(tmp_path):
     """The joined pipeline has texts of as many tokens as that which the adapters were trained on."""
-    assert said_by(DRAWN, tmp_path) == "as in the run"
+    (tmp_path / "program.py").write_text(DRAWN)
+    assert "as in the run" in run_alone(tmp_path / "program.py", tmp_path / "run", limit=600)

@@ -38,11 +38,18 @@ def fit(name, data=rows, held_out=rows[:3], **more):
 def losses(result):
     return [each["loss"] for each in result.history]
 
+def rewarded(name, model):
+    return GRPOTrainer(
+        model, lambda completions: [float(len(each)) for each in completions], rows, engine_type="hf",
+        rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128, generate_max_len=4,
+        max_steps=1, init_kl_coef=0.0, image_dependence_every=0, output_dir=out / name,
+    ).fit()
+
 if os.environ.get("WORLD_SIZE", "1") == "2":
     both = fit("two")
     later = fit("two_later", resume_from=str(out / "whole" / "checkpoint-000002"))
-    if os.environ["RANK"] == "0":
-        print(json.dumps([losses(both), both.metrics["eval_loss"], losses(later)]))
+    reward = rewarded("two_rewarded", str(folder)).metrics["reward_mean"]
+    print(json.dumps([losses(both), both.metrics["eval_loss"], losses(later), reward]))
     raise SystemExit(0)
 
 build_tiny_checkpoint(folder, "qwen2_5_vl")
@@ -82,11 +89,7 @@ assert answers == [["none"]], answers
 adapted = fit("lora", lora_rank=4, max_steps=2)
 assert (adapted.checkpoint / "lora" / "adapter_config.json").is_file()
 
-after = GRPOTrainer(
-    trained.checkpoint, lambda completions: [float(len(each)) for each in completions], rows, engine_type="hf",
-    rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128, generate_max_len=4,
-    max_steps=1, init_kl_coef=0.0, image_dependence_every=0, output_dir=out / "after",
-).fit()
+after = rewarded("after", trained.checkpoint)
 assert after.metrics["step"] == 1
 
 for data, told in (
@@ -105,7 +108,8 @@ print("all well")
 
 
 def figures(said: str) -> list:
-    return json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
+    """Of each rank."""
+    return [json.loads(line) for line in said.splitlines() if line.startswith("[[")]
 
 
 def test_supervised_runs_count_responses_alone_and_go_on_exactly(tmp_path):
@@ -114,7 +118,8 @@ def test_supervised_runs_count_responses_alone_and_go_on_exactly(tmp_path):
     environment = os.environ | {"LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     said = run_together(program, [str(tmp_path)], [environment], 600)
     assert "all well" in said.splitlines()
-    one, two = figures(said), figures(run_on_ranks(program, [str(tmp_path)], environment, 2, 600))
+    (one,), (two, other) = figures(said), figures(run_on_ranks(program, [str(tmp_path)], environment, 2, 600))
+    assert two == other  # each rank is given one result
     assert max(abs(a - b) for a, b in zip(one[0], two[0])) < 1e-5
     assert abs(one[1] - two[1]) < 1e-5
     assert max(abs(a - b) for a, b in zip(one[0][2:], two[2], strict=True)) < 1e-5  # resumed by two ranks
