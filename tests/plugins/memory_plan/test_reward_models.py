@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
@@ -10,6 +12,8 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.models.diffusion.policy import save_text_length
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.reward_models import reward_models
 from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
@@ -18,20 +22,30 @@ from lightrft_visual.plugins.memory_plan.table import DEVICE, HOST
 CLIP, PICK = 4 * 427_616_513, 4 * 986_109_441
 NAMED = "reward model {}: weights"
 DRAWING = (
-    "--pretrain stabilityai/stable-diffusion-3.5-medium --bf16 true --diffusion_algorithm flow_grpo "
+    "--bf16 true --diffusion_algorithm flow_grpo --height 32 --width 32 "
     "--plan_device h100-80gb --plan_world_size 8 --micro_rollout_batch_size 1 --prompt_data prompts.jsonl"
 ).split()
 PICKED = ["--components.pick_score", "1.0", "--components.clip_score", "0.5"]
 
 
-def held(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
-    """{item: (where, bytes)} of the phases load, generate, score, train, sync of a drawing run."""
-    config = parse_run(DiffusionRunConfig, [*DRAWING, *argv], preset=DIFFUSION_PRESET).config
-    plan = check.plan_of(config, *check.named_device(config.plan))
-    return [{item.name: (item.where, item.bytes) for item in phase.items} for phase in plan.phases]
+@pytest.fixture(scope="module")
+def held(tmp_path_factory) -> Callable[[list[str]], list[dict[str, tuple[str, float]]]]:
+    """{item: (where, bytes)} of the phases load, generate, score, train, sync of a drawing run, by its flags."""
+    model = tmp_path_factory.mktemp("drawing")
+    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(model)
+    save_text_length(model, TEXT_LENGTH)
+
+    def planned(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
+        config = parse_run(
+            DiffusionRunConfig, ["--pretrain", str(model), *DRAWING, *argv], preset=DIFFUSION_PRESET
+        ).config
+        plan = check.plan_of(config, *check.named_device(config.plan))
+        return [{item.name: (item.where, item.bytes) for item in phase.items} for phase in plan.phases]
+
+    return planned
 
 
-def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scores() -> None:
+def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scores(held) -> None:
     phases = held([*PICKED, "--gold_recipe", "{'*': [[rule, clip_score, 1.0]]}"])
     pick, clip = NAMED.format("pick_score"), NAMED.format("clip_score")
     for phase in phases:
@@ -40,13 +54,13 @@ def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scor
     assert phases[2]["gold clip_score: weights"] == (HOST, CLIP)  # gold has models of its own
 
 
-def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase() -> None:
+def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase(held) -> None:
     phases = held([*PICKED, "--kwargs.pick_score.offload", "false", "--zero_stage", "3"])
     assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
 
 
 @pytest.fixture(scope="module")
-def sizes() -> dict[str, float]:
+def sizes(held) -> dict[str, float]:
     """{scorer: bytes} of a run with all of these at once."""
     flags = {"hpsv3": "", "full": "scorer hpsv3 bf16 false", "videoalign": "", "geneval": "",
              "judge": "model Qwen/Qwen2.5-VL-3B-Instruct"}  # fmt: skip
@@ -90,7 +104,7 @@ def classifier(tmp_path_factory) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("extra", "share"), [([], 1), (["--zero_stage", "3"], 8)])
-def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(classifier, extra, share) -> None:
+def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(held, classifier, extra, share) -> None:
     folder, size = classifier
     name = NAMED.format("judge")
     phases = held(["--reward_pretrain", f"judge={folder}", *extra])

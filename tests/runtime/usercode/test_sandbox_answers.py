@@ -105,10 +105,10 @@ def call(worker, number, how="", data="", seconds=0.0, limit=20.0):
 @pytest.mark.parametrize("how", ["forks and both return", "forks and the child returns late"])
 def test_answers_of_a_function_that_forks_and_returns_twice_are_its_calls_own(worker, how, capfd):
     answers = []
-    for number in range(1, 7):
+    for number in range(1, 5):
         answers.append(call(worker, number, how if number == 1 else "", seconds=0.5))
         time.sleep(0.3)
-    assert answers == [1, 2, 3, 4, 5, 6]
+    assert answers == [1, 2, 3, 4]
     assert "forked a process that came back" in capfd.readouterr().err
 
 
@@ -136,8 +136,14 @@ def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, da
     assert [call(worker, number) for number in (3, 4, 5)] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("data", [line(1, result=9), line(1, place=", at x"), "text"])
-@pytest.mark.parametrize("how", ["writes late", "a child writes late"])
+@pytest.mark.parametrize(
+    ("how", "data"),
+    [
+        ("writes late", line(1, result=9)),
+        ("a child writes late", line(1, place=", at x")),
+        ("a child writes late", "text"),
+    ],
+)
 def test_bytes_that_come_after_the_answer_fail_the_next_call(worker, how, data):
     assert call(worker, 1, how, data, seconds=0.3) == 1
     time.sleep(1.0)
@@ -152,13 +158,12 @@ def test_torn_reply_of_a_process_that_dies_is_no_answer(worker):
     assert call(worker, 2) == 2
 
 
-@pytest.mark.parametrize("request_number", [1, 2])
-def test_reply_to_a_call_that_timed_out_reaches_no_later_call(worker, request_number):
-    late = line(request_number, result=9)
+def test_reply_to_a_call_that_timed_out_reaches_no_later_call(worker):
+    late = line(1, result=9) + line(2, result=9)
     with pytest.raises(CallTimeout, match="no result within 1 s"):
         call(worker, 1, "a child writes late, and this hangs", late, seconds=2.5, limit=1.0)
     assert call(worker, 2) == 2
-    time.sleep(3.0)
+    time.sleep(2.5)
     assert [call(worker, 3), call(worker, 4)] == [3, 4]
 
 
