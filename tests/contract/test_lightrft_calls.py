@@ -207,11 +207,12 @@ def test_generation_arguments_of_the_trainers(text, counting):
     tokenizer = text[0].tokenizer
     experiences = maker_of(text, remote_rm_url=[counting]).make_experience_list(
         PROMPTS, all_images=None, all_videos=None, all_references=["3", "here"], all_labels=["math", "place"],
-        do_sample=True, max_new_tokens=4, max_length=None, temperature=1.0, top_p=1.0, top_k=-1, min_new_tokens=1,
+        do_sample=True, max_new_tokens=4, max_length=4096, temperature=1.0, top_p=1.0, top_k=-1, min_new_tokens=1,
         skip_special_tokens=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         gamma=1.0, lambd=0.95,
     )  # fmt: skip
     assert sum(len(each.sequences) for each in experiences) == 8
+    assert all(each.action_mask.shape[1] <= 4 for each in experiences)  # max_length gives way
 
 
 def test_samples_of_a_text_model(text):
@@ -233,35 +234,21 @@ def test_without_sampling_all_answers_are_the_likeliest(text):
     assert (samples[0].sequences == samples[0].sequences[0]).all()
 
 
-def test_max_length_gives_way_and_alone_is_refused(text):
-    maker = maker_of(text)
-    assert maker.generate_samples(PROMPTS[:1], max_length=4096, max_new_tokens=2)[0].num_actions <= 2
-    with pytest.raises(ConfigError, match="max_length counts the prompt too"):
-        maker.generate_samples(PROMPTS[:1], max_length=4096)
-
-
-def test_ids_that_are_not_the_tokenizers_are_refused(text):
-    with pytest.raises(ConfigError, match="pad_token_id is -7"):
-        maker_of(text).make_experience_list(PROMPTS, max_new_tokens=2, pad_token_id=-7)
-
-
 @pytest.mark.parametrize(
-    ("argument", "told"),
+    ("arguments", "told"),
     [
+        ({"max_new_tokens": None, "max_length": 4096}, "max_length counts the prompt too"),
+        ({"pad_token_id": -7}, "pad_token_id is -7"),  # not the tokenizer's
         ({"top_p": 0.0}, r"top_p is 0.0; it must lie in \(0, 1\]"),
         ({"top_p": 2.0}, "top_p is 2.0"),
         ({"gamma": None}, r"gamma is None; it must lie in \[0, 1\]"),
         ({"lambd": float("nan")}, "lambd is nan"),
+        ({"num_beams": 2}, "num_beams"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(text, argument, told):
+def test_an_argument_that_cannot_be_is_refused(text, arguments, told):
     with pytest.raises(ConfigError, match=told):
-        maker_of(text).make_experience_list(PROMPTS, max_new_tokens=2, **argument)
-
-
-def test_an_unknown_argument_is_refused(text):
-    with pytest.raises(ConfigError, match="num_beams"):
-        maker_of(text).generate_samples(PROMPTS, num_beams=2)
+        maker_of(text).make_experience_list(PROMPTS, **({"max_new_tokens": 2} | arguments))
 
 
 # -- images and videos ------------------------------------------------------------------------------------------------
@@ -364,34 +351,21 @@ REWARDS = torch.tensor([[0.0, 1.0], [2.0, 9.0]])
 MASK = torch.tensor([[True, True], [True, False]])
 
 
-def test_advantages_returns_and_clip_fraction(text):
-    advantages, returns, clipped = maker_of(text).get_advantages_and_returns(
-        VALUES, REWARDS, MASK, gamma=1.0, lambd=0.5
-    )
-    # last: 1 - 0.25 = 0.75; before: 0 + 0.25 - 0.5 + 0.5 * 0.75 = 0.125; alone: 2 - 1
-    assert advantages.tolist() == [[0.125, 0.75], [1.0, 0.0]] and returns.tolist() == [[0.625, 1.0], [2.0, 0.0]]
-    assert clipped == 0.0
-
-
-def test_advantages_without_a_mask_are_of_all_tokens(text):
-    whole, maker = torch.ones_like(VALUES).bool(), maker_of(text)
-    given, plain = (maker.get_advantages_and_returns(VALUES, REWARDS, mask, 1.0, 0.5) for mask in (whole, None))
-    assert all(torch.equal(a, b) for a, b in zip(given[:2], plain[:2]))
-
-
-def test_advantages_are_clipped_and_the_share_is_of_tokens(text):
-    maker = maker_of(text, advantage_clip=0.5)
-    advantages, returns, clipped = maker.get_advantages_and_returns(VALUES, REWARDS, MASK, 1.0, 0.5)
-    assert advantages.tolist() == [[0.125, 0.5], [0.5, 0.0]] and returns.tolist() == [[0.625, 1.0], [2.0, 0.0]]
-    assert clipped == pytest.approx(2 / 3)
-
-
-def test_advantages_are_whitened(text):
-    maker = maker_of(text, advantages_norm=True, advantage_estimator="gae", n_samples_per_prompt=1)
-    advantages, _, clipped = maker.get_advantages_and_returns(VALUES, REWARDS, MASK, 1.0, 0.5)
-    # of 0.125, 0.75, 1: mean 0.625, standard deviation 0.450694 with n - 1
-    expected = [[-1.109400, 0.277350], [0.832050, 0.0]]
-    assert torch.allclose(advantages, torch.tensor(expected), atol=1e-4) and clipped == 0.0
+@pytest.mark.parametrize(
+    ("settings", "advantages", "share"),
+    [
+        # last: 1 - 0.25 = 0.75; before: 0 + 0.25 - 0.5 + 0.5 * 0.75 = 0.125; alone: 2 - 1
+        ({}, [[0.125, 0.75], [1.0, 0.0]], 0.0),
+        ({"advantage_clip": 0.5}, [[0.125, 0.5], [0.5, 0.0]], 2 / 3),  # of tokens
+        # of 0.125, 0.75, 1: mean 0.625, standard deviation 0.450694 with n - 1
+        ({"advantages_norm": True, "advantage_estimator": "gae"}, [[-1.109400, 0.277350], [0.832050, 0.0]], 0.0),
+    ],
+)
+def test_advantages_returns_and_clip_fraction(text, settings, advantages, share):
+    maker = maker_of(text, **settings)
+    found, returns, clipped = maker.get_advantages_and_returns(VALUES, REWARDS, MASK, gamma=1.0, lambd=0.5)
+    assert torch.allclose(found, torch.tensor(advantages), atol=1e-4 if "advantages_norm" in settings else 0)
+    assert returns.tolist() == [[0.625, 1.0], [2.0, 0.0]] and clipped == pytest.approx(share)
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def sampling_arguments(arguments: Mapping[str, Any], tokenizer: Any) -> dict[str
     ConfigError for a max_length alone, which counts the prompt too, and for ids that are not the tokenizer's.
     """
     kept = {name: value for name, value in arguments.items() if name not in GENERATION}
+    if kept.get("max_new_tokens", 0) is None:  # as transformers has it where it is not given
+        del kept["max_new_tokens"]
     if arguments.get("do_sample") is False:
         kept["temperature"] = 0.0
     if arguments.get("max_length") is not None and "max_new_tokens" not in kept:

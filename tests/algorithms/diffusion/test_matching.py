@@ -133,10 +133,11 @@ def test_awm_at_the_rollout_policy_is_pretrainings_gradient_times_the_advantage(
     torch.testing.assert_close(policy.own.grad, expected)
 
 
-def test_awm_asks_for_the_rollout_policy():
+@pytest.mark.parametrize(("loss", "name"), [(AWM(), ""), (CenteredReward(kl_beta=0.0), "CRD needs the ")])
+def test_losses_ask_for_the_rollout_policy(loss, name):
     policy = Answers(1)
-    with pytest.raises(ValueError, match="rollout policy"):
-        AWM().loss(LossContext(policy, policy), rows([1.0]), 1.0)
+    with pytest.raises(ValueError, match=f"{name}rollout policy"):
+        loss.loss(LossContext(policy, policy), rows([1.0]), 1.0)
 
 
 def test_the_old_policys_decay_of_awm_and_dgpo():
@@ -266,12 +267,6 @@ def test_a_cut_group_of_crd_gives_the_same_gradient():
     parted = Answers(4)
     loss.loss(parted.context(), batch, 4.0).loss.backward()
     torch.testing.assert_close(parted.own.grad, whole.own.grad)
-
-
-def test_crd_asks_for_the_rollout_policy():
-    policy = Answers(1)
-    with pytest.raises(ValueError, match="CRD needs the rollout policy"):
-        CenteredReward(kl_beta=0.0).loss(LossContext(policy, policy), rows([1.0]), 1.0)
 
 
 def test_invalid_samples_pull_nothing():
