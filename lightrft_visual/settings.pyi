@@ -18,8 +18,8 @@ class VLSettings(TypedDict, total=False):
     use_liger_kernel: bool
     """Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step. Default: False."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
-    'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; auto: by the plan, on a card.
+    Default: 'auto'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
@@ -509,7 +509,7 @@ class VLSettings(TypedDict, total=False):
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
     auto_micro_batches: bool | None
-    """Micro-batches as large as the plan has room for; those given are the least. Default: on an
+    """Micro-batches as large as the plan has room for; what is given is the least. Default: on an
     accelerator.."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""
@@ -538,8 +538,8 @@ class DiffusionSettings(TypedDict, total=False):
     max_sequence_length: int | None
     """tokens of the T5 or LLM encoder; default: the family's own."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
-    'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; auto: by the plan, on a card.
+    Default: 'auto'."""
     compile: bool
     """torch.compile of the denoisers' blocks: slower to start, faster steps. Default: False."""
     vae_tiling: bool
@@ -911,7 +911,7 @@ class DiffusionSettings(TypedDict, total=False):
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
     auto_micro_batches: bool | None
-    """Micro-batches as large as the plan has room for; those given are the least. Default: on an
+    """Micro-batches as large as the plan has room for; what is given is the least. Default: on an
     accelerator.."""
     plugins: str | None
     """files or modules that add choices of your own, imported first; comma-separated."""
@@ -926,8 +926,8 @@ class SFTSettings(TypedDict, total=False):
     use_liger_kernel: bool
     """Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step. Default: False."""
     gradient_checkpointing: bool | str
-    """none | attention | full | auto; what of blocks runs again in backward; see docs/gpu.md. Default:
-    'none'."""
+    """none | attention | full | auto; what of blocks runs again in backward; auto: by the plan, on a card.
+    Default: 'auto'."""
     freeze_prefix: str
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int

@@ -127,10 +127,15 @@ def test_recipes_lie_below_settings():
         ({"callbacks": [None, object()]}, "no hook is object; one has some of the methods setup, on_prompts"),
         ({"config": {"seed": 3}}, "config is a dict: give a list"),
         ({"train_dataset": "nowhere.jsonl"}, "--prompt_data: nowhere.jsonl does not exist"),
-        ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),
-        ({"peft_config": {"r": 8}}, "unknown setting 'peft_config' .*--lora_rank R"),
-        ({"tokenizer": "mine"}, "unknown setting 'tokenizer' .*processing_class"),
-        ({"batch_size": 4}, "unknown setting 'batch_size' .*prompts of a rollout are --rollout_batch_size"),
+        *(
+            pytest.param(*case, marks=pytest.mark.plugin("compat"))
+            for case in (
+                ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),
+                ({"peft_config": {"r": 8}}, "unknown setting 'peft_config' .*--lora_rank R"),
+                ({"tokenizer": "mine"}, "unknown setting 'tokenizer' .*processing_class"),
+                ({"batch_size": 4}, "unknown setting 'batch_size' .*prompts of a rollout are --rollout_batch_size"),
+            )
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):

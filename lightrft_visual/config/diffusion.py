@@ -40,9 +40,11 @@ from .constraints import (
 )
 from .placement import AsyncConfig
 from .shared import (
+    ATTENTION,
+    AUTO,
     EMBEDDED,
     FULL,
-    NONE,
+    RECOMPUTES,
     AdamBetas,
     BadRows,
     BadShare,
@@ -98,7 +100,7 @@ class DiffusionModelConfig(Section):
     target_modules: str | None = None  # comma-separated module suffixes; default: the attention projections
     trainable_models: str | None = None  # comma-separated denoisers (transformer, transformer_2); default: all
     max_sequence_length: PositiveInt | None = None  # tokens of the T5 or LLM encoder; default: the family's own
-    gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
+    gradient_checkpointing: Checkpointing = AUTO  # what of blocks runs again in backward; auto: by the plan, on a card
     compile: bool = False  # torch.compile of the denoisers' blocks: slower to start, faster steps
     vae_tiling: bool = False  # decode large images in overlapping tiles: less memory, blended at the seams
     use_gradient_checkpointing_offload: bool = False  # keep checkpointed activations in host memory; checkpoints too
@@ -115,7 +117,7 @@ class DiffusionModelConfig(Section):
         if self.use_gradient_checkpointing_offload:
             how = self.gradient_checkpointing
             told = f"use_gradient_checkpointing_offload takes gradient_checkpointing full, not {how}: leave one out"
-            require(how in (NONE, FULL), told)
+            require(how != ATTENTION, told)
             self.gradient_checkpointing = FULL
         require(
             self.tokenizer_path is None or self.pretrain.endswith(PARTS),
@@ -315,7 +317,7 @@ class DiffusionRunConfig(Section):
         alike = not self.keeps_old_policy and (a.cfg_in_training or s.guidance_scale <= 1)
         known = a.entry.trains_on == "steps" and (a.timestep_fraction == 1 or a.timestep_choice == "first")
         here = not zero.split and zero.zero_stage < 3 and zero.sp_size == 1
-        here = here and self.model.gradient_checkpointing == NONE
+        here = here and self.model.gradient_checkpointing not in RECOMPUTES
         return train.rollout_graph_gib > 0 and once and alike and known and here
 
     @property

@@ -37,7 +37,8 @@ MaxNorm = Annotated[float, Constraint(lambda value: value >= 0, "it must be posi
 BadRows = Annotated[str, one_of("error", "skip")]
 BadShare = Annotated[float, Share]
 
-NONE, ATTENTION, FULL, AUTO = "none", "attention", "full", "auto"  # gradient_checkpointing
+NONE, ATTENTION, FULL, AUTO = "none", "attention", "full", "auto"  # gradient_checkpointing; docs/gpu.md
+RECOMPUTES = (ATTENTION, FULL)
 BOOLS = {"true": FULL, "yes": FULL, "on": FULL, "1": FULL, "false": NONE, "no": NONE, "off": NONE, "0": NONE}
 _words = one_of(NONE, ATTENTION, FULL, AUTO, meaning=lambda value: BOOLS.get(str(value).lower(), value))
 Checkpointing = Annotated[bool | str, _words]
@@ -152,7 +153,7 @@ class PlanConfig(Section):
     # A run that does not fit by its plan: warn, and refuse it where weights, gradients and states alone do not fit;
     # refuse it; or force its start.
     plan: Annotated[str, one_of("warn", "refuse", "force")] = "warn"
-    # Micro-batches as large as the plan has room for; those given are the least. Default: on an accelerator.
+    # Micro-batches as large as the plan has room for; what is given is the least. Default: on an accelerator.
     auto_micro_batches: bool | None = None
 
     def sizes_micro_batches(self, on_cpu: bool) -> bool:

@@ -34,8 +34,8 @@ from .environment import EpisodeConfig
 from .placement import AsyncConfig
 from .shared import (
     ATTENTION,
+    AUTO,
     EMBEDDED,
-    NONE,
     AdamBetas,
     BadRows,
     BadShare,
@@ -84,7 +84,7 @@ class ModelConfig(Section):
     attn_implementation: Annotated[str, one_of("auto", "sdpa", "eager", "flash_attention_2")] = "auto"
     compile: bool = False  # torch.compile of the blocks of trained models: slower to start, fewer kernels a step
     use_liger_kernel: bool = False  # Liger's Triton kernels for norms, gated MLPs and rotary positions: fewer a step
-    gradient_checkpointing: Checkpointing = NONE  # what of blocks runs again in backward; see docs/gpu.md
+    gradient_checkpointing: Checkpointing = AUTO  # what of blocks runs again in backward; auto: by the plan, on a card
     freeze_prefix: str = ""  # comma-separated parameter prefixes; 'true' means the vision tower
     lora_rank: NonNegativeInt = 0  # 0 trains all weights
     lora_alpha: int = 16  # adapters are scaled by lora_alpha / lora_rank

@@ -22,22 +22,22 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..config.shared import ATTENTION, NONE
+from ..config.shared import ATTENTION, RECOMPUTES
 from ..errors import ConfigError
 
 T = torch.Tensor
 
 
 def checkpoint_blocks(transformer: PreTrainedModel, how: str) -> None:
-    """Checkpoint the blocks of a transformers model as the setting says; 'none' leaves it as it is.
+    """Checkpoint the blocks of a transformers model as the setting says; 'none', and 'auto' before a plan, leave it.
 
     Raises ConfigError for a model without checkpointing, or without the one that keeps attention.
     """
-    if how == NONE:
+    if how not in RECOMPUTES:
         return
     name, arguments = type(transformer).__name__, {"use_reentrant": False}
     if not transformer.supports_gradient_checkpointing:
-        raise ConfigError(f"gradient_checkpointing: {name} has none; leave it out")
+        raise ConfigError(f"gradient_checkpointing: {name} has none; use none")
     if how == ATTENTION:
         if "value" in inspect.signature(transformer._set_gradient_checkpointing).parameters:
             raise ConfigError(f"gradient_checkpointing attention: {name}'s own code checkpoints whole blocks; use full")

@@ -16,7 +16,7 @@ from ..config.constraints import nearest, refit_update, said
 from ..config.diffusion import DiffusionRunConfig
 from ..config.load import resolved_yaml, write_resolved
 from ..config.sft import SFTRunConfig
-from ..config.shared import AUTO, FULL, OutputConfig
+from ..config.shared import AUTO, FULL, NONE, OutputConfig
 from ..config.vl import RunConfig
 from ..data.bad_rows import TooManyBadRows, list_bad_rows
 from ..data.sampler import fitting_batch
@@ -95,21 +95,21 @@ def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
 
 
 def _use_plan(config: AnyConfig) -> None:
-    """Let the plan of memory choose what is left to it; without one the sizes stay, and checkpointing is full."""
+    """Let the plan of memory choose what is left to it. Without one the sizes stay, and checkpointing of an accelerator
+    is full; a CPU has none."""
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if on_cpu and config.model.gradient_checkpointing == AUTO:
+        config.model.gradient_checkpointing = NONE
     planned, auto = config.plan is not None, config.model.gradient_checkpointing == AUTO
-    sized = planned and config.plan.sizes_micro_batches(get_accelerator().device_name() == "cpu")
+    sized = planned and config.plan.sizes_micro_batches(on_cpu)
     plan = registry.service("memory_plan") if planned and (auto or sized) else None
     if plan is not None:
         plan.use_choices(config)
         return
     if auto:
         config.model.gradient_checkpointing = FULL
-    asked = planned and config.plan.auto_micro_batches
-    need = "the plug-in memory_plan" if planned else "a plan, which supervised runs do not have"
-    told = {"gradient_checkpointing auto": (auto, "full"), "auto_micro_batches": (asked, "the sizes as they are given")}
-    for name, (wanted, taken) in told.items() if collectives.is_rank_0() else ():
-        if wanted:
-            logger.warning("%s needs %s: it takes %s", name, need, taken)
+    if planned and config.plan.auto_micro_batches and collectives.is_rank_0():
+        logger.warning("auto_micro_batches needs the plug-in memory_plan: the sizes stay as they are given")
 
 
 def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock], sets: Iterable[Any]) -> OpenedRun:

@@ -43,7 +43,6 @@ from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rol
 from lightrft_visual.models.diffusion import prompt_cache as decoding
 from lightrft_visual.models.logprobs import linear_log_probs, plain_log_probs
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
-from lightrft_visual.plugins.memory_plan.meta import held_bytes, on_meta
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory
 
@@ -226,6 +225,8 @@ def measure_chunked(shape: tuple[int, int, int]) -> None:
 
 
 def counted_plain(tokens: int, vocabulary: int, hidden: int) -> int:
+    from lightrft_visual.plugins.memory_plan.meta import held_bytes, on_meta
+
     head = on_meta(lambda: nn.Linear(hidden, vocabulary, bias=False))
     states = torch.empty(tokens, hidden, device="meta", requires_grad=True)
     targets = torch.empty(tokens, dtype=torch.long, device="meta")
@@ -290,6 +291,8 @@ def seconds(vae: AutoencoderKLWan) -> float:
 
 
 def decoder(asked: argparse.Namespace) -> bool:
+    from lightrft_visual.plugins.memory_plan.meta import held_bytes, on_meta
+
     print("| computed again | kept, GB | most in backward, GB |\n|---|---|---|")
     for way in WAYS:
         vae = made(way, lambda: on_meta(AutoencoderKLWan).bfloat16())

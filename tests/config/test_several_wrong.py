@@ -20,6 +20,7 @@ def error_of(*argv: str) -> str:
     return str(found.value)
 
 
+@pytest.mark.plugin("compat")
 def test_names_values_and_sections_are_wrong_all_are_said_in_one_error():
     found = error_of(
         "--leraning_rate", "1e-6", "--n_samples_per_prompt", "many", "--top_p", "3", "--save_strategy", "steps",

@@ -34,6 +34,7 @@ def writer():
     registry.engines.remove("writer")
 
 
+@pytest.mark.plugin("unified")
 def test_an_engine_that_only_writes_is_refused_for_a_model_that_draws(root, writer):
     config = parse_run(RunConfig, ["--engine_type", writer]).config
     with pytest.raises(ConfigError, match="engine writer only writes, and this model also draws: use --engine_type hf"):
@@ -41,6 +42,7 @@ def test_an_engine_that_only_writes_is_refused_for_a_model_that_draws(root, writ
     check_engine(config, checkpoint_of(root, "qwen2"))
 
 
+@pytest.mark.plugin("unified")
 def test_a_response_that_may_be_an_image_is_made_at_once(root):
     words = ["--engine_type", "hf", "--placement", "split", "async.max_staleness=1", "async.partial_rollouts=true"]
     config = parse_run(RunConfig, words).config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from math import ceil
 from typing import TypeVar
@@ -132,19 +133,24 @@ FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the h
 def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> dict[Size, int]:
     """The largest micro-batch sizes, of rollouts first, whose plan fills at most `FILLED` of the device, by setting.
 
-    What is given is the least; sizes are that times a power of two, and at most what a rank has in a step. {} where the
-    run cannot be planned. What depends on no size, such as an engine's share of the device, does not count.
+    What is given is the least, and 1 where nothing is. Sizes are that times a power of two, and at most what a rank has
+    in a step. {} where the run cannot be planned. What depends on no size, such as an engine's share, does
+    not count.
     """
     trial = deepcopy(config)
     planned = planner_of(config, device, ranks, local, online)
     if planned is None:
         return {}
-    least = planned(config)
-    sizes: dict[Size, int] = {}
-    for (section, name), most in _limits(config, ranks).items():
+    limits = _limits(config, ranks)
+    for section, name in limits:
         settings = getattr(trial, section)
-        given = getattr(settings, name)
-        options = [given]
+        if getattr(settings, name) == getattr(type(settings)(), name):
+            setattr(settings, name, 1)
+    least = planned(trial)
+    sizes: dict[Size, int] = {}
+    for (section, name), most in limits.items():
+        settings = getattr(trial, section)
+        options = [getattr(settings, name)]
         while options[-1] < most:
             options.append(min(2 * options[-1], most))
         low, high = 0, len(options) - 1
@@ -191,13 +197,15 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
 
     def planned(how: str) -> Plan | None:
         trial.model.gradient_checkpointing = how
-        return plan_of(trial, device, ranks, local, online)
+        with suppress(ConfigError):  # of a model that cannot be checkpointed so
+            return plan_of(trial, device, ranks, local, online)
+        return None
 
     least = planned(FULL)
     if least is None:
-        return FULL
+        return FULL if planned(NONE) is None else NONE
     options = LIGHTER[:1] if getattr(config.model, "attn_implementation", "") == "eager" else LIGHTER
-    return next((how for how in options if _fits(planned(how), least)), FULL)
+    return next((how for how in options if (plan := planned(how)) is not None and _fits(plan, least)), FULL)
 
 
 def use_choices(config: AnyConfig) -> None:
@@ -233,10 +241,14 @@ def _chosen_here(choose: Callable[..., C], config: AnyConfig, otherwise: C, told
 
 
 def planned_checkpointing(config: AnyConfig) -> str:
-    """What a dry run would choose for the device that it names, which `config` gets, in a line; empty without auto."""
+    """What a dry run would choose for the device that it names, which `config` gets, in a line; empty without auto
+    and on the CPU."""
     if config.model.gradient_checkpointing != AUTO:
         return ""
-    config.model.gradient_checkpointing = how = chosen_checkpointing(config, *named_device(config.plan))
+    device, *ranks = named_device(config.plan)
+    if device.on_cpu:
+        return ""
+    config.model.gradient_checkpointing = how = chosen_checkpointing(config, device, *ranks)
     return f"gradient_checkpointing auto: {how}"
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...algorithms.diffusion import training_guidance
 from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, trained_steps
 from ...config.placement import GIB, Device
-from ...config.shared import FULL, NONE
+from ...config.shared import FULL, RECOMPUTES
 from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
@@ -45,7 +45,7 @@ class Computed:
         self.latent_shape = policy.latent_shape(s.height, s.width, s.num_frames)
         self.width = 2 if config.model.bf16 else FP32
         self.denoised, self.decoded = cache(self._denoise), cache(self._decode)
-        if config.model.gradient_checkpointing != NONE:  # what it keeps on the host is counted, not moved
+        if config.model.gradient_checkpointing in RECOMPUTES:  # what it keeps on the host is counted, not moved
             policy.enable_gradient_checkpointing(how=config.model.gradient_checkpointing)
 
     def conditions(self, count: int, negative: bool) -> dict[str, T]:

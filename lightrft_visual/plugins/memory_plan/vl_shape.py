@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...config.placement import Device
-from ...config.shared import ATTENTION, NONE
+from ...config.shared import ATTENTION, RECOMPUTES
 from ...config.vl import RunConfig
 from ...models.attention import Segments, attend_by_segments
 from ...models.checkpointed import checkpoint_blocks
@@ -324,7 +324,7 @@ class VLShape:
             return Work()
         trained = backward and any(parameter.requires_grad for parameter in self.tower.parameters())
         full = trained and all(parameter.requires_grad for parameter in self.tower.parameters())
-        again = trained and self.config.model.gradient_checkpointing != NONE
+        again = trained and self.config.model.gradient_checkpointing in RECOMPUTES
         passes = 1 + again + (1 + full if trained else 0)
         calls = self._blocks() * self._calls(trained) / self.text.num_hidden_layers
         _, patches, size = self.media_bytes()
@@ -362,7 +362,7 @@ class VLShape:
         depth, block = self._blocks(), self.width * (14 * hidden + 4 * inner)
         if not (backward and any(parameter.requires_grad for parameter in self.tower.parameters())):
             each = self.width * (6 * hidden + 3 * inner)
-        elif (checkpointing := self.config.model.gradient_checkpointing) != NONE:
+        elif (checkpointing := self.config.model.gradient_checkpointing) in RECOMPUTES:
             each = depth * self.width * hidden * (2 if checkpointing == ATTENTION else 1) + block
         else:
             each = depth * block

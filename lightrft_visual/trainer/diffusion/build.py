@@ -16,7 +16,7 @@ from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
 from ...config.kinds import Task, check_hooks
-from ...config.shared import NONE, RewardConfig
+from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
@@ -329,7 +329,7 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
         policy.compile_blocks()
     if model.vae_tiling:
         policy.family.pipeline.vae.enable_tiling()
-    if model.gradient_checkpointing != NONE:
+    if model.gradient_checkpointing in RECOMPUTES:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload, model.gradient_checkpointing)
     policy.move_to(strategy.device)
     _keep_prompts(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lightrft_visual.config.placement import DEVICES
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
@@ -91,14 +92,24 @@ def test_all_ranks_take_what_holds_least(monkeypatch):
     assert config.model.gradient_checkpointing == "attention"
 
 
-@pytest.mark.parametrize(
-    "schema,need", [(RunConfig, "needs the plug-in memory_plan"), (SFTRunConfig, "needs a plan, which supervised runs")]
-)
-def test_without_a_plan_auto_is_full_and_one_line_says_so(monkeypatch, caplog, schema, need):
+@pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
+@pytest.mark.parametrize("device,how", [("cpu", "none"), ("cuda", "full")])
+def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, schema, device, how):
     monkeypatch.setattr(registry, "service", lambda name: None)
-    config = parse_run(schema, ["--gradient_checkpointing", "auto"], preset=None).config
-    with caplog.at_level(logging.WARNING):
-        start._use_plan(config)
-    assert config.model.gradient_checkpointing == "full"
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith(f"gradient_checkpointing auto {need}") and line.endswith("it takes full")
+    monkeypatch.setattr(start, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    config = parse_run(schema, [], preset=None).config
+    assert config.model.gradient_checkpointing == "auto"
+    start._use_plan(config)
+    assert config.model.gradient_checkpointing == how
+
+
+def test_a_model_without_checkpointing_is_trained_without(monkeypatch):
+    planned = check.plan_of
+
+    def refused(config, *rest, **more):
+        if config.model.gradient_checkpointing != "none":
+            raise ConfigError("this model has none")
+        return planned(config, *rest, **more)
+
+    monkeypatch.setattr(check, "plan_of", refused)
+    assert check.chosen_checkpointing(parse_run(RunConfig, []).config, CARD, 1, 1) == "none"

@@ -47,6 +47,14 @@ def test_a_small_card_keeps_what_is_given_and_a_large_one_takes_the_whole_step()
     assert sizes.chosen_sizes(parse_run(RunConfig, SMALL).config, CARD, 2, 2)[TRAIN] == 96
 
 
+def test_a_size_that_nobody_gave_may_be_smaller_than_its_default() -> None:
+    words = "--pretrain Wan-AI/Wan2.1-T2V-14B-Diffusers --lora_rank 0 --zero_stage 3 --bf16 true --num_frames 33"
+    words += " --height 480 --width 832 --gradient_checkpointing full"
+    for more, size in (("", 1), ("--micro_train_batch_size 5", 5)):
+        config = parse_run(DiffusionRunConfig, f"{words} {more}".split()).config
+        assert sizes.chosen_sizes(config, CARD, 8, 8)[TRAIN] == size
+
+
 def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:
     batch = "--pretrain embedded --num_steps 6 --rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8"
     least = "--micro_train_batch_size 2 --micro_rollout_batch_size 2 --steps_per_forward 1"
