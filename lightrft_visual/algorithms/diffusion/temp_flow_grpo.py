@@ -24,7 +24,9 @@ def noise_weights(schedule: T, steps: T, noise_level: float) -> T:
     """
     sigma, following = schedule[:, :-2], schedule[:, 1:-1]
     std = flow_grpo_diffusion(sigma, following, noise_level) * (sigma - following).sqrt()
-    return (std / std.mean(dim=1, keepdim=True)).gather(1, steps[:, None].to(std.device))[:, 0]
+    drawn = following > 0  # where the schedule itself ends at 0, the last step of a length is another one
+    mean = (std * drawn).sum(dim=1, keepdim=True) / drawn.sum(dim=1, keepdim=True)
+    return (std / mean).gather(1, steps[:, None].to(std.device))[:, 0]
 
 
 @dataclass(frozen=True)

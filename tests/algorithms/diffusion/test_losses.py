@@ -236,6 +236,8 @@ def test_temp_flow_weights_steps_by_their_noise():
     ]
     weights = noise_weights(rows.schedule, torch.tensor([0, 2]), level)
     assert weights.tolist() == pytest.approx([each / (sum(stds) / 3) for each in (stds[0], stds[2])], rel=1e-6)
+    closed = torch.cat([rows.schedule, torch.zeros(2, 1)], dim=1)  # as of --sigmas with a last 0
+    assert torch.equal(noise_weights(closed, torch.tensor([0, 2]), level), weights)
     policy = StandingStill(v, normal(2, 3, 4, seed=9))
     plain, weighted = (
         kind(noise_level=level, clip_range=0.1, beta=0.2).loss(LossContext(policy, policy), rows, 2.0).loss
