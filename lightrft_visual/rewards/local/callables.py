@@ -6,7 +6,6 @@ label_map)` work as they are, sync or async; `forms.py` has the systems that cal
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from ...runtime.usercode.calls import (
     callable_name,
     defined_at,
 )
+from ...runtime.usercode.sandbox import signature_of
 from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class Signature:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         try:
-            parameters = inspect.signature(function).parameters.values()
+            parameters = signature_of(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the signature of reward function {name} cannot be read; wrap it in a def") from error
         fixed = [p for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]

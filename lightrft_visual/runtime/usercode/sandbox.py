@@ -179,11 +179,17 @@ class Worker:
             self._process = None
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What a call takes; of a torch module, what its forward takes. Raises as `inspect.signature`."""
+    inner, torch = inspect.unwrap(function), sys.modules.get("torch")
+    return inspect.signature(inner.forward if torch and isinstance(inner, torch.nn.Module) else function)
+
+
 class SandboxedCallable(RemoteCallable):
     """A user function, loaded by path, that runs in a Worker; a call over the limit makes its samples invalid."""
 
     def __init__(self, loaded: LoadedFunction, seconds: float) -> None:
-        self.__signature__ = inspect.signature(loaded)
+        self.__signature__ = signature_of(loaded)
         if not set(self.__signature__.parameters) - {"device"}:
             raise ConfigError(f"reward_fn_timeout cannot run {loaded.spec}, which makes its scorer at the start")
         self.function, self.seconds = loaded.function, seconds
