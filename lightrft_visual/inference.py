@@ -22,6 +22,7 @@ from .errors import ConfigError, nearest, refused_as
 from .runtime.checkpoint.manifest import read_manifest
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
+SETTINGS = "config.resolved.yaml"  # of a run
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 # Of a run's configuration, for its model alone.
 KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "plugins")
@@ -48,9 +49,14 @@ class Checkpoint:
 
     @classmethod
     def of(cls, checkpoint: str | os.PathLike[str], base: Any = None) -> Checkpoint:
-        """Raises ConfigError for a checkpoint of a run without its configuration."""
+        """Raises ConfigError for a checkpoint of a run without its configuration, and for the folder of a run or a name
+        in it that is not there, with the names that are."""
         path = Path(checkpoint)
-        beside = path.parent / "config.resolved.yaml"
+        whole, beside = path / SETTINGS, path.parent / SETTINGS
+        if whole.is_file() or (beside.is_file() and not path.exists()):
+            told, folder = ("is the folder of a run", path) if whole.is_file() else ("does not exist", path.parent)
+            there = ", ".join(map(str, sorted(folder.glob("checkpoint-*"))[-3:])) or "it has none yet"
+            raise ConfigError(f"{path} {told}; name a checkpoint of the run: {there}")
         run = OmegaConf.to_container(OmegaConf.load(beside)) if path.is_dir() and beside.is_file() else {}
         resumable = (path / STATE).is_file()
         if resumable and not run:

@@ -176,3 +176,15 @@ def test_sample_texts_have_as_many_tokens_as_in_the_run(tmp_path, told_by):
     )
     (drawn,) = sample(folder, ["a red ball"], seed=4)
     assert np.abs(pixels(drawn) - pixels(wanted)).max() <= 1 < np.abs(pixels(usual) - pixels(wanted)).max()
+
+
+@pytest.mark.parametrize("command", ["eval", "sample"])
+def test_folder_of_a_run_and_a_slip_in_its_checkpoint_are_answered_with_the_checkpoints_there_are(tmp_path, command):
+    run, more = tmp_path / "run", ["--prompt", "a"] if command == "sample" else []
+    for name in ("checkpoint-000001", "checkpoint-final"):
+        (run / name).mkdir(parents=True)
+    (run / "config.resolved.yaml").write_text("{}\n")
+    for named, told in ((run, "is the folder of a run"), (run / "checkpoint-fina", "does not exist")):
+        done = CliRunner().invoke(cli, [command, str(named), *more])
+        there = f"{run}/checkpoint-000001, {run}/checkpoint-final"
+        assert str(done.exception) == f"{named} {told}; name a checkpoint of the run: {there}"
