@@ -765,7 +765,7 @@ class DiffusionSettings(TypedDict, total=False):
     max_epochs: int
     """rounds of updates over the samples of a step. Default: 1."""
     num_episodes: int
-    """passes over the prompts. Default: 1."""
+    """as many steps as so many passes over the prompts take; each draws its own at random. Default: 1."""
     max_steps: int
     """-1: as many as num_episodes asks for. Default: -1."""
     learning_rate: float | None

@@ -212,7 +212,7 @@ class DiffusionTrainConfig(Section):
     # are not kept, 0 keeps none
     rollout_graph_gib: NonNegativeFloat = 1.0
     max_epochs: PositiveInt = 1  # rounds of updates over the samples of a step
-    num_episodes: PositiveInt = 1  # passes over the prompts
+    num_episodes: PositiveInt = 1  # as many steps as so many passes over the prompts take; each draws its own at random
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1  # -1: as many as num_episodes asks for
     learning_rate: NonNegativeFloat | None = None  # default: 3e-4, reward_fl 2.5e-6
     warmup_steps: NonNegativeInt | None = None  # default: 0, reward_fl 10
