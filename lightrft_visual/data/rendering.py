@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from jinja2.exceptions import TemplateError
+from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig
@@ -86,7 +87,9 @@ class MediaConventions:
     @classmethod
     def image_token_counts(cls, processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Tokens that images of these (width, height) take in the prompt, without decoding any."""
-        # The method vLLM's transformers backend relies on; there is no public one.
+        # The method vLLM's transformers backend relies on; there is no public one, and some processors lack it.
+        if not hasattr(processor, "_get_num_multimodal_tokens"):
+            return [measured_tokens(cls, processor, size) for size in sizes]
         counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
         return list(counts["num_image_tokens"])
 
@@ -99,6 +102,14 @@ class MediaConventions:
             frames = [each.frames for each in videos]
             arguments |= {"videos": frames, "video_metadata": told, "do_sample_frames": False}
         return arguments
+
+
+@lru_cache(maxsize=4096)
+def measured_tokens(media: type[MediaConventions], processor: Any, size: tuple[int, int]) -> int:
+    """Tokens that an image of this (width, height) takes, by processing a blank one."""
+    text = media.placeholders(processor)["image"]
+    expanded = processor(text=[text], **media.media_arguments([Image.new("RGB", size)], []))["input_ids"][0]
+    return len(expanded) - len(processor.tokenizer(text)["input_ids"]) + 1
 
 
 def render_prompt(

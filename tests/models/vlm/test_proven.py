@@ -10,7 +10,7 @@ import torch
 from engine_rig import Rig
 from equality import assert_same, loss_and_gradients, with_adapters
 from stock_families import STOCK, TABLE, claimed, grouped_samples, stock_checkpoint, stock_prompts
-from tiny_models import VIDEO, clip, perturb
+from tiny_models import VIDEO, clip, perturb, picture
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
@@ -19,6 +19,7 @@ from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.loading import Checkpoint, add_lora, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm import probe
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.models.vlm.shared_prefix import SharedSequence
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.runtime.checkpoint.export import export_hf
@@ -164,3 +165,14 @@ def test_engine_hf_samples_from_what_the_trainer_scores(opened, name, prompts):
 
 def test_videos_that_are_not_claimed_are_refused(opened):
     assert {name for name in TABLE if "video" in opened(name).family.kinds} == {*claimed("video")}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_tokens_of_an_image_are_known_by_its_size_alone(name):
+    config, processor, tokenizer = STOCK[name]()
+    family = type(family_of(config))
+    text = family.placeholders(processor)["image"]
+    images = [picture(1, 56, 56), picture(2, 300, 80), picture(3, 40, 500)]
+    whole = [processor(text=[text], **family.media_arguments([image], []))["input_ids"][0] for image in images]
+    alone = len(tokenizer(text)["input_ids"]) - 1
+    assert family.image_token_counts(processor, [each.size for each in images]) == [len(ids) - alone for ids in whole]

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from ....config.registry import vlm_families
+from ....data.rendering import measured_tokens
 from ....errors import ConfigError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
@@ -32,6 +33,7 @@ from .base import T, VLMFamily, as_tensor
 _PASSED = {"input_ids", "attention_mask"}  # of a processor's output
 _TYPES = ("token_type_ids", "mm_token_type_ids")  # which tokens are an image's: worked out here
 _WHOLE_PROMPTS = ("paligemma", "colpali")  # attend to all of a prompt, and say by token types where it ends
+MEASURED = (64, 64)  # width and height
 _FACTORS = ("logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier",
             "output_multiplier")  # fmt: skip
 
@@ -57,6 +59,13 @@ class Unregistered(VLMFamily):
         """The vision tensors of the prompt of one processor call."""
         names = [name for name in cls.tensors if images[0] and output.get(name) is not None]
         return [VisionTensors([cls.images_first({name: as_tensor(output[name]) for name in names})])]
+
+    @classmethod
+    def image_token_counts(cls, processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """As in the base, with the tokens that stand around an image, which some processors do not count."""
+        *counts, measured = super().image_token_counts(processor, [*sizes, MEASURED])
+        around = measured_tokens(cls, processor, MEASURED) - measured
+        return [count + around for count in counts]
 
     @classmethod
     def images_first(cls, tensors: dict[str, T]) -> dict[str, T]:
