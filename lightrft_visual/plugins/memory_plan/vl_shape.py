@@ -185,7 +185,7 @@ class VLShape:
         if self.tower is None:
             return 0.0, 0.0, 0.0
         vision = self.model_config.vision_config
-        per_token = getattr(vision, "spatial_merge_size", None)
+        per_token = _merged(vision)
         if per_token is None:  # tiles of one size, each with a number of tokens of its own
             tokens = self.family.tokens_per_image or 256
             size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
@@ -193,7 +193,7 @@ class VLShape:
             return tiles * tokens, tiles * (size // self.patch_side) ** 2, tiles * 3 * size * size * FP32
         most = images * (config.data.max_pixels or LARGEST_IMAGE) / self.patch_side**2
         patches = min(longest * per_token**2, most)
-        numbers = vision.in_channels * vision.temporal_patch_size * self.patch_side**2
+        numbers = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * self.patch_side**2
         return patches / per_token**2, patches, patches * numbers * FP32
 
     # -- activations ---------------------------------------------------------------------------------------------
@@ -372,3 +372,10 @@ class VLShape:
 
 def _side(vision) -> int:
     return vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+
+
+def _merged(vision) -> int | None:
+    """Patches along a side that are one token; None where images are tiles of one size."""
+    names = ("spatial_merge_size", "pooling_kernel_size", "merge_kernel_size")
+    found = next((size for name in names if (size := getattr(vision, name, None)) is not None), None)
+    return found if found is None or isinstance(found, int) else found[0]

@@ -8,6 +8,7 @@ import pytest
 import tiny_families
 import torch
 from shipped import EXPERIMENTS, parsed
+from stock_families import STOCK
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -219,6 +220,12 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])
 def test_every_embedded_family_is_planned_and_fits(family: str) -> None:
     assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
+
+
+@pytest.mark.parametrize("family", ["gemma4", "smolvlm"])  # with patches of a size, with tiles
+def test_families_without_an_adapter_are_planned(family: str, tmp_path) -> None:
+    STOCK[family]()[0].save_pretrained(tmp_path)
+    assert plan_of("--pretrain", str(tmp_path), "--plan_device", "cpu").fits
 
 
 def test_host_memory_counts_too() -> None:
