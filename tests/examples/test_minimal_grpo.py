@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 from PIL import Image
 from transformers import GenerationConfig
 
@@ -96,11 +94,7 @@ def test_first_step_does_not_depend_on_the_micro_batches(minimal, inputs, capsys
 def test_first_step_is_that_of_the_full_trainer(minimal, inputs, capsys, tmp_path):
     (own,), _ = printed(minimal, [*named(inputs), "--max_steps", "1", "--micro_batch_size", "8"], capsys)
     script, reward = ROOT / "examples" / "train_grpo_vl.py", f"{inputs / 'reward.py'}:score"
-    command = [sys.executable, str(script), *named(inputs), *TRAINER, "--reward_fn", reward, "--output_dir", tmp_path]
-    done = subprocess.run(
-        list(map(str, command)), env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(script, *named(inputs), *TRAINER, "--reward_fn", reward, "--output_dir", tmp_path, limit=300)
     with open(tmp_path / "metrics.csv", newline="") as file:
         (trainers,) = csv.DictReader(file)
     assert own["grad_norm"] > 0.01 and abs(own["loss"]) > 1e-3
