@@ -85,9 +85,10 @@ class DiffusionEvaluation:
 
     def run(self, step: int) -> Evaluated:
         """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which each label
-        counts alike; `validation/reward/<component>`; with gold `eval_gold`, `eval_diversity`, `eval_coverage`;
-        `eval_image_diversity` where prompts stand several times; `eval_drift`, the distance from the base's images of
-        the same noise, which step 0 draws; records of the first prompts, in their order. A collective."""
+        counts alike; `validation/reward/<component>`; `eval_invalid_share` where some have no reward; with gold
+        `eval_gold`, `eval_diversity`, `eval_coverage`; `eval_image_diversity` where prompts stand several times;
+        `eval_drift`, the distance from the base's images of the same noise, which step 0 draws; records of the first
+        prompts, in their order. A collective."""
         prompts = self.prompts
         shard = validation_shard_indices(len(prompts), rank=collectives.rank(), world_size=collectives.world_size())
         indices = [index for index, _ in shard]
@@ -96,6 +97,7 @@ class DiffusionEvaluation:
         media = torch.cat([each.media for each in self.sampling.draw(requests, 0, purpose="eval")]).cpu()
         scored = score_samples(self.rewards, requests, media)
         values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
+        values["eval_invalid_share"] = (~scored.valid.bool()).float()
         own_labels = [prompts[i].label for i in indices]
         for label in self.labels:
             other = torch.tensor([each != label for each in own_labels])
@@ -112,6 +114,8 @@ class DiffusionEvaluation:
         for record, index in zip(records, indices):
             record["sample_id"] = index
         metrics = _means_over_ranks(values, requests.sample_ids, real)
+        if not metrics["eval_invalid_share"]:
+            del metrics["eval_invalid_share"]
         if len(self.labels) > 1:
             metrics["eval_reward_label_mean"] = sum(metrics[f"eval_reward_{each}"] for each in self.labels) / len(
                 self.labels

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion import evaluation
+from lightrft_visual.trainer.diffusion.stages import Sampled
 
 
 def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypatch):
@@ -36,3 +40,18 @@ def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypat
 def test_a_reward_that_no_prompt_has_is_nan():
     found = evaluation._means_over_ranks({"text": torch.tensor([math.nan])}, torch.tensor([0]), torch.tensor([True]))
     assert math.isnan(found["text"])
+
+
+class Rows(list):
+    rows = property(list)
+
+
+@pytest.mark.parametrize(("scores", "lost"), [([1.0, 3.0, 2.0], None), ([1.0, math.nan, 2.0], 1 / 3)])
+def test_prompts_without_a_reward_are_counted_beside_the_mean_that_leaves_them_out(scores, lost):
+    reward = torch.tensor(scores)
+    prompts = Rows(PromptRow(text, [], None, None, {}, "rows.jsonl") for text in "abc")
+    drawn = SimpleNamespace(draw=lambda requests, step, purpose: [Sampled(None, {}, torch.rand(3, 3, 8, 8))])
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
+    found = evaluation.DiffusionEvaluation(drawn, prompts, rewards, 0, 0).run(1)
+    assert found.get("eval_invalid_share") == (None if lost is None else pytest.approx(lost))
+    assert found["eval_reward"] == (2.0 if lost is None else 1.5)
