@@ -305,6 +305,9 @@ def check_inputs(
 
 
 def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
+    if parameter == "environments":  # as TRL gives them
+        told = "which have ended by now: leave the function out where it reads their reward, which is added by itself"
+        return f"reward function {name} asks for environments, {told}; environment_rewards and turns say what they gave"
     return (
         f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"
         f"{did_you_mean(parameter, known)} (columns of pictures and videos are given as images and videos)"

@@ -133,6 +133,13 @@ def test_a_parameter_that_nothing_fills_is_found_before_the_run(tmp_path):
         engine_arguments(config, columns={"difficulty"})
 
 
+def test_a_function_of_trls_environments_is_told_that_their_reward_is_there_already(tmp_path):
+    path = tmp_path / "of_environments.py"
+    path.write_text("def reward(environments, **kwargs):\n    return [each.reward for each in environments]\n")
+    with pytest.raises(ConfigError, match="asks for environments, which have ended by now: leave the function out"):
+        engine_arguments(RewardConfig(reward_fn=f"{path}:reward"), columns={"prompt"})
+
+
 def test_a_native_function_that_reads_replies_of_a_server_stays_native(tmp_path, caplog):
     (tmp_path / "mine.py").write_text(
         "def reply(text):\n    return {'choices': [{'message': {'content': text}}]}\n"
