@@ -344,10 +344,17 @@ def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompt
     assert inference._asked(prompts, images) == rows
 
 
-@pytest.mark.parametrize("n", [0, -1, 2.0, None])
-def test_number_of_samples_that_is_none_is_refused(n):
-    with pytest.raises(ConfigError, match="n is .*1 or more"):
-        inference.sample("nowhere", ["a"], n=n)
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        *(({"n": n}, "n is .*1 or more") for n in (0, -1, 2.0, None)),
+        *(({"temperature": each}, "temperature is .*give 0, which is greedy") for each in ("hot", -1, float("nan"))),
+        ({"prompts": None}, "prompts is a NoneType: give a text"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_anything_loads(asked, told):
+    with pytest.raises(ConfigError, match=told):
+        inference.sample("embedded", **{"prompts": "a"} | asked)
 
 
 @pytest.mark.parametrize("model", [None, 3, ("embedded", None, None)])
@@ -355,17 +362,6 @@ def test_what_is_no_model_is_refused_in_a_sentence(model):
     for asked in (inference.evaluate, inference.sample):
         with pytest.raises(ConfigError, match="model is a (NoneType|int|tuple): give a hub name"):
             asked(model, ["a"])
-
-
-@pytest.mark.parametrize("temperature", ["hot", -1, float("nan")])
-def test_temperature_that_is_none_is_refused_before_anything_loads(temperature):
-    with pytest.raises(ConfigError, match="temperature is .*give 0, which is greedy"):
-        inference.sample("embedded", "a", temperature=temperature)
-
-
-def test_prompts_that_are_none_are_refused_in_a_sentence():
-    with pytest.raises(ConfigError, match="prompts is a NoneType: give a text"):
-        inference.sample("nowhere", None)
 
 
 def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():
