@@ -5,15 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
-from waiting import finished, output_of, polls
+from waiting import polls
+from whole_runs import EXAMPLE
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(ROOT / "examples" / "train_grpo_vl.py")]
 FLAGS = (
     "--engine_type hf --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
     "--train_batch_size 8 --micro_train_batch_size 8 --max_eval_samples 0 --report false --max_steps 2 "
@@ -39,38 +37,41 @@ LIMIT = 300.0
 
 
 @pytest.fixture
-def run(tmp_path, cache_root):
-    """The command of a run into `tmp_path/run`, and its environment."""
+def start(tmp_path, cache_root):
+    """Starts a run into `tmp_path/run` in a process of its own, with this as GO_ON; its output is in NAME.txt."""
     (tmp_path / "mine.py").write_text(REWARD)
-    files = {"WAITING": tmp_path / "waiting", "GO_ON": tmp_path / "go_on"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **{name: str(path) for name, path in files.items()}}
-    own = ["--output_dir", str(tmp_path / "run"), "--reward_fn", f"{tmp_path}/mine.py:score"]
-    return [*COMMAND, *FLAGS, *own], environment
+    own = [*FLAGS, "--output_dir", str(tmp_path / "run"), "--reward_fn", f"{tmp_path}/mine.py:score"]
+    begun = []
+
+    def process(name: str, go_on: Path):
+        environment = {**os.environ, "WAITING": str(tmp_path / "waiting"), "GO_ON": str(go_on)}
+        arguments = (str(EXAMPLE), own, environment, str(tmp_path / f"{name}.txt"))
+        begun.append(forked.server().Process(target=forked.run_script, args=arguments))
+        begun[-1].start()
+        return begun[-1]
+
+    yield process
+    forked.end(begun)
 
 
-def test_second_run_into_a_live_folder_is_refused_and_the_first_goes_on(run, tmp_path):
-    command, environment = run
-    first = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
-    )
-    try:
-        for _ in polls(LIMIT):
-            if (tmp_path / "waiting").exists() or first.poll() is not None:
-                break
-        before = sorted(path.name for path in (tmp_path / "run").iterdir())
-        second = finished(command, LIMIT, env={**environment, "GO_ON": str(tmp_path)}, cwd=tmp_path)
-        after = sorted(path.name for path in (tmp_path / "run").iterdir())
-        (tmp_path / "go_on").touch()
-        told, _ = output_of(first, LIMIT)
-    finally:
-        first.kill()
-    assert first.returncode == 0, told[-3000:]
-    assert second.returncode == 1 and "Traceback" not in second.stderr
+def test_second_run_into_a_live_folder_is_refused_and_the_first_goes_on(start, tmp_path):
+    first = start("first", tmp_path / "go_on")
+    for _ in polls(LIMIT):
+        if (tmp_path / "waiting").exists() or first.exitcode is not None:
+            break
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    second = start("second", tmp_path)
+    second.join(LIMIT)
+    after = sorted(path.name for path in (tmp_path / "run").iterdir())
+    (tmp_path / "go_on").touch()
+    first.join(LIMIT)
+    assert first.exitcode == 0, (tmp_path / "first.txt").read_text()[-3000:]
+    told = (tmp_path / "second.txt").read_text()
+    assert second.exitcode == 1 and "Traceback" not in told and "loading the models" not in told
     refused = (
         rf"error: FolderInUse: output_dir {tmp_path}/run belongs to a run that is still going: process {first.pid} on"
     )
-    assert re.search(refused, second.stderr), second.stderr[-3000:]
-    assert "loading the models" not in second.stdout + second.stderr
+    assert re.search(refused, told), told[-3000:]
     assert before == after and "checkpoint-000001" in before and not {"earlier_runs", "crash.log"} & {*after}
     assert steps(tmp_path / "run") == ["1", "2"]
     assert "run.lock" not in os.listdir(tmp_path / "run")
