@@ -118,6 +118,7 @@ class PolicyTrainer(ABC):
         self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
         self.nonfinite_streak = 0
+        self.updates = {True: 0, False: 0}  # of the policy in this process: applied, and skipped
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
         self.first_eval: dict[str, float] = {}  # of this process
@@ -203,8 +204,9 @@ class PolicyTrainer(ABC):
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last evaluation's metrics.
 
-        Raises NonFiniteError after too many skipped steps in a row, and whatever a stage raises; what was written
-        until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly end.
+        Raises NonFiniteError after too many skipped steps in a row, or where all were, and whatever a stage raises;
+        what was written until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly
+        end.
         """
         exported = False
         try:
@@ -226,6 +228,7 @@ class PolicyTrainer(ABC):
                         except StopRun as stop:  # before the step has trained
                             export = self._give_up(stop)
                 if export is None:
+                    self._check_trained(begun)
                     export = True if self.hooks.stopping is None else self._end(self.hooks.stopping)
                 if export:
                     with self.timer.phase("save"):
@@ -240,6 +243,15 @@ class PolicyTrainer(ABC):
                 files = {"report": report} if report else {}
                 files["model"] = final_folder(self.settings.output)
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)
+
+    def _check_trained(self, begun: int) -> None:
+        """Raise NonFiniteError for a whole run whose every update was skipped."""
+        applied, skipped = self.updates[True], self.updates[False]
+        if skipped and not applied and begun == 0:
+            raise NonFiniteError(
+                f"nothing was trained: loss or gradients were not finite in any of {skipped} updates, and the model is "
+                "as it was; metrics.csv and rollouts/ hold what they were made of"
+            )
 
     def _begin(self) -> None:
         self.state.check_space(self.saved_bytes())
@@ -335,6 +347,8 @@ class PolicyTrainer(ABC):
         """Record an optimizer step in `metrics`; a skipped one is counted, said, and too many in a row end the run."""
         metrics.add(f"{prefix}learning_rate", result.learning_rate)
         metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
+        if not prefix:
+            self.updates[bool(result.applied)] += 1
         if result.applied:
             metrics.add(f"{prefix}grad_norm", result.grad_norm)
             self.nonfinite_streak = 0

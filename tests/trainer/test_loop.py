@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import RewardError
+from lightrft_visual.errors import NonFiniteError, RewardError
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.recorder import RunRecorder
@@ -103,6 +103,26 @@ class Walk(PolicyTrainer):
 @pytest.fixture
 def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
+
+
+def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_exported(walk, tmp_path, monkeypatch):
+    def skipping(applied):
+        trainer, train_step = walk(steps=2), Walk.train_step
+        results = iter(applied)
+
+        def step(self):
+            data = train_step(self)
+            self.count_step(SimpleNamespace(applied=next(results), grad_norm=1.0, learning_rate=1e-6), data.metrics)
+            return data
+
+        monkeypatch.setattr(trainer, "train_step", MethodType(step, trainer))
+        return trainer
+
+    with pytest.raises(NonFiniteError, match="nothing was trained: .* not finite in any of 2 updates"):
+        skipping([False, False]).fit()
+    assert not (tmp_path / "checkpoint-final").exists()
+    skipping([True, False]).fit()
+    assert (tmp_path / "checkpoint-final").is_dir()
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
