@@ -1,10 +1,16 @@
 """The SD3 policy on a tiny pipeline: replay, guidance, reference, LoRA in the stock pipeline."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+)
 from equality import with_adapters
 from safetensors.torch import load_file, save_file
 from watched import kept_for_backward
@@ -161,6 +167,22 @@ def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):
         adapted("to_q,to_w")
     with pytest.raises(ConfigError, match="LoRA cannot be added .target_modules attn"):
         adapted("attn")
+
+
+def test_a_given_shift_reaches_a_scheduler_that_calls_it_flow_shift(folder):
+    kind = partial(UniPCMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction")
+    family, other = (
+        type(policy_of(folder).family)(
+            StableDiffusion3Pipeline.from_pretrained(folder, scheduler=kind(flow_shift=shift))
+        )
+        for shift in (1.0, 5.0)
+    )
+    found = family.default_schedule(4, (8, 8, 8), 5.0)[1]
+    torch.testing.assert_close(found, other.default_schedule(4, (8, 8, 8), None)[1])
+    assert not torch.equal(found, family.default_schedule(4, (8, 8, 8), None)[1])
+    family.pipeline.scheduler = EulerDiscreteScheduler()
+    with pytest.raises(ConfigError, match="EulerDiscreteScheduler begins at sigma"):
+        family.default_schedule(4, (8, 8, 8), None)
 
 
 @pytest.mark.parametrize("rank", (0, 4))

@@ -215,9 +215,12 @@ class DiffusionFamily(ABC):
             given = flow_shift if linear or flow_shift is None else math.log(flow_shift)
             shifted["mu"] = self._dynamic_shift(latent_shape, num_steps) if given is None else given
         elif flow_shift is not None:
-            scheduler = type(scheduler).from_config(scheduler.config, shift=flow_shift)
+            scheduler = self.shifted(scheduler, flow_shift)
         steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
         scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
+        if (first := float(scheduler.sigmas[0])) > 1.001:
+            told = f"{type(scheduler).__name__} begins at sigma {first:.3g}, and flow matching at 1 at most"
+            raise ConfigError(f"the pipeline's scheduler is of other models: {told}")
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
