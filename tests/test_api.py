@@ -284,6 +284,7 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "")
     assert rows_of("org/questions") == ROWS
     with pytest.raises(DataError, match="'org/other' is no file here, and of the hub .split train.: offline"):
         GRPOTrainer(train_dataset="org/other")

@@ -100,6 +100,23 @@ def fetch_model(name: str, code: bool = False, files: Sequence[str] = PATTERNS) 
             return
 
 
+def _check_answers(name: str, revision: str | None) -> None:
+    """Raise ConnectionError for a data set that no cache has, of a hub that does not answer: its loader would ask again
+    for half a minute."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets"))
+    if offline() or any(prepared.glob(f"{name.partition('/')[0]}___*")):
+        return
+    try:
+        snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=["README.md"])
+    except LocalEntryNotFoundError as error:
+        raise ConnectionError(f"it did not answer: {str(error.__cause__ or error).splitlines()[0]}") from error
+    except (OSError, ValueError):  # the loader says what is wrong
+        return
+
+
 def load_data_set(name: str, split: str) -> Any:
     """The `datasets.Dataset` of a hub name, `owner/name` or `owner/name@revision`. DataError where it cannot be had."""
     import datasets
@@ -107,6 +124,7 @@ def load_data_set(name: str, split: str) -> Any:
     plain, _, revision = name.partition("@")
     try:
         with first_on_host(f"{name}|{split}"):
+            _check_answers(plain, revision or None)
             return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
     except Exception as error:  # of any kind: the hub's, the network's, the reader's
         told = f"is no file here, and of the hub (split {split}): {error}"

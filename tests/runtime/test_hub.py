@@ -108,9 +108,32 @@ def test_rows_of_the_hub_are_read_and_those_that_are_nowhere_say_where_was_looke
         return datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: "")
     source = open_source("org/rows@v2", "test")
     assert [source[index]["prompt"] for index in range(len(source))] == ["a", "b"]
     assert asked == {"revision": "v2", "split": "test"}
     with pytest.raises(DataError, match="'org/other' is no file here, and of the hub .split train.: no network; "
                        "looked at: folder .*org/other, cache .*datasets, cache .*hub"):  # fmt: skip
         open_source("org/other", "train")
+
+
+@pytest.mark.parametrize("prepared", ["", "org___rows", "other___rows"])
+def test_a_data_set_of_a_hub_that_does_not_answer_is_asked_for_once_unless_it_is_in_the_cache(
+    prepared, tmp_path, monkeypatch
+):
+    loaded = []
+
+    def none(name, **_):
+        raise LocalEntryNotFoundError("no such snapshot") from ConnectionError("Name or service not known")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / prepared).mkdir(exist_ok=True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: loaded.append(name))
+    if prepared == "org___rows":
+        hub.load_data_set("org/rows", "train")
+    else:
+        with pytest.raises(DataError, match="split train.: it did not answer: Name or service not known; looked at"):
+            hub.load_data_set("org/rows", "train")
+    assert loaded == ["org/rows"] * (prepared == "org___rows")
