@@ -81,6 +81,32 @@ def test_template_of_easyr1_is_told_where_its_words_go(converted):
         assert "prompts of the data" in told and "--system_prompt TEXT" in told and "--data_format geometry3k" in told
 
 
+SECTIONS = r"""
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+   --data.prompt_dataset train.jsonl --data.image_key images --data.max_images_per_prompt 4 \
+   --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 512 --train.micro_batch_size 2 \
+   --actor.adam.lr 5e-7 --actor.adam.betas 0.9 0.99 --algo.advantage.estimator rloo --algo.kl.init_coef 0.02 \
+   --ds.zero_stage 3 --ds.lora.rank 16 --vllm.gpu_memory_utilization 0.6 --ckpt.output_dir out \
+   --eval.dataset dev.jsonl --train.agent_func_path agent.py --vllm.num_engines 4 --reward.clip_range -5 5
+"""
+
+
+def test_openrlhf_script_of_settings_in_sections_converts(converted):
+    found = converted("openrlhf", "run.sh", SECTIONS)
+    config = settings(found)
+    assert (config.model.pretrain, config.data.prompt_data) == ("Qwen/Qwen2.5-VL-3B-Instruct", "train.jsonl")
+    assert (config.data.eval_data, config.output.output_dir) == ("dev.jsonl", "out")
+    rollout, train = config.rollout, config.train
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, train.train_batch_size) == (128, 8, 512)
+    assert (train.actor_learning_rate, list(train.adam_betas)) == (5e-7, [0.9, 0.99])
+    assert (config.algorithm.advantage_estimator, config.algorithm.init_kl_coef) == ("rloo", 0.02)
+    assert (config.distributed.zero_stage, config.model.lora_rank, rollout.engine_mem_util) == (3, 16, 0.6)
+    assert "--environment FILE.py:AgentExecutor" in found.left_out.pop("train.agent_func_path")
+    assert "--reward_clip C" in found.left_out.pop("reward.clip_range")
+    assert list(found.left_out) == ["vllm.num_engines"]
+
+
 def test_easyr1_yaml_and_openrlhf_script_convert(converted):
     easyr1, openrlhf = converted("easyr1", "c.yaml", EASYR1), converted("openrlhf", "run.sh", OPENRLHF)
     assert settings(easyr1).train.actor_learning_rate == 1e-6 and list(easyr1.left_out) == ["trainer.nnodes"]
