@@ -118,7 +118,7 @@ class PolicyTrainer(ABC):
         self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
         self.nonfinite_streak = 0
-        self.updates = {True: 0, False: 0}  # of the policy in this process: applied, and skipped
+        self.update_counts = {True: 0, False: 0}  # of the policy in this process: applied, and skipped
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
         self.first_eval: dict[str, float] = {}  # of this process
@@ -246,7 +246,7 @@ class PolicyTrainer(ABC):
 
     def _check_trained(self, begun: int) -> None:
         """Raise NonFiniteError for a whole run whose every update was skipped."""
-        applied, skipped = self.updates[True], self.updates[False]
+        applied, skipped = self.update_counts[True], self.update_counts[False]
         if skipped and not applied and begun == 0:
             raise NonFiniteError(
                 f"nothing was trained: loss or gradients were not finite in any of {skipped} updates, and the model is "
@@ -348,7 +348,7 @@ class PolicyTrainer(ABC):
         metrics.add(f"{prefix}learning_rate", result.learning_rate)
         metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
         if not prefix:
-            self.updates[bool(result.applied)] += 1
+            self.update_counts[bool(result.applied)] += 1
         if result.applied:
             metrics.add(f"{prefix}grad_norm", result.grad_norm)
             self.nonfinite_streak = 0
