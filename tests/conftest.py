@@ -71,23 +71,24 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    """Tests marked `plugin` need theirs. With plug-ins blocked, a fixture that asks for one skips its tests."""
+    """Tests marked `plugin` need theirs. A fixture that asks for one that is blocked or deleted skips its tests."""
     for mark in item.iter_markers("plugin"):
         pytest.importorskip(f"{blocked.ROOM}.{mark.args[0]}")
-    return (yield from _skipped_where_blocked())
+    return (yield from _skipped_without_plugin())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """With plug-ins blocked, a test that asks for one is skipped."""
-    return (yield from _skipped_where_blocked())
+    """A test that asks for a plug-in that is blocked or deleted is skipped."""
+    return (yield from _skipped_without_plugin())
 
 
-def _skipped_where_blocked():
+def _skipped_without_plugin():
     try:
         return (yield)
     except Exception as error:
-        if BLOCKED and type(error).__name__ == "PluginMissing":
+        folder = Path(__file__).parents[1] / str(error).rpartition(": ")[2]  # that is not there, as the message ends
+        if type(error).__name__ == "PluginMissing" and (BLOCKED or not folder.is_dir()):
             pytest.skip(str(error))
         raise
 
