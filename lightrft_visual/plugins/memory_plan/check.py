@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from math import ceil
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -137,6 +137,16 @@ def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, onli
     in a step. {} where the run cannot be planned. What depends on no size, such as an engine's share, does
     not count.
     """
+    key = (repr(config), device, ranks, local)
+    if key not in _sizes:
+        _sizes[key] = _searched_sizes(config, device, ranks, local, online)
+    return dict(_sizes[key])
+
+
+_sizes: dict[tuple[Any, ...], dict[Size, int]] = {}  # found so far: the choice of checkpointing asks for them too
+
+
+def _searched_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool) -> dict[Size, int]:
     trial = deepcopy(config)
     planned = planner_of(config, device, ranks, local, online)
     if planned is None:
@@ -192,7 +202,11 @@ def _fits(plan: Plan, least: Plan) -> bool:
 
 def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> str:
     """For gradient_checkpointing auto the first of none, attention and full whose plan fills at most `FILLED` of the
-    device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned."""
+    device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned.
+
+    Where the plan chooses sizes too, and they would stay small, it is the next one, if the whole step of a rank fits
+    with it and is quicker by the plan.
+    """
     trial = deepcopy(config)
 
     def planned(how: str) -> Plan | None:
@@ -205,7 +219,19 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
     if least is None:
         return FULL if planned(NONE) is None else NONE
     options = LIGHTER[:1] if getattr(config.model, "attn_implementation", "") == "eager" else LIGHTER
-    return next((how for how in options if (plan := planned(how)) is not None and _fits(plan, least)), FULL)
+    fitting = [how for how in options if (plan := planned(how)) is not None and _fits(plan, least)] + [FULL]
+    if len(fitting) == 1 or not config.plan.sizes_micro_batches(device.on_cpu):
+        return fitting[0]
+    trial.model.gradient_checkpointing = fitting[0]
+    sizes, whole = chosen_sizes(trial, device, ranks, local, online), _limits(config, ranks)
+    if sizes == whole:
+        return fitting[0]
+    _use(trial, whole)
+    other = planned(fitting[1])
+    _use(trial, sizes)
+    first = planned(fitting[0])
+    quicker = other is not None and _fits(other, least) and first is not None and other.seconds < first.seconds
+    return fitting[quicker]
 
 
 def use_choices(config: AnyConfig) -> None:

@@ -104,6 +104,11 @@ class Plan:
         """The phase that holds most."""
         return max(self.phases, key=lambda phase: phase.total(where))
 
+    @property
+    def seconds(self) -> float:
+        """Of a step: of all phases but the load."""
+        return sum(phase.seconds for phase in self.phases[1:])
+
     def peak(self) -> float:
         """Bytes of the fullest phase on the device; on the CPU with what is there on the host."""
         return max(self.needed(phase)[0][1] for phase in self.phases)

@@ -69,6 +69,14 @@ def test_auto_is_the_first_that_leaves_a_tenth_of_the_card_free(size, how):
     assert needed["none"] > 0.9 and (needed["attention"] <= 0.9) is (how == "attention")
 
 
+def test_auto_leaves_what_fits_for_what_lets_a_whole_step_be_one_micro_batch_and_is_quicker():
+    words = "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --lora_rank 32 --rollout_batch_size 16 --train_batch_size"
+    words += " 128 --n_samples_per_prompt 8 --generate_max_len 256 --prompt_max_len 282 --engine_mem_util 0.25"
+    for more, how in ((["--auto_micro_batches", "false"], "none"), ([], "attention")):
+        config = parse_run(RunConfig, [*words.split(), *more]).config
+        assert check.chosen_checkpointing(config, CARD, 1, 1) == how
+
+
 def test_auto_is_none_where_all_fits_and_skips_attention_that_cannot_be_kept():
     small = parse_run(RunConfig, ["--gradient_checkpointing", "auto"]).config
     assert check.chosen_checkpointing(small, CARD, 1, 1) == "none"

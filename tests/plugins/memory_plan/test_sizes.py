@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.plugins.memory_plan import check as sizes
 from lightrft_visual.plugins.memory_plan.check import plan_of
+from lightrft_visual.plugins.memory_plan.process import FRAGMENTS
 
 THREE = (
     "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --gradient_checkpointing --zero_stage 2 --rollout_batch_size 128 "
@@ -48,11 +51,20 @@ def test_a_small_card_keeps_what_is_given_and_a_large_one_takes_the_whole_step()
 
 
 def test_a_size_that_nobody_gave_may_be_smaller_than_its_default() -> None:
-    words = "--pretrain Wan-AI/Wan2.1-T2V-14B-Diffusers --lora_rank 0 --zero_stage 3 --bf16 true --num_frames 33"
-    words += " --height 480 --width 832 --gradient_checkpointing full"
-    for more, size in (("", 1), ("--micro_train_batch_size 5", 5)):
-        config = parse_run(DiffusionRunConfig, f"{words} {more}".split()).config
-        assert sizes.chosen_sizes(config, CARD, 8, 8)[TRAIN] == size
+    words = "--pretrain embedded --height 64 --width 64 --rollout_batch_size 2 --n_samples_per_prompt 4"
+    words += " --rollout_graph_gib 0 --steps_per_forward 1 --train_batch_size 8 --micro_rollout_batch_size 1"
+    argv = f"--diffusion_algorithm flow_grpo {words}".split()
+
+    def config_of(*more: str) -> DiffusionRunConfig:
+        return parse_run(DiffusionRunConfig, [*argv, *more], preset=None).config
+
+    two, three = (
+        needed(plan_of(config_of("--micro_train_batch_size", size), CARD, 1, 1), "train") for size in ("2", "3")
+    )
+    own = (two + three) / 2 - FRAGMENTS * CARD.memory  # a share of each card stays unused
+    card = replace(CARD, memory=own / (0.9 - FRAGMENTS))
+    assert sizes.chosen_sizes(config_of(), card, 1, 1)[TRAIN] == 2
+    assert sizes.chosen_sizes(config_of("--micro_train_batch_size", "5"), card, 1, 1)[TRAIN] == 5
 
 
 def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:
