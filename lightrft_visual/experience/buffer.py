@@ -309,7 +309,7 @@ class NaiveReplayBuffer:
                 rank,
                 index,
                 1 if isinstance(item, BufferItemDiffusion) else len(item.sequences),
-                _number(item.sample_id),
+                None if item.sample_id is None else int(item.sample_id),
                 *shared,
                 kind=part_of(item) if self.homogeneous else 0,  # the part of the loss, where a step trains on one
                 together=_group(item),
@@ -324,7 +324,7 @@ class NaiveReplayBuffer:
     def _shared_prompts(self) -> list[tuple[int | None, int]]:
         """(group, or None, and its prompt's tokens) of each sample."""
         if self.keep_groups:
-            return [(_number(item.group_id), 0) for item in self.items]
+            return [(None if item.group_id is None else int(item.group_id), 0) for item in self.items]
         if not self.share_prefix or not self.items:
             return [(None, 0)] * len(self.items)
         lengths = zip(*packed_lengths(self.items))
@@ -376,14 +376,10 @@ class NaiveReplayBuffer:
         self._generator.set_state(state["generator"].cpu())
 
 
-def _number(value: T | None) -> int | None:
-    return None if value is None else int(value)
-
-
 def _group(item: AnyItem) -> int | None:
     """The group of a response; None without one, and of a drawn image, whose losses do not care."""
-    group = None if isinstance(item, BufferItemDiffusion) else _number(item.group_id)
-    return None if group == -1 else group
+    none = isinstance(item, BufferItemDiffusion) or item.group_id is None or int(item.group_id) == -1
+    return None if none else int(item.group_id)
 
 
 def _numbers(item: AnyItem, attribute: str) -> T | None:

@@ -353,13 +353,15 @@ def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Re
     return [records[index] for index in indices]
 
 
-def select(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
-    """At most `count` records that show the range: a third best, a third worst, the rest at random."""
+def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
+    """At most `count` records that show the range: a third best, a third worst, the rest at random; the same ones for
+    the same scores."""
     if len(records) <= count:
         return list(records)
     best, worst = best_and_worst(records, count // 3)
     shown = {id(record) for record in (*best, *worst)}
     others = [record for record in records if id(record) not in shown]
+    seed = derive_seed(run_seed, step, "rollouts")
     return [*best, *worst, *pick_random(others, count - len(best) - len(worst), seed)]
 
 
@@ -368,13 +370,8 @@ def gather_records(records: Sequence[Record], count: int, run_seed: int, step: i
 
     Each rank sends only its own selection, so images of at most `count` samples a rank cross the network.
     """
-    everyone = gather_all(own_choice(records, count, run_seed, step))
-    return own_choice(everyone, count, run_seed, step)
-
-
-def own_choice(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
-    """The records of one rank among which `gather_records` chooses; the same ones for the same scores."""
-    return select(records, count, derive_seed(run_seed, step, "rollouts"))
+    everyone = gather_all(select(records, count, run_seed, step))
+    return select(everyone, count, run_seed, step)
 
 
 def gather_all(records: Sequence[Record]) -> list[Record]:

@@ -16,7 +16,6 @@ from lightrft_visual.observe import recorder as rollouts_module
 from lightrft_visual.observe.recorder import (
     best_and_worst,
     gather_records,
-    own_choice,
     packed,
     pick_random,
     records_from_media,
@@ -54,7 +53,7 @@ def test_pictures_come_with_their_sample():
 def test_records_to_come_keep_their_media_and_others_are_let_go():
     prompts = [PromptFeatures("p", [1], group_id=i, images=[Image.new("RGB", (8, 4))]) for i in range(6)]
     made = [Rollout(prompts[i // 3], [5], None, "", False, i, reward=float(i)) for i in range(18)]
-    shown = own_choice(records_from_rollouts(made), 3, 42, 1)
+    shown = select(records_from_rollouts(made), 3, 42, 1)
     freed = release_media(made, {record["sample_id"] for record in shown})
     left = [prompt for prompt in prompts if isinstance(prompt.images[0], Image.Image)]
     assert {prompt.group_id for prompt in left} == {record["group_id"] for record in shown} and len(left) < 6
@@ -93,9 +92,9 @@ def test_best_and_worst_are_apart(rewards, count):
 @given(rewards=REWARDS, count=st.integers(1, 8))
 def test_a_selection_has_no_repeats_and_the_right_size(rewards, count):
     records = [{"reward": reward, "sample_id": index} for index, reward in enumerate(rewards)]
-    chosen = [record["sample_id"] for record in select(records, count, seed=3)]
+    chosen = [record["sample_id"] for record in select(records, count, 3, 1)]
     assert len(chosen) == len(set(chosen)) == min(count, len(records))
-    assert chosen == [record["sample_id"] for record in select(records, count, seed=3)]
+    assert chosen == [record["sample_id"] for record in select(records, count, 3, 1)]
 
 
 def test_random_picks_keep_their_order_and_depend_on_the_seed():

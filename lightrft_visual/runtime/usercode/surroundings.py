@@ -1,5 +1,5 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, garbage
-collector, signals, umask, decimal numbers, NumPy's errors, locale, random states, recursion limit, environment, module
+"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, signals,
+umask, decimal numbers, garbage collector, NumPy's errors, locale, random states, recursion limit, environment, module
 path.
 
 A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
@@ -53,8 +53,8 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _python_modes()]
-    watches += [_own_modes(), _random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _own_modes()]
+    watches += [_random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
@@ -178,24 +178,15 @@ def _modes(modes: Mapping[str, Mode], whose: str, own: bool = False) -> Watch:
     yield f"changes {whose} {' and '.join(changed)}" if changed else None
 
 
-def _python_modes() -> Watch:
-    return _modes({"garbage collector": (_collecting, _collect)}, "the")
-
-
-def _collecting() -> tuple[Any, ...]:
-    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
-
-
-def _collect(told: tuple[Any, ...]) -> None:
-    enabled, threshold, debug = told
-    (gc.enable if enabled else gc.disable)()
-    gc.set_threshold(*threshold)
-    gc.set_debug(debug)
-
-
 def _own_modes() -> Watch:
     set_locale = partial(locale.setlocale, locale.LC_ALL)
-    modes: dict[str, Mode] = {"context of decimal": (_decimals, _count), "locale": (set_locale, set_locale)}
+    modes: dict[str, Mode] = {
+        "context of decimal": (_decimals, _count),
+        "locale": (set_locale, set_locale),
+        "garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+        "thresholds of the garbage collector": (gc.get_threshold, lambda told: gc.set_threshold(*told)),
+        "debugging of the garbage collector": (gc.get_debug, gc.set_debug),
+    }
     if (numpy := sys.modules.get("numpy")) is not None:
         modes["numpy.seterr"] = numpy.geterr, lambda told: numpy.seterr(**told)
     return _modes(modes, "the", own=True)
@@ -323,18 +314,14 @@ def _environment() -> Watch:
     entered = dict(os.environ)
     yield None
     now = dict(os.environ)
-    _users["environment"] = own = _differences(before, now)
+    _users["environment"] = own = {name: now.get(name) for name in before | now if before.get(name) != now.get(name)}
     _change_environment({name: before.get(name) for name in own})
-    changed = sorted(_differences(entered, now))
+    changed = sorted(name for name in entered | now if entered.get(name) != now.get(name))
     yield f"changes the environment ({', '.join(changed)})" if changed else None
 
 
-def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables that are new or other now, and as None those that are gone."""
-    return {name: now.get(name) for name in {*before, *now} if before.get(name) != now.get(name)}
-
-
 def _change_environment(changes: Mapping[str, str | None]) -> None:
+    """None: the variable is gone."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...experience.rollouts import release_media
-from ...observe.recorder import Record, gather_records, own_choice
+from ...observe.recorder import Record, gather_records, select
 from ...runtime.host_memory import give_back_freed_memory
 from ..hooks import StepData, StepHook
 
@@ -25,7 +25,7 @@ class RecordsHook(StepHook):
         """Models read the patches; images themselves were generated from and scored, and are shown by the records."""
         if not self.releases:
             return rollouts
-        own = own_choice(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
+        own = select(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
         give_back_freed_memory(release_media(rollouts, {record["sample_id"] for record in own}))
         return rollouts
 

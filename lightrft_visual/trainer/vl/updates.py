@@ -411,27 +411,19 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 
 
-def _of_info(name: str, experience: Experience) -> T | None:
-    """A number of each sample that an info holds; None where it does not."""
-    return experience.info.get(name)
+def _of_info(name: str, experience: Experience, usable: bool = False) -> T | tuple[T, T] | None:
+    """A number of each sample that an info holds; None where it does not. usable: of those with a usable reward."""
+    values = experience.info.get(name)
+    return (values, experience.valid.bool()) if usable and values is not None else values
 
 
-def _of_rewards(name: str, experience: Experience) -> tuple[T, T] | None:
-    """The same, of the samples whose reward is usable."""
-    return (experience.info[name], experience.valid.bool()) if name in experience.info else None
+def _of_actions(name: str, experience: Experience, less: str = "") -> tuple[T, T] | None:
+    """A field of numbers of each token, less another one, with their mask; None where one is not there."""
+    values, other = getattr(experience, name), getattr(experience, less) if less else 0.0
+    return None if values is None or other is None else (values - other, experience.action_mask)
 
 
-def _of_actions(name: str, experience: Experience) -> tuple[T, T] | None:
-    """A field of numbers of each token, with their mask; None where it comes with the training forward."""
-    values = getattr(experience, name)
-    return None if values is None else (values, experience.action_mask)
-
-
-def _teacher_kl(experience: Experience) -> tuple[T, T] | None:
-    taught = experience.teacher_log_probs
-    return None if taught is None else (experience.action_log_probs - taught, experience.action_mask)
-
-
+_teacher_kl = partial(_of_actions, "action_log_probs", less="teacher_log_probs")
 # name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
 for _name, _about, _read in (
     ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
@@ -442,10 +434,10 @@ for _name, _about, _read in (
     ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
     ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
     ("comparable", "share of samples in groups of two valid ones or more", partial(_of_info, "comparable")),
-    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_rewards, "shaped_reward")),
+    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_info, "shaped_reward", usable=True)),
     ("advantage_clip_frac", "share of advantages beyond advantage_clip", partial(_of_info, "advantage_clip_frac")),
-    ("overlong_penalty", "for length", partial(_of_rewards, "overlong_penalty")),
-    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_rewards, "reward_clipped")),
+    ("overlong_penalty", "for length", partial(_of_info, "overlong_penalty", usable=True)),
+    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_info, "reward_clipped", usable=True)),
 ):
     registry.rollout_metrics.register(_name, _about)(_read)
 

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import timeit
 import warnings
 
 import numpy as np
@@ -185,11 +184,6 @@ def test_filter_of_a_library_that_a_function_imports_stays():
     call(lambda: warnings.filters.insert(0, own), "score", {})
     assert own in warnings.filters
     warnings.filters.remove(own)
-
-
-def test_looking_after_a_call_is_cheap():
-    looks = [surroundings._python_modes, surroundings._own_modes, lambda: surroundings._warnings(False)]
-    assert min(timeit.repeat(lambda: [list(look()) for look in looks], number=100, repeat=5)) / 100 < 2e-4
 
 
 def test_what_a_function_changed_for_itself_it_finds_at_its_next_call(monkeypatch):
