@@ -108,8 +108,11 @@ def _use_plan(config: AnyConfig) -> None:
         return
     if auto:
         config.model.gradient_checkpointing = FULL
-    if planned and config.plan.auto_micro_batches and collectives.is_rank_0():
-        logger.warning("auto_micro_batches needs the plug-in memory_plan: the sizes stay as they are given")
+    asked = planned and config.plan.auto_micro_batches
+    told = {"gradient_checkpointing auto": (auto, "it is full"), "auto_micro_batches": (asked, "the sizes stay")}
+    for name, (wanted, taken) in told.items() if planned and collectives.is_rank_0() else ():
+        if wanted:
+            logger.warning("%s needs the plug-in memory_plan: %s", name, taken)
 
 
 def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock], sets: Iterable[Any]) -> OpenedRun:

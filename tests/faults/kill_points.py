@@ -89,7 +89,8 @@ class KilledRuns:
                 assert code == -9 or (code and -9 in codes), f"rank {rank} ended with {code} instead of dying: {told}"
             else:
                 assert code, f"rank {rank} ended with {code} though another one died: {told}"
-        assert not list(Path("/dev/shm").glob(f"*_{known['MASTER_PORT']}_*")), "shared memory is left"
+        buffers = (f"*_{known['MASTER_PORT']}_{rank}" for rank in range(self.ranks))
+        assert not [path for name in buffers for path in Path("/dev/shm").glob(name)], "shared memory is left"
 
 
 def last_checkpoint(folder: Path) -> int:

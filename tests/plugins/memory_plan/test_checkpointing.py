@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -102,13 +103,17 @@ def test_all_ranks_take_what_holds_least(monkeypatch):
 
 @pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
 @pytest.mark.parametrize("device,how", [("cpu", "none"), ("cuda", "full")])
-def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, schema, device, how):
+def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, caplog, schema, device, how):
     monkeypatch.setattr(registry, "service", lambda name: None)
     monkeypatch.setattr(start, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     config = parse_run(schema, [], preset=None).config
     assert config.model.gradient_checkpointing == "auto"
-    start._use_plan(config)
+    with caplog.at_level(logging.WARNING):
+        start._use_plan(config)
     assert config.model.gradient_checkpointing == how
+    told = [record.getMessage() for record in caplog.records]  # supervised runs have no plan
+    line = "gradient_checkpointing auto needs the plug-in memory_plan: it is full"
+    assert told == [line] * (schema is RunConfig and device == "cuda")
 
 
 def test_a_model_without_checkpointing_is_trained_without(monkeypatch):
