@@ -378,8 +378,9 @@ class NaiveReplayBuffer:
 
 def _group(item: AnyItem) -> int | None:
     """The group of a response; None without one, and of a drawn image, whose losses do not care."""
-    none = isinstance(item, BufferItemDiffusion) or item.group_id is None or int(item.group_id) == -1
-    return None if none else int(item.group_id)
+    if isinstance(item, BufferItemDiffusion) or item.group_id is None or item.group_id == -1:
+        return None
+    return int(item.group_id)
 
 
 def _numbers(item: AnyItem, attribute: str) -> T | None:

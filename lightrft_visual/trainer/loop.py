@@ -249,8 +249,8 @@ class PolicyTrainer(ABC):
         applied, skipped = self.update_counts[True], self.update_counts[False]
         if skipped and not applied and begun == 0:
             raise NonFiniteError(
-                f"nothing was trained: loss or gradients were not finite in any of {skipped} updates, and the model is "
-                "as it was; metrics.csv and rollouts/ hold what they were made of"
+                f"nothing was trained: in all of {skipped} updates the loss or a gradient was not finite, so the model "
+                "is as it was; metrics.csv and rollouts/ hold what they were made of"
             )
 
     def _begin(self) -> None:

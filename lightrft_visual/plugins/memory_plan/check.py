@@ -133,9 +133,9 @@ FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the h
 def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> dict[Size, int]:
     """The largest micro-batch sizes, of rollouts first, whose plan fills at most `FILLED` of the device, by setting.
 
-    What is given is the least, and 1 where nothing is. Sizes are that times a power of two, and at most what a rank has
-    in a step. {} where the run cannot be planned. What depends on no size, such as an engine's share, does
-    not count.
+    The least is what is given, and 1 for a size at its default, whoever gave it. Sizes are that times a power of two,
+    and at most what a rank has in a step. {} where the run cannot be planned. What depends on no size, such as an
+    engine's share, does not count.
     """
     key = (repr(config), device, ranks, local)
     if key not in _sizes:

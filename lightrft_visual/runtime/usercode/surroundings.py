@@ -53,8 +53,7 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _own_modes()]
-    watches += [_random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _own_modes(), _random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
