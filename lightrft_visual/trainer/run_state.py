@@ -234,7 +234,7 @@ class RunState:
         state = {
             "step": self.trainer.step,
             "world_size": collectives.world_size(),
-            "nonfinite_in_a_row": self.trainer.nonfinite_streak,
+            "nonfinite_in_a_row": self.trainer.nonfinite_streaks,
             "latest_eval": self.trainer.latest_eval,
             "evaluated_step": self.trainer.evaluated_step,
             **changing,
@@ -270,7 +270,8 @@ class RunState:
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         self.trainer.step = int(state["step"])
-        self.trainer.nonfinite_streak = int(state["nonfinite_in_a_row"])
+        skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone
+        self.trainer.nonfinite_streaks.update(skipped if isinstance(skipped, Mapping) else {"": int(skipped)})
         self.trainer.latest_eval = dict(state["latest_eval"])
         self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])

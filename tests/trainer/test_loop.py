@@ -125,6 +125,28 @@ def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_expor
     assert (tmp_path / "checkpoint-final").is_dir()
 
 
+@pytest.mark.parametrize(("diverged", "fine"), [("", "critic_"), ("critic_", "")])
+def test_skipped_steps_in_a_row_are_counted_of_policy_and_critic_apart(walk, diverged, fine):
+    trainer, metrics = walk(), StepData([]).metrics
+
+    def step(applied, prefix):
+        trainer.count_step(SimpleNamespace(applied=applied, grad_norm=1.0, learning_rate=1e-6), metrics, prefix)
+
+    for _ in range(2):
+        step(False, diverged)
+        step(True, fine)
+    with pytest.raises(NonFiniteError, match=r"step 1: (critic )?loss or gradients .* \(3 in a row\)"):
+        step(False, diverged)
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [({"": 1, "critic_": 2}, 2), (1, 0)])
+def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_policys_alone(walk, saved, wanted):
+    trainer = walk()
+    state = dict.fromkeys(("latest_eval", "trainer"), {}) | {"hooks": trainer.hooks.state_dict(), "random": {}}
+    trainer.state._take_over({"step": 1, "evaluated_step": -1, "nonfinite_in_a_row": saved, **state})
+    assert trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
+
+
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
     trainer, seen, written = walk(), [], []
     write_due, write, page = trainer.report.write_due, trainer.report.write, tmp_path / "report.html"

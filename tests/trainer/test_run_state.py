@@ -104,7 +104,7 @@ class Trainer:
     """As much of a trainer as `RunState` reads when it saves."""
 
     def __init__(self):
-        self.step, self.evaluated_step, self.nonfinite_streak = 0, -1, 0
+        self.step, self.evaluated_step, self.nonfinite_streaks = 0, -1, {"": 0}
         self.latest_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
         self.hooks, self.told = Hooks(), []
