@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE, PACKAGE.parent / "examples")  # which hold datasets/: as installed, and in the repository
 DATA = re.compile(r"\.(jsonl|json|csv|txt|parquet)$")
 CODE = re.compile(r"[^,=:]+\.py(?=:)")
+FUNCTION = re.compile(r"\s*(python:.*|.+\.py:\w+)\s*")  # one that a program gives, or one of a file
 FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other words may be names, of a hub or the registry
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
@@ -47,6 +48,9 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             value = getattr(section, name, None)
             if not isinstance(value, str) or not (names is None or name in names):
                 continue
+            if name in FUNCTIONS[:2]:
+                bad = [part for part in value.split(",") if not FUNCTION.fullmatch(part)]
+                found += [f"--{name}: {part!r} names no function of a file: write path.py:function" for part in bad]
             parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
             wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
             known = rows if wanted is DATA else models if name in MODELS[:3] else ()

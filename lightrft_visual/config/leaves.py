@@ -30,6 +30,7 @@ FLAG = re.compile(r"(?<!deepspeed )--(\w+)")  # in an advice; what stands behind
 RUN_KINDS = {"vl": "vision-language", "diffusion": "diffusion", "sft": "supervised"}
 WRONG_PAIR = "is the recipe or the script the wrong one?"
 COMMAND_LINE, KEYWORD = "command line", "keyword argument"  # the origins of what is written there
+FEW = 12  # names in a hint
 KINDS = {bool: "bool", int: "number", float: "number", str: "text", list: "list", tuple: "list", dict: "mapping"}
 
 
@@ -168,6 +169,10 @@ class Names:
         parts = [self._alias_paths(part) for part in ((target,) if isinstance(target, str) else target)]
         return tuple(path for part in parts for path in part) if all(parts) else ()
 
+    def knows(self, name: str) -> bool:
+        """Whether it is a spelling of a setting."""
+        return name in self._paths or name in self.aliases
+
     def find(self, name: str) -> list[tuple[Leaf, str]]:
         """(leaf, key inside it) pairs that a spelling reaches; empty for an unknown name.
 
@@ -223,7 +228,14 @@ class Names:
         elsewhere = other_run(self.schema, plain)
         if elsewhere and ("." in plain or not told):  # a flat name may well be meant for this run
             told = "; ".join(filter(None, (elsewhere, told if origin in (COMMAND_LINE, KEYWORD) else WRONG_PAIR)))
-        return ConfigError(f"unknown setting {name!r} ({origin}); {told or '--help-all lists all settings'}")
+        told = told or self._with_words(plain) or "--help-all lists all settings"
+        return ConfigError(f"unknown setting {name!r} ({origin}); {told}")
+
+    def _with_words(self, plain: str) -> str:
+        """The settings whose names have every word of this one, where they are few."""
+        flat = [name for name in (*self._paths, *self.aliases) if "." not in name]
+        found = sorted(name for name in flat if set(plain.split("_")) <= set(name.split("_")))
+        return f"similar settings: --{', --'.join(found)}" if 0 < len(found) <= FEW else ""
 
     def hint(self, plain: str) -> str | None:
         """What to write instead of another system's name; None where this schema has none of what could be written."""
@@ -250,7 +262,7 @@ def other_run(schema: type, name: str) -> str | None:
     """That a name is a setting of another kind of run only; None where it is not."""
     mine = [root for root in ROOTS if root.schema is schema]
     for root in ROOTS if mine else ():
-        if root not in mine and any(name in (leaf.path, leaf.name) for leaf in names_of(root.schema).leaves.values()):
+        if root not in mine and names_of(root.schema).knows(name):
             return f"it belongs to {RUN_KINDS[root.kind]} runs, and this is a {RUN_KINDS[mine[0].kind]} run"
     return None
 

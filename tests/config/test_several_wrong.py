@@ -95,6 +95,17 @@ def test_a_folder_whose_name_is_near_a_built_in_one_is_taken(tmp_path, monkeypat
     assert missing_files(parse_run(argv=["--pretrain", "embeded", "--prompt_data", "embedded"]).config) == []
 
 
+@pytest.mark.parametrize("given", ["score", "my_reward:score", "my_reward.py", "rewards.py:a,score"])
+def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be_written(given):
+    config = parse_run(argv=["--reward_fn", given, "--prompt_data", "embedded"]).config
+    wrong = given.rpartition(",")[2]
+    assert f"--reward_fn: {wrong!r} names no function of a file: write path.py:function" in missing_files(config)
+
+
+def test_missing_files_function_that_a_program_gives_is_taken():
+    assert missing_files(parse_run(argv=["--reward_fn", "python:score", "--prompt_data", "embedded"]).config) == []
+
+
 def test_an_environment_that_is_not_known_is_answered_with_the_nearest_before_anything_loads():
     with pytest.raises(ConfigError, match="no environment named 'zoomm'; did you mean 'zoom'"):
         parse_run(argv=["--environment", "zoomm"])

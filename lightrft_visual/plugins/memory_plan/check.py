@@ -67,8 +67,10 @@ def unknown(config: AnyConfig) -> str:
             "no plan: rollout workers of this kind are not planned yet (those of vision-language runs on accelerators "
             "are); --placement colocated plans the trainer and the engine on one device"
         )
+    from .shapes import near_shipped
+
     return (
-        f"no plan: the shape of {config.model.pretrain} is not known here; give a folder that has its configuration "
+        f"no plan: the shape of {config.model.pretrain} is not known here{near_shipped(config.model.pretrain)}; give a folder that has its configuration "
         "(config.json, or model_index.json and those of its parts)"
     )
 

@@ -15,7 +15,7 @@ from ...config import registry
 from ...config.constraints import load_target
 from ...config.shared import EMBEDDED
 from ...config.vl import ModelConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, nearest
 from ...runtime.hub import fetch_model, is_hub_name
 
 FOLDER = Path(__file__).parent / "shapes"
@@ -25,6 +25,14 @@ FOLDER = Path(__file__).parent / "shapes"
 def shipped() -> dict[str, Path]:
     """Files of shapes by the model's name in lower case, without its owner."""
     return {file.name.removesuffix(".json").lower(): file for file in sorted(FOLDER.glob("*.json"))}
+
+
+def near_shipped(path: str) -> str:
+    """'; did you mean OWNER/NAME?' for a hub name with a slip; else nothing."""
+    owner, _, name = path.rpartition("/")
+    names = [file.name.removesuffix(".json") + end for file in shipped().values() for end in ("", "-Instruct")]
+    near = nearest(name, names) if is_hub_name(path) else None
+    return f"; did you mean {owner}/{near}?" if near else ""
 
 
 def find_shipped(path: str) -> dict[str, Any] | None:

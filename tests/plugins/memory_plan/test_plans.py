@@ -21,6 +21,7 @@ from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSett
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
+from lightrft_visual.plugins.memory_plan.shapes import near_shipped
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
@@ -160,6 +161,11 @@ def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         config_or_exit(RunConfig, ["--pretrain", "someone/unheard-of", "--plan_device", "cpu", "--dry_run"])
     assert stop.value.code == 0 and "no plan: the shape of someone/unheard-of" in capsys.readouterr().out
+
+
+def test_near_shipped_name_with_a_slip_is_answered_by_the_whole_name() -> None:
+    assert near_shipped("Qwen/Qwen2.5-VL-3B-Instrct") == "; did you mean Qwen/Qwen2.5-VL-3B-Instruct?"
+    assert near_shipped("someone/unheard-of") == near_shipped("./qwen2.5-vl-3b") == ""
 
 
 def test_devices_are_named_in_full() -> None:
