@@ -69,8 +69,9 @@ def unknown(config: AnyConfig) -> str:
         )
     from .shapes import near_shipped
 
+    name = config.model.pretrain
     return (
-        f"no plan: the shape of {config.model.pretrain} is not known here{near_shipped(config.model.pretrain)}; give a folder that has its configuration "
+        f"no plan: the shape of {name} is not known here{near_shipped(name)}; give a folder that has its configuration "
         "(config.json, or model_index.json and those of its parts)"
     )
 
