@@ -12,6 +12,7 @@ from ...algorithms.diffusion import Loss
 from ...config.diffusion import DiffusionRunConfig
 from ...config.kinds import DiffusionAlgorithm
 from ...data.drawing_prompts import DrawPrompts
+from ...data.sampler import PromptSampler
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
 from ...observe.guard.divergence import PairedScores, gathered, image_statistics
@@ -26,7 +27,7 @@ from ..hooks import StepData
 from ..loop import RunParts
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
 from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward, score_samples
-from .stages import DrawingBatch, k_repeat_prompts
+from .stages import DrawingBatch, k_repeat_prompts, own_share
 
 
 class DrawingSource:
@@ -53,10 +54,14 @@ class DrawingSource:
         return requests
 
     def _requests(self, step: int) -> DrawingBatch:
-        sampling = self.config.sampling
-        repeats = 1 if self.config.offline else sampling.n_samples_per_prompt
-        per_rank = sampling.rollout_batch_size * repeats // collectives.world_size()
-        return k_repeat_prompts(self.dataset, per_rank, repeats, derive_seed(self.config.train.seed, "k_repeat", step))
+        size, seed = self.config.sampling.rollout_batch_size, self.config.train.seed
+        if self.config.offline:
+            order = PromptSampler([len(self.dataset)], size, seed=seed)  # each pair once in an epoch
+            order.load_state_dict(order.state_dict() | {"consumed": step * size})
+            return own_share(self.dataset, order.next_batch())
+        repeats = self.config.sampling.n_samples_per_prompt
+        per_rank = size * repeats // collectives.world_size()
+        return k_repeat_prompts(self.dataset, per_rank, repeats, derive_seed(seed, "k_repeat", step))
 
 
 @dataclass

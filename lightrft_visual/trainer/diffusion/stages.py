@@ -292,6 +292,13 @@ def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> D
     return _chosen(dataset, drawn.local_indices, first=rank * per_rank)
 
 
+def own_share(dataset: list, indices: list[int]) -> DrawingBatch:
+    """This rank's rows of a global batch."""
+    mine = len(indices) // collectives.world_size()
+    first = collectives.rank() * mine
+    return _chosen(dataset, indices[first : first + mine], first)
+
+
 def update_batches(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
     """This rank's rows of each train batch of `update_size` samples: the same batches for any number of ranks.
 
