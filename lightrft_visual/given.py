@@ -98,11 +98,18 @@ class GivenRows:
         return self._rows[index]
 
 
+def _are_columns(cells: Sequence[Any]) -> bool:
+    """Whether these are lists of one length, and not of rows."""
+    equal = all(isinstance(each, list) and len(each) == len(cells[0]) for each in cells)
+    return equal and not all(each and isinstance(each[0], Mapping) for each in cells)
+
+
 def source_of(data: Any, name: str, split: str) -> GivenRows:
     """Rows of a data set that a program holds.
 
     Args:
-        data: a `datasets.Dataset`, or a `DatasetDict`, or a sequence of mappings, or what has rows by number.
+        data: a `datasets.Dataset`, or a `DatasetDict`, or a sequence of mappings, or what has rows by number, or a
+            dict of columns as `Dataset.from_dict` takes it.
         name: for messages, such as train_dataset.
         split: of a `DatasetDict`.
 
@@ -110,8 +117,11 @@ def source_of(data: Any, name: str, split: str) -> GivenRows:
         DataError: for a split that is not there, and for what has no rows, or none by number.
     """
     if isinstance(data, Mapping):
+        if split not in data and _are_columns([*data.values()]):
+            data = {split: [dict(zip(data, cells)) for cells in zip(*data.values())]}
         if split not in data:
-            raise DataError(f"{name}: no split {split!r}; it has: {', '.join(map(str, data))}")
+            told = f"{name}: no split {split!r}, and no lists of one length as columns"
+            raise DataError(f"{told}; it has: {', '.join(map(str, data))}")
         data = data[split]
     if hasattr(data, "columns") and not isinstance(data, Sequence):  # pandas, polars, pyarrow: numbers are no rows
         raise DataError(f"{name} is a {type(data).__name__}: give a datasets.Dataset made of it, or a list of its rows")

@@ -73,8 +73,8 @@ class VLSettings(TypedDict, total=False):
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
-    """auto | plain | verl | conversations | messages | question | input_label | geometry3k; of the rows, see
-    docs/coming_from.md. Default: 'auto'."""
+    """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
+    the rows, see docs/coming_from.md. Default: 'auto'."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     on_long_prompt: str
@@ -977,8 +977,8 @@ class SFTSettings(TypedDict, total=False):
     image_root: str | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
-    """auto | plain | verl | conversations | messages | question | input_label | geometry3k; of the rows, see
-    docs/coming_from.md. Default: 'auto'."""
+    """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
+    the rows, see docs/coming_from.md. Default: 'auto'."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     on_long_prompt: str

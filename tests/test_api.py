@@ -170,10 +170,20 @@ def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
         ([], "has no rows"),
         (table, "give a datasets.Dataset made of it"),
         (iter(ROWS), "without rows by number: .* list.stream.take"),
-        ({"prompt": ["a"]}, "no split"),
+        ({"prompt": ["a", "b"], "reference": ["c"]}, "no split 'train', and no lists of one length as columns"),
+        ({"test": ROWS}, "no split"),
     ):
         with pytest.raises(DataError, match=f"train_dataset.*{told}"):
             GRPOTrainer(train_dataset=data)
+
+
+def test_source_of_dict_of_columns_has_its_rows():
+    columns = {"prompt": ["a", "b"], "extra": [{"x": 1}, {"x": 2}]}
+    rows = given.source_of(columns, "train_dataset", "train")
+    assert [rows[index] for index in range(len(rows))] == [
+        {"prompt": "a", "extra": {"x": 1}}, {"prompt": "b", "extra": {"x": 2}},
+    ]  # fmt: skip
+    GRPOTrainer(train_dataset=columns).close()
 
 
 def reward_of(*arguments):

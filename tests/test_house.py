@@ -26,7 +26,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2061, "experience": 3089, "config": 4529, "runtime": 5474, "data": 3096,
+    "": 2071, "experience": 3089, "config": 4530, "runtime": 5474, "data": 3099,
     "models": 5591, "rollout": 4674, "rewards": 3936, "algorithms": 1800, "trainer": 7087, "observe": 3420,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

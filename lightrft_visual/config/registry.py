@@ -400,6 +400,7 @@ entry("face_similarity", "face.reward:face_similarity", "the face of the first f
 # in the order in which they are tried
 entry = row_forms.below(PACKAGE)
 entry("verl", "plugins.compat.rows:verl", "verl: messages in `prompt`, the answer in `reward_model`", with_prompt=True)
+entry("completion", "plugins.compat.rows:prompt_completion", "TRL: `prompt` and `completion`", with_prompt=True)
 entry("conversations", "plugins.compat.rows:conversations", "LLaVA, ShareGPT: `conversations` of {from, value}")
 entry("messages", "data.forms:messages", "OpenAI's chat form: `messages` of {role, content}")
 entry("question", "plugins.compat.rows:question", "EasyR1 and many others: `problem`, `question`, `query`")

@@ -41,7 +41,7 @@ class PromptRow:
     media.load_image and video.load_video, in the order of the placeholders. metadata: the columns with no other role,
     and the prompt, label and reference columns under names of the user's own; no media. draw: whether the answer is to
     be an image. source: "file:row" for messages. index: place in the data set. form: in what other system's form it was
-    written.
+    written. answer: what its own form says that the assistant answers, for supervised training.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -54,6 +54,7 @@ class PromptRow:
     index: int = 0
     form: str | None = None
     draw: bool = False
+    answer: Any = None
 
 
 def parse_row(
@@ -97,6 +98,7 @@ def parse_row(
             index=index,
             form=_form(reading.form, cells),
             draw=_flag(columns.get(config.draw_key), "asks for an image", "draw_key"),
+            answer=reading.reference,
         )
     except DataError as error:
         raise DataError(f"{source}: {error}", error.cause) from error
@@ -104,13 +106,14 @@ def parse_row(
 
 def response_of(row: PromptRow, key: str) -> str:
     """What the model is to answer, for supervised training: the column `key`, which is response_key; by its default
-    name, where the row has no such column, the reference. Raises DataError for a row without a text of either."""
+    name, where the row has no such column, what the assistant says in messages or a completion, else the reference.
+    Raises DataError for a row without a text of these."""
     found = row.metadata.get(key)
     if found is None and key in row.metadata:
         raise DataError(f"column {key!r} (response_key) is empty", "response")
     if found is None and key != RESPONSE:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
-    found = row.reference if found is None else found
+    found = next((each for each in (found, row.answer, row.reference) if each is not None), None)
     if isinstance(found, int | float) and not isinstance(found, bool):
         found = str(found)
     if not isinstance(found, str) or not found.strip():

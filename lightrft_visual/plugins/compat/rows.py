@@ -1,4 +1,4 @@
-"""Data rows as verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
+"""Data rows as TRL, verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def verl(raw: Mapping[str, Any]) -> Content | None:
     return Content(raw["prompt"], label=source if isinstance(source, str) else None)
 
 
+def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
+    """TRL's demonstrations: `prompt`, and in `completion` a text, or one message of the assistant."""
+    completion = json_list(raw.get("completion"))
+    if raw.get("prompt") is None:
+        return None
+    if are_mappings(completion) and len(completion) == 1:
+        completion = without_answer(completion, ()).reference
+    return Content(raw["prompt"], completion) if isinstance(completion, str) else None
+
+
 def conversations(raw: Mapping[str, Any]) -> Content | None:
     """LLaVA and ShareGPT: `conversations` of {"from", "value"}; the last answer is the reference."""
     turns = json_list(raw.get("conversations"))
@@ -54,13 +64,14 @@ def input_label(raw: Mapping[str, Any]) -> Content | None:
 
 def question(raw: Mapping[str, Any]) -> Content | None:
     """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else. Of Alpaca's rows the
-    `instruction`, and `input` below it where there is one."""
+    `instruction`, and `input` below it where there is one; `output` is the answer."""
     column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
     if column is None:
         return None
     more = raw.get("input") if column == "instruction" else None  # Alpaca's rows
     asked = f"{raw[column]}\n{more}" if isinstance(raw[column], str) and isinstance(more, str) and more else raw[column]
-    return Content(asked, consumed=_unless_text(raw, column))
+    output = raw.get("output") if column == "instruction" else None
+    return Content(asked, output, consumed=_unless_text(raw, column))
 
 
 def geometry3k(raw: Mapping[str, Any]) -> Content | None:

@@ -14,6 +14,7 @@ from lightrft_visual.config.diffusion import DiffusionDataConfig
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.data.rows import response_of
 from lightrft_visual.errors import ConfigError, DataError
 
 png, read = row_files.png, row_files.read
@@ -40,6 +41,22 @@ def test_verl(read, png, tmp_path):
 def test_alpaca_input_stands_below_the_instruction(read):
     rows = [{"instruction": "Add.", "input": more, "answer": "5"} for more in ("2 and 3", "", None)]
     assert [parts(row) for row in read("alpaca.jsonl", rows)] == ["Add.\n2 and 3", "Add.", "Add."]
+
+
+def test_trl_completion_is_what_supervised_training_answers_whatever_the_reference_column_holds(read):
+    said = {"role": "assistant", "content": "it is 5"}
+    asked = [{"role": "user", "content": "2 and 3?"}]
+    rows = [
+        {"prompt": "2 and 3?", "completion": "it is 5", "answer": "5"},
+        {"prompt": asked, "completion": [said], "answer": "5"},
+        {"messages": [*asked, said], "answer": "5"},
+        {"instruction": "2 and 3?", "input": "", "output": "it is 5", "answer": "5"},
+    ]
+    for row in read("trl.jsonl", rows):
+        assert (parts(row), response_of(row, "response"), row.reference) == ("2 and 3?", "it is 5", "5")
+    several = {"prompt": "2 and 3?", "completion": [said, *asked, said]}
+    with pytest.raises(DataError, match="the row has no response"):
+        response_of(read("several.jsonl", [several])[0], "response")
 
 
 def test_llava(read):
