@@ -23,6 +23,7 @@ from ..runtime.collectives import all_gather_object, rank, world_size
 from ..runtime.files import FolderLock, append_line, read_jsonl, to_json, write_atomic
 from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
+from ..runtime.usercode.calls import what_happened
 from . import environment
 from .images import save_image, save_video
 from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, WandbSink, column_name, step_of
@@ -295,7 +296,13 @@ def _conversation(episode: Episode) -> Record:
 
 def _plain(value: Any) -> Any:
     """As JSON holds it: what is no number, text or truth is told in short."""
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)[:SHOWN_INFO]
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    try:
+        told = str(value)[:SHOWN_INFO]
+        return value if isinstance(value, int) else told
+    except Exception as error:  # of a user's class, and of a number with more digits than Python writes
+        return f"a {type(value).__name__} whose text {what_happened(error)}"
 
 
 def records_from_media(

@@ -25,8 +25,8 @@ import numpy as np
 from PIL import Image
 
 from ..config.environment import EpisodeConfig
-from ..data.media import MAX_IMAGE_PIXELS, Video
-from ..errors import ConfigError
+from ..data.media import MAX_IMAGE_PIXELS, Video, load_image
+from ..errors import ConfigError, DataError
 from ..runtime.usercode.calls import describe_error
 from ..runtime.usercode.sandbox import READY, Pipe, answer_call
 from .environments import (
@@ -59,7 +59,7 @@ def pack(value: Any) -> Any:
             raise EnvironmentFailure(f"images of {pixels} pixels in one observation are too large")
         return {"observation": {name: pack(part) for name, part in vars(value).items()}}
     if isinstance(value, Image.Image):
-        image = value if value.mode in ("RGB", "L") else value.convert("RGB")
+        image = value if value.mode == "L" and not value.info else _shown(value)
         return {"image": [image.mode, list(image.size), _text_of(image.tobytes())]}
     if isinstance(value, Video):
         return {"video": [pack(np.asarray(value.frames)), pack(dict(value.metadata))]}
@@ -102,6 +102,14 @@ def unpack(value: Any) -> Any:
     if kind == "array":
         return np.frombuffer(base64.b64decode(held[2]), np.dtype(held[0])).reshape(held[1]).copy()
     return {name: unpack(each) for name, each in held.items()}
+
+
+def _shown(image: Image.Image) -> Image.Image:
+    """In the colours and the way up that the model would be shown it in: only pixels leave the process."""
+    try:
+        return load_image(image)
+    except DataError as error:
+        raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
 
 
 def _packed_array(array: np.ndarray) -> Any:

@@ -42,6 +42,7 @@ from ..runtime.usercode.calls import (
 )
 
 ROLES = ("user", "tool", "system")
+SHOWN = 200  # characters of a wrong value in a message
 Message = dict[str, Any]
 
 
@@ -198,10 +199,10 @@ class StepResult(NamedTuple):
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if not abs(number) <= 1e6:
-            told = number if isinstance(reward, int) else reward  # which may have more digits than Python writes
-            raise EnvironmentFailure(f"the reward of a step is {told!r}; it must be a finite number within ±1e6")
+            told = repr(number if isinstance(reward, int) else reward)  # an int may have too many digits
+            raise EnvironmentFailure(f"the reward of a step is {told[:SHOWN]}; it must be a finite number within ±1e6")
         if not isinstance(done, (bool, np.bool_)):
-            raise EnvironmentFailure(f"done is {done!r}; it must be true or false")
+            raise EnvironmentFailure(f"done is {repr(done)[:SHOWN]}; it must be true or false")
         if info is not None and not isinstance(info, Mapping):
             raise EnvironmentFailure(f"info is a {type(info).__name__}; it must be a mapping")
         seen = None if done else Observation.of(observation, role)
@@ -267,6 +268,9 @@ class HeldEnvironment:
     def reset(self, row: dict[str, Any]) -> Observation | None:
         """None where the episode begins with the row's own prompt."""
         found = self._result(self._environment.reset, row) if hasattr(self._environment, "reset") else None
+        pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        if pair and not found[1].keys() & {"type", "role"}:
+            raise EnvironmentFailure("reset gave (observation, info), as Gymnasium has it; give the observation alone")
         return None if found is None else Observation.of(found)
 
     def step(self, action: Action) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import time
@@ -17,7 +18,7 @@ from PIL import Image
 from tiny_models import checkpoint_of
 
 from lightrft_visual.config.environment import EpisodeConfig
-from lightrft_visual.data.media import Video
+from lightrft_visual.data.media import Video, load_image
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.rollout.environment_pool import ProcessHost, runs_apart
@@ -205,6 +206,47 @@ def test_what_is_sent_comes_back_as_it_was():
         (each.mode, each.size, each.tobytes()) for each in images[:2]
     ]
     assert (back.videos[0].frames == frames).all() and back.videos[0].metadata == {"fps": 2.0}
+
+
+def _turned() -> Image.Image:
+    image = Image.new("RGB", (3, 2), "red")
+    image.putpixel((0, 0), (0, 0, 255))
+    exif = image.getexif()
+    exif[0x0112] = 6  # the viewer turns it
+    (data := io.BytesIO(), image.save(data, "JPEG", exif=exif, quality=100))
+    return Image.open(data)
+
+
+SHOWN = {
+    "16 bits": lambda: Image.fromarray(np.full((2, 3), 0x8080, np.uint16)),
+    "transparent": lambda: Image.new("RGBA", (3, 2), (255, 0, 0, 0)),
+    "transparent grey": lambda: Image.new("LA", (3, 2), (0, 0)),
+    "turned": _turned,
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_image_of_any_mode_leaves_the_process_as_a_row_of_data_with_it_is_shown(kind):
+    back, expected = unpack(pack(SHOWN[kind]())), load_image(SHOWN[kind]())
+    assert back.size == expected.size and back.convert("RGB").tobytes() == expected.tobytes()
+
+
+def _animated() -> Image.Image:
+    first, data = Image.new("L", (3, 2)), io.BytesIO()
+    first.save(data, "GIF", save_all=True, append_images=[Image.new("L", (3, 2), 255)])
+    return Image.open(data)
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        (lambda: Image.new("F", (3, 2), 0.5), "floating-point"), (_animated, "more than one frame"),
+        (lambda: Image.fromarray(np.full((2, 3), 70_000, np.int32)), "grey levels"),
+    ],
+)  # fmt: skip
+def test_image_without_clear_colours_is_refused_in_its_process_as_in_a_row_of_data(image, told):
+    with pytest.raises(EnvironmentFailure, match=told):
+        pack(image())
 
 
 def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_the_limit_of_files_fails():

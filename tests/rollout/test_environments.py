@@ -188,6 +188,55 @@ def test_what_an_environment_does_to_its_row_reaches_no_other_episode():
     assert row["images"][0].getpixel((0, 0)) == (0, 0, 0) and row["messages"] == []
 
 
+def test_what_an_environment_does_to_what_it_has_shown_changes_no_earlier_turn():
+    class RepaintsOneImage:
+        def __init__(self):
+            self.screen = Image.new("RGB", (8, 8))
+
+        def reset(self, row):
+            return self.screen
+
+        def step(self, action):
+            self.screen.paste(action.text, (0, 0, 8, 8))
+            return [self.screen], 0.0, False, {}
+
+    host = ThreadHost(RepaintsOneImage, 20.0)
+    shown = [host.reset(0, {}).result(20), *(host.step(0, Action(each)).result(20)[0] for each in ("red", "blue"))]
+    assert [each.images[0].getpixel((0, 0)) for each in shown] == [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
+
+
+def test_exit_whose_code_has_no_text_fails_its_episode_instead_of_holding_up_the_step():
+    class WithoutText:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    class Exits:
+        def step(self, action):
+            raise SystemExit(WithoutText())
+
+    host = ThreadHost(Exits, 20.0)
+    host.reset(0, {}).result(20)
+    with pytest.raises(EnvironmentFailure, match="SystemExit"):
+        host.step(0, Action("")).result(10)
+
+
+@pytest.mark.parametrize("given", [("seen", {}), (np.zeros((8, 8, 3), np.uint8), {"seed": 3})])
+def test_reset_as_gymnasium_has_it_is_refused_by_name(given):
+    class Gymnasium:
+        def reset(self, row):
+            return given
+
+    with pytest.raises(EnvironmentFailure, match="Gymnasium"):
+        ThreadHost(Gymnasium, 20.0).reset(0, {}).result(20)
+
+
+def test_wrong_value_is_shown_in_short():
+    for given in (("a", "z" * 10**6, False, {}), ("a", [1] * 10**6, False, {}), ("a", 1.0, "no" * 10**6, {})):
+        with pytest.raises(EnvironmentFailure) as failure:
+            StepResult.of(given)
+        assert len(str(failure.value)) < 300
+
+
 def test_settings_of_episodes_without_an_environment_are_refused():
     with pytest.raises(ConfigError, match="max_turns: of episodes; name an --environment"):
         EpisodeConfig(max_turns=3)

@@ -50,7 +50,7 @@ def adapted(environment: Any) -> Any:
     if "AgentExecutorBase" in bases:
         told = "an executor of OpenRLHF that generates by itself"
         raise ConfigError(f"{type(environment).__name__} is {told}: name a class with reset and step instead")
-    if hasattr(environment, "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
+    if hasattr(type(environment), "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
         return OpenEnvClient(environment)
     if callable(getattr(environment, "step", None)):
         return environment

@@ -181,9 +181,9 @@ def describe_error(error: BaseException) -> str:
 
 def what_happened(error: BaseException) -> str:
     """An error in a few words: "raised KeyError: 'x'"."""
-    if isinstance(error, SystemExit):
-        return f"called sys.exit({error.code!r})"
     try:
+        if isinstance(error, SystemExit):
+            return f"called sys.exit({error.code!r})"[:LONGEST_MESSAGE]
         message = " ".join(str(error).split("\n"))[:LONGEST_MESSAGE]
     except BaseException as second:
         message = f"(its message cannot be had: {type(second).__name__})"

@@ -71,7 +71,8 @@ def add_episode_metrics(metrics: MetricsAccumulator, episodes: Sequence[Episode]
 def _tool_errors(turn: Turn) -> int:
     """Calls that could not be made, and those of tools that failed, which the environment alone knows."""
     told = turn.info.get("tool_errors")
-    return max(sum(error is not None for _, error in turn.calls), told if isinstance(told, int) else 0)
+    known = min(told, 10**6) if isinstance(told, int) else 0  # a metric holds no larger ones
+    return max(sum(error is not None for _, error in turn.calls), known)
 
 
 def build(parts: Any) -> EpisodesHook | None:

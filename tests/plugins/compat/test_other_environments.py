@@ -385,3 +385,10 @@ def test_class_without_steps_or_tools_is_refused(tmp_path):
     (tmp_path / "empty.py").write_text("class Empty:\n    pass\n")
     with pytest.raises((ConfigError, EnvironmentFailure), match="has no step"):
         made(tmp_path, "empty.py:Empty")
+
+
+def test_class_that_answers_to_every_name_is_no_client_of_openenv(tmp_path):
+    (tmp_path / "wraps.py").write_text(
+        "class Wraps:\n    def __getattr__(self, name):\n        return lambda *given: ('seen', 1.0, False, {})\n"
+    )
+    assert made(tmp_path, "wraps.py:Wraps").step(Action("a")) == ("seen", 1.0, False, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -35,6 +36,23 @@ def rollout(**more) -> Rollout:
     prompt = PromptFeatures("what is it?", [1, 2], 7, images=[image("red")])
     own = {"reward": 1.5, "episode": episode(), "components": {"environment": 1.5}}
     return Rollout(prompt, [5] * 6, [-1.0, -1.0, 0.0, 0.0, 0.0, -1.0], "a dog", False, **{"sample_id": 3} | own | more)
+
+
+class WithoutText:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_what_an_environment_tells_besides_ends_no_run():
+    told = {"odd": WithoutText(), "long": 10**6000, "tool_errors": 10**400, "at": 3}
+    own = Episode([Turn("a", info=told)], [0] * 6)
+    (record,) = records_from_rollouts([rollout(episode=own)])
+    info = record["turns"][0]["info"]
+    assert "raised RuntimeError: no text" in info["odd"] and "ValueError" in info["long"] and info["at"] == 3
+    json.dumps(info)
+    metrics = MetricsAccumulator()
+    add_episode_metrics(metrics, [own])
+    assert metrics.reduce()["tool_errors"] == 10**6
 
 
 def test_metrics_count_turns_tokens_calls_and_failures():
