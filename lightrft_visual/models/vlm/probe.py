@@ -43,11 +43,16 @@ T = torch.Tensor
 logger = logging.getLogger(__name__)
 
 # Of log-probs. In half precision 1e-4 is nothing: there right adapters were off by up to 5 roundings of logits of a
-# usual size, wrong ones by 7.5 and more. Where a model is deep, what its own class differs by from itself says it.
-_TOLERANCE, _ROUNDINGS, _NOISE = 1e-4, 6, 2
+# usual size, wrong ones by 7.5 and more. Where a model is deep, what its own class differs by from itself says it, up
+# to a few times as much: padding that changes more is no rounding.
+_TOLERANCE, _ROUNDINGS, _NOISE, _MOST = 1e-4, 6, 2, 4
 _SIZES = ((96, 64), (64, 128))  # width and height of the images
 _ANSWER = " the first is a small red square, the second 12 blue rings."
 _ACTIONS = (14, 10, 6)  # of each sample, so that padded ones have padding on both sides
+_LOOKS_AHEAD = (
+    "its tokens see those that come after them, as in an encoder or a model that writes by diffusion: no run can train "
+    "it; take a causal language model"
+)
 
 
 @dataclass
@@ -184,6 +189,8 @@ def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
 @torch.no_grad()
 def compare(actor: Actor, samples: Sequence[_Sample], own: _Own) -> Finding:
     """The actor's log-probs of the samples, padded and, where its family packs, packed, against the own class's."""
+    if own.looks_ahead:
+        return Finding(math.inf, "", own.bound, "", _LOOKS_AHEAD)
     device, rule = actor.banned_ids.device, ScoringRule()
     forms = {"padded": _padded(samples)}
     if actor.backbone.family.unproven is None:
@@ -200,10 +207,12 @@ def compare(actor: Actor, samples: Sequence[_Sample], own: _Own) -> Finding:
 
 @dataclass
 class _Own:
-    """log_probs (actions) of each sample by the model's own class; bound: how much others may differ."""
+    """log_probs (actions) of each sample by the model's own class; bound: how much others may differ. looks_ahead:
+    whether tokens change what comes before them."""
 
     log_probs: list[T]
     bound: float
+    looks_ahead: bool
 
     @classmethod
     @torch.no_grad()
@@ -212,8 +221,21 @@ class _Own:
         found = [_log_probs(actor, sample, each) for sample, each in zip(samples, logits)]
         again = [_log_probs(actor, sample, _own_logits(actor, sample, more=5)) for sample in samples]
         noise = max(_distance(one, other) for one, other in zip(found, again))
-        size = float(torch.cat(logits).std()) * torch.finfo(next(actor.transformer.parameters()).dtype).eps
-        return cls(found, max(_TOLERANCE, _ROUNDINGS * size, _NOISE * noise))
+        dtype = next(actor.transformer.parameters()).dtype
+        rounding = max(_TOLERANCE, _ROUNDINGS * float(torch.cat(logits).std()) * torch.finfo(dtype).eps)
+        most = rounding if dtype == torch.float32 else _MOST * rounding
+        ahead = max(
+            _distance(one, _own_logits(actor, other)[: len(one)]) for one, other in _other_ends(samples, logits)
+        )
+        return cls(found, min(max(rounding, _NOISE * noise), most), ahead > rounding)
+
+
+def _other_ends(samples: Sequence[_Sample], logits: Sequence[T]) -> Iterator[tuple[T, _Sample]]:
+    """Of each sample the logits before the last half of its actions, and the sample with that half turned around."""
+    for sample, own in zip(samples, logits):
+        half = sample.actions // 2
+        ids = torch.cat([sample.ids[:-half], sample.ids[-half:].flip(0)])
+        yield own[: sample.actions - half + 1], replace(sample, own=sample.own | {"input_ids": ids[None]})
 
 
 def _distance(ours: T, own: T) -> float:
@@ -309,6 +331,8 @@ def _length(config: Any, longest: int) -> int:
 
 def _refusal(actor: Actor, finding: Finding) -> str:
     family, own = actor.backbone.family, type(actor.transformer).__name__
+    if finding.error == _LOOKS_AHEAD:
+        return f"model type {family.config.model_type!r}: {finding.error}"
     if finding.error:
         told = finding.error
     else:

@@ -184,3 +184,19 @@ def test_a_text_model_without_an_adapter_is_compared_too(monkeypatch):
     monkeypatch.setattr(unregistered, "_FACTORS", ())  # as if nobody had heard of it
     with pytest.raises(ConfigError, match="'granite', run by the adapter TextOnly: its log-probs differ"):
         proven(text_model("granite", logits_scaling=2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", ["bert-generation", "bert"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(model_type, dtype):
+    built = text_model(model_type)
+    built.model.to(dtype)
+    with pytest.raises(ConfigError, match=f"^model type '{model_type}': its tokens see those that come after them"):
+        proven(built)
+
+
+def test_what_padding_changes_in_the_models_own_class_allows_no_larger_difference(monkeypatch):
+    own = probe._own_logits
+    monkeypatch.setattr(probe, "_own_logits", lambda actor, sample, more=0: own(actor, sample, more) * (1 + more))
+    with pytest.raises(ConfigError, match="'gemma3', run by the adapter VLMFamily: its .* 1.0e-04 allowed"):
+        proven(stock("gemma3"), VLMFamily)
