@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import diffusers
 import numpy as np
 import pytest
 import tiny_families
@@ -17,8 +19,12 @@ from lightrft_visual import sample
 from lightrft_visual.cli import cli
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig
 from lightrft_visual.inference import Checkpoint, _as_in_the_run
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, save_text_length
+from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
+from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
+from lightrft_visual.trainer.hooks import Hooks
 
 RUN = (
     "sampling: {{height: {height}, width: {width}, num_frames: {frames}, eval_num_steps: 2, guidance_scale: {scale}}}\n"
@@ -188,3 +194,74 @@ def test_folder_of_a_run_and_a_slip_in_its_checkpoint_are_answered_with_the_chec
         done = CliRunner().invoke(cli, [command, str(named), *more])
         there = f"{run}/checkpoint-000001, {run}/checkpoint-final"
         assert str(done.exception) == f"{named} {told}; name a checkpoint of the run: {there}"
+
+
+UNIPC = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+# Name of a tiny pipeline, the scheduler of its folder (None: its own), and of a run: `scheduler` and `flow_shift`.
+EVALUATED = [
+    ("sd15", diffusers.PNDMScheduler(beta_schedule="scaled_linear", steps_offset=1), "model_default", None),
+    ("sd15", diffusers.DDIMScheduler(clip_sample=True, set_alpha_to_one=False, steps_offset=1), "model_default", None),
+    ("wan", UNIPC, "model_default", None),
+    ("wan", UNIPC, "model_default", 2.0),
+    ("wan", None, "model_default", None),
+    ("wan", None, "flow_match_euler_stock", 4.0),
+    ("sd3", None, "flow_match_euler", None),
+    ("sd3", None, "flow_match_euler", 5.0),
+    ("sd3", None, "flow_match_euler_stock", 5.0),
+    ("sd3", None, "model_default", 5.0),
+    ("flux", None, "flow_match_euler", None),
+    ("flux", None, "flow_match_euler", 5.0),
+    ("hunyuan_video15", None, "model_default", 5.0),
+]
+
+
+STEPS = 3
+
+
+def evaluated(policy, scheduler, flow_shift, latents):
+    """What a run's evaluation draws from these latents."""
+    batch = DiffusionBatch(policy.encode_prompts(["a red ball"]), latents.shape[1:], 1, 1.0, latents)
+    config = SamplingConfig(STEPS, scheduler=scheduler, flow_shift=flow_shift)
+    drawn = DiffusionSampler(config).sample(policy, batch, generator=torch.Generator())
+    with torch.no_grad():
+        return policy.decode(drawn.latents)[0].clamp(0, 1)
+
+
+@pytest.mark.parametrize("left_by", ["the run beside", "the export"])
+@pytest.mark.parametrize(("name", "own", "scheduler", "flow_shift"), EVALUATED)
+def test_sample_draws_what_the_runs_evaluation_drew(tmp_path, name, own, scheduler, flow_shift, left_by):
+    frames = 5 if name in ("wan", "hunyuan_video15") else 1
+    pipeline = tiny_families.pipeline_of(name)
+    if own is not None:
+        pipeline.scheduler = own
+    length = 1000 if name == "hunyuan_video15" else 77 if name == "sd15" else 5
+    policy, before = DiffusionPolicy(family_of(pipeline, length)), pipeline.scheduler
+    latents = torch.randn(1, *policy.latent_shape(32, 32, frames), generator=torch.Generator().manual_seed(3))
+    sampling = {"scheduler": scheduler, "flow_shift": flow_shift, "guidance_scale": 1.0}
+    size = {"height": 32, "width": 32} | ({"num_frames": frames} if frames > 1 else {})
+    wanted = evaluated(policy, scheduler, flow_shift, latents)
+    if left_by == "the export":
+        parts = SimpleNamespace(policy=policy)
+        config = SimpleNamespace(model=SimpleNamespace(lora_rank=0), sampling=SimpleNamespace(**sampling))
+        DiffusionTrainer.export(SimpleNamespace(config=config, parts=parts, hooks=Hooks([])), tmp_path / "final")
+        assert pipeline.scheduler is before
+    else:
+        pipeline.save_pretrained(tmp_path / "final")
+        run = {"sampling": {**sampling, **size, "eval_num_steps": STEPS}, "model": {"max_sequence_length": length}}
+        (tmp_path / "config.resolved.yaml").write_text(json.dumps(run))
+    given = policy.family.pipeline._pack_latents(latents, 1, *latents.shape[1:]) if name == "flux" else latents
+    asked = {**size, "num_inference_steps": STEPS, "latents": given, "output_type": "pt"}
+    asked |= {} if name == "hunyuan_video15" else {"guidance_scale": 1.0}
+    (found,) = sample(tmp_path / "final", ["a red ball"], **asked)[0]
+    found = found.transpose(0, 1) if frames > 1 else found
+    whole = name == "wan" or (name, scheduler) == ("sd3", "flow_match_euler")  # timesteps of its scheduler
+    assert float((found - wanted).abs().max()) < (6e-3 if whole and scheduler != "flow_match_euler_stock" else 5e-4)
+
+
+@pytest.mark.parametrize(("name", "scheduler"), [("cosmos", "flow_match_euler"), ("flux", "flow_match_euler_stock")])
+def test_timesteps_that_no_setting_of_a_stock_scheduler_says_are_said(caplog, name, scheduler):
+    pipeline = tiny_families.pipeline_of(name)
+    own = pipeline.scheduler
+    _as_in_the_run(pipeline, {"guidance_scale": 3.0, "scheduler": scheduler, "flow_shift": 2.0})
+    assert pipeline.scheduler is own
+    assert "draws at its own timesteps; the run's evaluations had scheduler " + scheduler in caplog.text

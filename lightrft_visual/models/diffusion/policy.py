@@ -371,16 +371,20 @@ class DiffusionPolicy(nn.Module):
         if collectives.is_rank_0():
             self.family.save_lora(Path(folder), layers, configs)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, sampling: Any = None) -> None:
         """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`.
 
-        Every rank calls it, rank 0 writes.
+        Every rank calls it, rank 0 writes. sampling: settings of a run, whose evaluations the saved pipeline draws as.
         """
         if self.lora.rank:
             raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")
         with gathered(list(self.parameters())):  # ZeRO-3 shards frozen denoisers too
             if collectives.is_rank_0():
-                self.family.pipeline.save_pretrained(folder)
+                pipeline, own = self.family.pipeline, self.family.pipeline.scheduler
+                if sampling is not None:
+                    self.family.draw_as_evaluated(pipeline, sampling.scheduler, sampling.flow_shift)
+                pipeline.save_pretrained(folder)
+                pipeline.scheduler = own
         if collectives.is_rank_0() and self.family.text_length is not None:
             save_text_length(folder, self.family.text_length)
 

@@ -154,7 +154,7 @@ class DiffusionTrainer(PolicyTrainer):
             if self.config.model.lora_rank:
                 self.parts.policy.save_lora(folder)
             else:
-                self.parts.policy.save_pretrained(folder)
+                self.parts.policy.save_pretrained(folder, self.config.sampling)
 
 
 class RewardFLTrainer(DiffusionTrainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -20,16 +21,23 @@ from torch import nn
 from ....config import registry
 from ....config.diffusion import DiffusionRunConfig
 from ....errors import ConfigError, did_you_mean, refused_as
+from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
 from ..layers import upcast
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
 Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
 ATTENTION_TARGETS = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 )  # fmt: skip
+
+EULER_STEPS = {  # of a UniPCMultistepScheduler: first order and uncorrected, from 1 to 1/1000 before the shift
+    "solver_order": 1, "disable_corrector": list(range(TRAIN_TIMESTEPS)), "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+}  # fmt: skip
 
 
 def in_whole_batches(encode: Callable[[Any, list[str]], Conditions]) -> Callable[[Any, list[str]], Conditions]:
@@ -62,6 +70,7 @@ class DiffusionFamily(ABC):
     denoiser_names: tuple[str, ...] = ("transformer",)
     lora_targets: tuple[str, ...] = ATTENTION_TARGETS
     token_area = 4  # positions of the latents, in height and width, that a token of the transformer takes
+    evenly_spaced = False  # whether timesteps are even before their shift, whatever the pipeline's scheduler says
     names_sigmas = False  # whether the pipeline always names the sigmas before their shift itself
     left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
@@ -258,6 +267,31 @@ class DiffusionFamily(ABC):
             folder, **{f"{name}_lora_layers": weights for name, weights in layers.items()},
             **{f"{name}_lora_adapter_metadata": config for name, config in configs.items()},
         )  # fmt: skip
+
+    @classmethod
+    def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
+        """The stock pipeline's scheduler with which it draws as evaluations do, by Euler's steps at their timesteps;
+        None where no setting says these. name, flow_shift: settings `scheduler` and `flow_shift` of a run."""
+        own = scheduler.config
+        shift = flow_shift or own.get("flow_shift") or own.get("shift") or 1.0
+        if name == "flow_match_euler_stock":
+            return None if cls.names_sigmas else FlowMatchEulerDiscreteScheduler(shift=shift)
+        if not cls.names_sigmas and (name == "flow_match_euler" or cls.evenly_spaced):
+            dynamic = flow_shift is None and own.get("use_dynamic_shifting", False)
+            return UniPCMultistepScheduler(**EULER_STEPS, flow_shift=shift, use_dynamic_shifting=dynamic)
+        scheduler = scheduler if flow_shift is None else cls.shifted(scheduler, flow_shift)
+        plain = name == "model_default" or not own.get("shift_terminal")
+        return scheduler if plain else type(scheduler).from_config(scheduler.config, shift_terminal=None)
+
+    @classmethod
+    def draw_as_evaluated(cls, pipeline: Any, name: str, flow_shift: float | None) -> None:
+        """Give a stock pipeline the scheduler of `evaluated`; where there is none, a line says so."""
+        scheduler = cls.evaluated(pipeline.scheduler, name, flow_shift)
+        if scheduler is not None:
+            pipeline.scheduler = scheduler
+            return
+        told = f"scheduler {name}" + ("" if flow_shift is None else f", flow_shift {flow_shift:g}")
+        logger.warning("%s draws at its own timesteps; the run's evaluations had %s", type(pipeline).__name__, told)
 
     @staticmethod
     def shifted(scheduler: Any, flow_shift: float) -> Any:

@@ -75,6 +75,11 @@ class CosmosPredict2(DiffusionFamily):
         """1 less."""
         return super().stock_guidance(pipeline, scale - 1, negative)
 
+    @classmethod
+    def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
+        """The pipeline's own, at whose timesteps alone it draws."""
+        return scheduler if name == "model_default" and flow_shift is None else None
+
     def decode(self, latents: T) -> T:
         """(B, C, F, h, w) to (B, 3, H, W), or (B, 3, T, H, W) for several frames."""
         vae = self.pipeline.vae

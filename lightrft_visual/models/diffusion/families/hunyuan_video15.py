@@ -24,6 +24,7 @@ class HunyuanVideo15(DiffusionFamily):
 
     default_text_length = 1000
     texts_at_once = 8
+    names_sigmas = True
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import DDIMScheduler
 
@@ -45,6 +47,11 @@ class StableDiffusion15(DiffusionFamily):
         scheduler.set_timesteps(num_steps)
         alpha_bar = scheduler.alphas_cumprod.double()[scheduler.timesteps]
         return scheduler.timesteps.float(), (1 - alpha_bar).sqrt().float()
+
+    @classmethod
+    def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
+        """DDIM's, of which no sample is clipped and which ends at alpha_bar = 1."""
+        return DDIMScheduler.from_config(scheduler.config, clip_sample=False, thresholding=False, set_alpha_to_one=True)
 
     def decode(self, latents: T) -> T:
         """(B, 4, h, w) to (B, 3, H, W)."""
