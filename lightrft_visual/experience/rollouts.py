@@ -272,8 +272,8 @@ class Episode:
     """Several turns in one rollout, whose tokens run from the first sampled one to the last.
 
     turn_ids: for each token the turn that sampled it, from 0; -1 for tokens of observations. images, videos, vision: of
-    observations, in the order of their tokens. gamma: discount of a reward by each turn before it. failure: why the
-    environment could not go on; failed: whether the sample teaches nothing for it.
+    observations, in the order of their tokens. gamma: discount of a reward by each turn before it. rewarded: whether
+    the environment gave any. failure: why it could not go on; failed: whether the sample teaches nothing for it.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -282,6 +282,7 @@ class Episode:
     videos: list = field(default_factory=list)
     vision: list[VisionTensors] = field(default_factory=list)
     gamma: float = 1.0
+    rewarded: bool = False
     failure: str | None = None
     failed: bool = False
 
@@ -289,8 +290,8 @@ class Episode:
         """The environment's share of the score of this episode's rollout, unless it is one of its components already;
         what others gave is discounted as the last turn is."""
         own = self.reward
-        if ENVIRONMENT in rollout.components:
-            weight, given = rollout.weights.get(ENVIRONMENT, 1.0), rollout.components[ENVIRONMENT]
+        if ENVIRONMENT in rollout.components.keys() | rollout.weights:  # the latter: of a recipe, for other labels
+            weight, given = rollout.weights.get(ENVIRONMENT, 1.0), rollout.components.get(ENVIRONMENT, float("nan"))
             share = 0.0 if given != given else weight * given  # NaN: no part of this sample's recipe
         else:
             share, rollout.components[ENVIRONMENT] = own, own

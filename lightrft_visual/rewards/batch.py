@@ -457,14 +457,14 @@ def pick_output(scores: Scores, name: str, key: str | None) -> Scores:
     return Scores(scores.extras[key], scores.failed, scores.extras, scores.reasons)
 
 
-def weighted_sum(columns: Sequence[Column], size: int, unweighted: T) -> tuple[T, T]:
+def weighted_sum(columns: Sequence[Column], size: int, may_be_empty: T) -> tuple[T, T]:
     """Score (B) float64 and valid (B) bool.
 
     A component that does not apply to a sample is left out of its sum. A sample is invalid when a component failed on
-    it, or when none applied. `unweighted` (B) bool: samples whose recipe has only zero weights; they score 0.
+    it, or when none applied. `may_be_empty` (B) bool: samples that score 0 then.
     """
     total = torch.zeros(size, dtype=torch.float64)
-    applied, failed = unweighted.clone(), torch.zeros(size, dtype=torch.bool)
+    applied, failed = may_be_empty.clone(), torch.zeros(size, dtype=torch.bool)
     for column in columns:
         scored = ~column.values.isnan()
         total = total + torch.where(scored, column.values.nan_to_num() * column.job.weights, 0.0)

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, RewardError, StoppedBySignal
-from ..experience.rollouts import Rollout
+from ..experience.rollouts import ENVIRONMENT, Rollout
 from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
 from ..runtime.usercode.calls import callable_name, ended_by_sigterm
@@ -311,9 +311,7 @@ class RewardComputationEngine:
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
-                unweighted = torch.zeros(len(batch), dtype=torch.bool)
-                unweighted = unweighted if self.recipe is None else self._unweighted(self.recipe, batch.labels)
-                score, valid = weighted_sum(columns, len(batch), unweighted)
+                score, valid = weighted_sum(columns, len(batch), self._may_be_empty(batch))
                 named = named_components(columns)
         if self.recipe is not None and self.recipe.average:
             named["avg"] = score
@@ -369,10 +367,15 @@ class RewardComputationEngine:
                     job.indices.append(index)
         return list(jobs.values())
 
-    def _unweighted(self, recipe: Recipe, labels: Sequence[str | None]) -> T:
-        """(B) bool: samples whose recipe has no weight but zero; an empty sum is 0, not a failure."""
-        found = [all(self._weight(e.name, e.weight) == 0 for e in recipe.for_label(label)) for label in labels]
-        return torch.tensor(found).bool()
+    def _may_be_empty(self, batch: RewardBatch) -> T:
+        """(B) bool: samples whose empty sum is 0, not a failure: their recipe has no weight but zero, or an environment
+        that no recipe names has rewarded them."""
+        recipe, episodes = self.recipe, batch.episodes or [None] * len(batch)
+        besides = recipe is None or all(entry.name != ENVIRONMENT for entry in recipe.components())
+        entries = [None if recipe is None else recipe.for_label(label) for label in batch.labels]
+        unweighted = [own is not None and all(self._weight(e.name, e.weight) == 0 for e in own) for own in entries]
+        rewarded = [besides and each is not None and each.rewarded for each in episodes]
+        return torch.tensor([unweighted, rewarded]).bool().any(dim=0)
 
     def _aggregate_by_hand(
         self, batch: RewardBatch, columns: Sequence[Column], call: Call, reasons: dict[str, Counter[str]]

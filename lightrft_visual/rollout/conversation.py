@@ -6,6 +6,7 @@ stay as they were sampled, whatever text they decode to.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
+from ..data.media import Video
 from ..errors import ConfigError, DataError, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
@@ -70,7 +72,9 @@ class ObservationRenderer:
         messages = [self._checked(message) for message in observation.messages]
         try:
             text = self._behind(self._shortened(messages))
-            return Added(*self.data.difference(text, observation.images, observation.videos, what))
+            added = Added(*self.data.difference(text, observation.images, observation.videos, what))
+            images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
+            return replace(added, images=images, videos=videos)
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
 
@@ -92,6 +96,7 @@ class ObservationRenderer:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
         if len(ids) > self.data.prompt_max_len:
             raise EnvironmentFailure(f"the prompt after reset has {len(ids)} tokens, above prompt_max_len")
+        loaded, clips = _kept(loaded, observation.images), _kept(clips, observation.videos)
         begun = replace(prompt, text=text, token_ids=ids, images=loaded, videos=clips, vision=vision, messages=messages)
         self.check_media(begun, Episode(), Added([], []))
         return begun
@@ -168,6 +173,14 @@ class ObservationRenderer:
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the chat template refuses messages of an environment: {error}") from error
+
+
+def _kept(media: list, given: Sequence[Any]) -> list:
+    """The media; of what an environment gave as it is a copy, for it may go on drawing on its own."""
+    return [
+        copy.deepcopy(e) if given and isinstance(e, Video) else e.copy() if any(e is g for g in given) else e
+        for e in media
+    ]
 
 
 def _text_of(message: Message) -> str:

@@ -34,20 +34,14 @@ class ThreadHost:
 
         def begin() -> Observation | None:
             self._environments[episode] = held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
-            # Whatever it does to images and messages, of the row and of what it has shown, is its own.
-            return copy.deepcopy(held.reset(copy.deepcopy(row)))
+            return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
 
         return self._call("reset", begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
         """See `EnvironmentHost`."""
         held = self._environments[episode]
-
-        def step() -> StepResult:
-            result = held.step(action)
-            return result._replace(observation=copy.deepcopy(result.observation))
-
-        return self._call("step", step)
+        return self._call("step", lambda: held.step(action))
 
     def end(self, episode: int) -> None:
         """See `EnvironmentHost`."""

@@ -87,8 +87,8 @@ class Environment:
         """
         return None
 
-    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
-        """(observation, reward of this turn, whether the episode is over, anything that records should show).
+    def step(self, action: Action) -> tuple[Any, float | None, bool, dict[str, Any]]:
+        """(observation, reward of this turn or None, whether the episode is over, anything that records should show).
 
         The observation of the last step is not read.
         """
@@ -182,7 +182,7 @@ class StepResult(NamedTuple):
     """What an environment answered, checked. observation: None where the episode is over."""
 
     observation: Observation | None
-    reward: float
+    reward: float | None
     done: bool
     info: dict[str, Any]
 
@@ -195,7 +195,7 @@ class StepResult(NamedTuple):
             raise EnvironmentFailure(f"step gave {shown}; it gives {forms}")
         observation, reward, done, info = value
         try:
-            number = float("nan") if isinstance(reward, str) else float(reward)
+            number = float("nan") if isinstance(reward, str) else float(0.0 if reward is None else reward)
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if not abs(number) <= 1e6:
@@ -206,7 +206,7 @@ class StepResult(NamedTuple):
         if info is not None and not isinstance(info, Mapping):
             raise EnvironmentFailure(f"info is a {type(info).__name__}; it must be a mapping")
         seen = None if done else Observation.of(observation, role)
-        return cls(seen, number, bool(done), dict(info or {}))
+        return cls(seen, None if reward is None else number, bool(done), dict(info or {}))
 
 
 EnvironmentFactory = Callable[[], Environment]

@@ -284,7 +284,8 @@ class _Round:
         turn = conversation.episode.turns[-1]
         try:
             result = future.result()
-            turn.reward, turn.info = result.reward, result.info
+            turn.reward, turn.info = result.reward or 0.0, result.info
+            conversation.episode.rewarded |= result.reward is not None
             over = result.done or conversation.truncated or conversation.turns >= limits.max_turns
             if not over:
                 over = not self._observed(conversation, result.observation)

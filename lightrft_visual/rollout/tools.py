@@ -313,7 +313,7 @@ class ToolEnvironment(Environment):
 
     A call that cannot be run (no such tool, wrong arguments, malformed, or the tool raises) is answered by a text that
     begins with `error:`. A tool returns text, a PIL image, a list of content parts, or a value that JSON has; it may be
-    a coroutine. Rewards are 0: the run's own reward is of the whole episode.
+    a coroutine. It gives no rewards: the run's own is of the whole episode.
 
     tools: functions, or methods of a subclass, whose `self.row` is then the data row of the episode.
     """
@@ -333,15 +333,15 @@ class ToolEnvironment(Environment):
         """Keep the row; the episode begins with its own prompt."""
         self.row = row
 
-    def step(self, action: Action) -> tuple[list[dict[str, Any]] | None, float, bool, dict[str, Any]]:
+    def step(self, action: Action) -> tuple[list[dict[str, Any]] | None, float | None, bool, dict[str, Any]]:
         """The answers to the calls, in their order."""
         if not action.tool_calls:
-            return None, 0.0, True, {}
+            return None, None, True, {}
         answers = [(call, *self.run(call)) for call in action.tool_calls]
         messages = [{"role": "tool", "name": call.name, "content": content} for call, content, _ in answers]
         called = Counter(call.name for call, _, _ in answers if call.name in self._tools)
         failed = sum(bad for _, _, bad in answers)
-        return messages, 0.0, False, {"tool_calls": dict(called), "tool_errors": failed}
+        return messages, None, False, {"tool_calls": dict(called), "tool_errors": failed}
 
     def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
         """The content of the answer to one call, and whether it tells of an error."""

@@ -10,8 +10,10 @@ from reward_servers import FaultyServer
 from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components
 from lightrft_visual.rewards.batch import Call, batch_from_samples
+from lightrft_visual.trainer.vl.maker import give_rewards
 
 
 def test_default_is_exact_match_over_uneven_micro_batches():
@@ -385,3 +387,39 @@ def test_a_metric_of_a_function_takes_no_name_of_the_engines_own():
     output = RewardComputationEngine(custom_reward_func=timed).compute_rewards([make_samples(["a"])])
     assert output.counts["reward/time"] < 100 and output.counts["reward/invalid_share"] == 0
     assert {"timed/time", "timed/invalid_share", "tries"} <= output.components.keys()
+
+
+def episode_of(gave: float | None, **more) -> Rollout:
+    own = Episode([Turn("a", gave or 0.0)], [0], rewarded=gave is not None)
+    prompt = PromptFeatures("how many? ", [1], 0, **more)
+    return Rollout(prompt, [5], None, "a", False, 0, episode=own)
+
+
+def given(engine: RewardComputationEngine, rollouts: list[Rollout]) -> list[tuple[float, bool]]:
+    rollouts = Rollouts(rollouts)
+    give_rewards(rollouts, engine.score_rollouts(rollouts, chunk=4))
+    return [(each.reward, each.valid) for each in rollouts]
+
+
+def sometimes(metadata):
+    return [Failed("no answer") if each["gives"] == "fails" else each["gives"] for each in metadata]
+
+
+def test_reward_that_does_not_apply_leaves_that_of_the_environment_and_a_failure_does_not():
+    rollouts = [
+        episode_of(0.5, metadata={"gives": None}), episode_of(0.5, metadata={"gives": 2.0}),
+        episode_of(0.5, metadata={"gives": "fails"}), episode_of(None, metadata={"gives": None}),
+        episode_of(0.0, metadata={"gives": None}),
+    ]  # fmt: skip
+    engine = RewardComputationEngine(custom_reward_func=sometimes, config=RewardConfig(reward_max_invalid=0.9))
+    found = given(engine, rollouts)
+    assert [valid for _, valid in found] == [True, True, False, False, True]
+    assert [reward for reward, valid in found if valid] == [0.5, 2.5, 0.0]
+
+
+def test_environment_that_a_recipe_names_for_other_labels_is_in_no_sum_whichever_samples_are_beside():
+    recipe = {"play": [("rule", "environment", 1.0)], "ask": [("rule", "exact", 1.0)]}
+    engine = RewardComputationEngine(reward_recipe=recipe)
+    asked, played = (episode_of(0.5, label=label, reference="a") for label in ("ask", "play"))
+    assert given(engine, [asked]) == [(1.0, True)]
+    assert given(engine, [asked, played]) == [(1.0, True), (0.5, True)]

@@ -188,23 +188,6 @@ def test_what_an_environment_does_to_its_row_reaches_no_other_episode():
     assert row["images"][0].getpixel((0, 0)) == (0, 0, 0) and row["messages"] == []
 
 
-def test_what_an_environment_does_to_what_it_has_shown_changes_no_earlier_turn():
-    class RepaintsOneImage:
-        def __init__(self):
-            self.screen = Image.new("RGB", (8, 8))
-
-        def reset(self, row):
-            return self.screen
-
-        def step(self, action):
-            self.screen.paste(action.text, (0, 0, 8, 8))
-            return [self.screen], 0.0, False, {}
-
-    host = ThreadHost(RepaintsOneImage, 20.0)
-    shown = [host.reset(0, {}).result(20), *(host.step(0, Action(each)).result(20)[0] for each in ("red", "blue"))]
-    assert [each.images[0].getpixel((0, 0)) for each in shown] == [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
-
-
 def test_exit_whose_code_has_no_text_fails_its_episode_instead_of_holding_up_the_step():
     class WithoutText:
         def __repr__(self):

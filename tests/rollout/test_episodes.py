@@ -152,6 +152,30 @@ class Films(Environment):
         return seen, 1.0, self.turn == 3, {}
 
 
+class Repaints(Environment):
+    """Shows one image and one film, which it changes each time."""
+
+    def reset(self, row):
+        self.screen, self.film, self.turn = picture(1), clip(1, 6, fps=4.0), 0
+        return [self.screen]
+
+    def step(self, action):
+        self.turn += 1
+        self.screen.paste((self.turn, 0, 0), (0, 0, *self.screen.size))
+        self.film.frames[:] = self.turn
+        return [self.screen, self.film], 1.0, self.turn == 3, {}
+
+
+def test_what_an_environment_does_to_what_it_has_shown_changes_no_earlier_turn(rig):
+    batch = batch_of([3])
+    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]]
+    rollouts = stage_of(rig, Repaints).generate(batch, replace(SETTINGS, n=6))
+    own = next(each for each in rollouts if len(each.episode.turns) == 3)
+    assert own.prompt.images[1].tobytes() == picture(1).tobytes()
+    assert [each.getpixel((0, 0))[0] for each in own.episode.images] == [1, 2]
+    assert [int(each.frames.max()) for each in own.episode.videos] == [1, 2]
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_films_of_observations_are_placed_in_time_as_the_trainer_places_them(root, kind):
     rig = rig_of(checkpoint_of(root, kind))

@@ -372,7 +372,7 @@ def asked(*calls: ToolCall) -> Action:
 
 def answer_of(name: str, **arguments) -> str | list:
     messages, reward, done, _ = environment().step(asked(ToolCall(name, arguments, None)))
-    assert (reward, done, [message["role"] for message in messages]) == (0.0, False, ["tool"])
+    assert (reward, done, [message["role"] for message in messages]) == (None, False, ["tool"])
     return messages[0]["content"]
 
 
@@ -424,4 +424,4 @@ def test_calls_are_answered_in_their_order_and_counted_by_tool():
 
 
 def test_response_without_a_call_ends_the_episode():
-    assert environment().step(Action("It is red.", [1], [])) == (None, 0.0, True, {})
+    assert environment().step(Action("It is red.", [1], [])) == (None, None, True, {})

@@ -92,12 +92,14 @@ class TRLEnvironment(ToolEnvironment):
         self._reward = 0.0
         return None if isinstance(found, str) and not found else found
 
-    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+    def step(self, action: Action) -> tuple[Any, float | None, bool, dict[str, Any]]:
         """The answers of the tools, and what they changed the reward by."""
         observation, _, done, info = super().step(action)
         before, asked = self._reward, getattr(self.environment, "get_reward", None)
         found = getattr(self.environment, "reward", None) if asked is None else awaited_value(asked())
-        self._reward = 0.0 if found is None else float(found)
+        if found is None:
+            return observation, None, done, info
+        self._reward = float(found)
         return observation, self._reward - before, done, info
 
 
@@ -146,7 +148,7 @@ class OpenRLHFAgent(Environment):
         videos = [{"type": "video", "video": each} for each in media["video"]]
         return earlier + messages_of(self._text, list(media["image"]), videos)
 
-    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+    def step(self, action: Action) -> tuple[Any, float | None, bool, dict[str, Any]]:
         """The agent's feedback."""
         states = {"observation_text": self._text, "action_text": action.text, "label": self._label}
         result = awaited_value(self.agent.step(states | {"sampling_params": None}))
@@ -265,15 +267,15 @@ class OpenEnvClient(Environment):
         """The environment's first observation, behind the prompt."""
         return content_of((awaited_value(self.client.reset())).observation)
 
-    def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
+    def step(self, action: Action) -> tuple[Any, float | None, bool, dict[str, Any]]:
         """The environment's result; an error text for an action that is none."""
         try:
             made = self._made(action)
         except (ValueError, TypeError) as error:
             return f"error: {error}", 0.0, False, {"tool_errors": 1}
         result = awaited_value(self.client.step(made))
-        done = bool(result.done)
-        return None if done else content_of(result.observation), float(result.reward or 0.0), done, {}
+        done, reward = bool(result.done), None if result.reward is None else float(result.reward)
+        return None if done else content_of(result.observation), reward, done, {}
 
     def _made(self, action: Action) -> Any:
         if len(action.tool_calls) > 1:

@@ -44,8 +44,8 @@ class Click(ToolEnvironment):
         calls = action.tool_calls
         if not calls and (point := POINT.search(action.text)):
             calls = [ToolCall("click", {"x": float(point[1]), "y": float(point[2])})]
-        observation, reward, done, info = super().step(Action(action.text, action.token_ids, calls[:1]))
-        return (None, 1.0, True, info) if self.hit else (observation, reward, done, info)
+        observation, _, done, info = super().step(Action(action.text, action.token_ids, calls[:1]))
+        return (None, 1.0, True, info) if self.hit else (observation, 0.0, done, info)
 
     def click(self, x: float, y: float) -> Image.Image:
         """Click on a point of the screen.

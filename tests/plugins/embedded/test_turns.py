@@ -76,7 +76,7 @@ def test_zoom_environment_shows_the_quarter_and_refuses_others():
     assert COLOURS[scene["colour"]] in colours_of(part["image"]) and info["tool_errors"] == 0
     content, info = look(environment, 5)
     assert "there is no part 5" in content and info["tool_errors"] == 1
-    assert environment.step(Action("red"))[:3] == (None, 0.0, True)
+    assert environment.step(Action("red"))[:3] == (None, None, True)
 
 
 def test_environments_for_measuring_show_other_colours_or_nothing():
