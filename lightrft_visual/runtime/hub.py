@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 from ..errors import ConfigError, DataError
 from .files import cache_folder
 
+logger = logging.getLogger(__name__)
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")  # owner/name, with a revision behind @
 FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 FIRST_RANK_LIMIT = 30.0  # seconds that other ranks wait until the first one has begun
@@ -100,21 +103,33 @@ def fetch_model(name: str, code: bool = False, files: Sequence[str] = PATTERNS) 
             return
 
 
-def _check_answers(name: str, revision: str | None) -> None:
-    """Raise ConnectionError for a data set that no cache has, of a hub that does not answer: its loader would ask again
-    for half a minute."""
-    from huggingface_hub import constants, snapshot_download
+def _unanswered(name: str, revision: str | None) -> str:
+    """Why the hub does not answer for a data set, whose loader would ask again for half a minute; "" where it does."""
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets"))
-    if offline() or any(prepared.glob(f"{name.partition('/')[0]}___*")):
-        return
-    try:
-        snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=["README.md"])
-    except LocalEntryNotFoundError as error:
-        raise ConnectionError(f"it did not answer: {str(error.__cause__ or error).splitlines()[0]}") from error
-    except (OSError, ValueError):  # the loader says what is wrong
-        return
+    with tempfile.TemporaryDirectory() as nothing_yet:  # else what was fetched before would be the answer
+        try:
+            snapshot_download(
+                name, repo_type="dataset", revision=revision, allow_patterns=["README.md"], cache_dir=nothing_yet
+            )
+        except LocalEntryNotFoundError as error:
+            return str(error.__cause__ or error).splitlines()[0]
+        except (OSError, ValueError):  # the loader says what is wrong
+            pass
+    return ""
+
+
+def _prepared(name: str, split: str) -> Any:
+    """A data set as its loader has left it in the cache, None where it has not."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+    from datasets.packaged_modules.cache.cache import Cache
+
+    owner, _, own = name.rpartition("/")
+    if not any(Path(config.HF_DATASETS_CACHE).glob(f"{owner}___{camelcase_to_snakecase(own)}/*/*/*/")):
+        return None
+    return Cache(dataset_name=own, repo_id=name, version="auto", hash="auto").as_dataset(split=split)
 
 
 def load_data_set(name: str, split: str) -> Any:
@@ -124,8 +139,13 @@ def load_data_set(name: str, split: str) -> Any:
     plain, _, revision = name.partition("@")
     try:
         with first_on_host(f"{name}|{split}"):
-            _check_answers(plain, revision or None)
-            return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
+            why = "" if offline() else _unanswered(plain, revision or None)
+            if not why:
+                return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
+            if (found := _prepared(plain, split)) is None:
+                raise ConnectionError(f"it did not answer: {why}")
+            logger.warning("the hub does not answer for %s (%s): what the cache has of it is taken", plain, why)
+            return found
     except Exception as error:  # of any kind: the hub's, the network's, the reader's
         told = f"is no file here, and of the hub (split {split}): {error}"
         raise DataError(f"{name!r} {told}; {looked_at(plain, 'HF_DATASETS_CACHE')}") from error

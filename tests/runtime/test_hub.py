@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -117,23 +118,35 @@ def test_rows_of_the_hub_are_read_and_those_that_are_nowhere_say_where_was_looke
         open_source("org/other", "train")
 
 
-@pytest.mark.parametrize("prepared", ["", "org___rows", "other___rows"])
-def test_a_data_set_of_a_hub_that_does_not_answer_is_asked_for_once_unless_it_is_in_the_cache(
+def prepared_as(name, folder):
+    """Rows in a cache of data sets as `datasets` leaves those of the hub there."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    own = name.rpartition("___")[2]
+    datasets.load_dataset("json", data_files=str(folder / "rows.jsonl"), cache_dir=str(folder / "made"))
+    (made,) = (folder / "made/json").glob("*/*/*/")
+    (folder / name / "default/0.0.0").mkdir(parents=True)
+    (made / "json-train.arrow").rename(made / f"{own}-train.arrow")
+    info = json.loads((made / "dataset_info.json").read_text()) | {"dataset_name": own}
+    (made / "dataset_info.json").write_text(json.dumps(info))
+    made.rename(folder / name / "default/0.0.0/abc")
+
+
+@pytest.mark.parametrize("prepared", ["", "org___my_rows", "org___others", "other___my_rows"])
+def test_a_data_set_of_a_hub_that_does_not_answer_is_that_of_the_cache_or_refused_and_never_asked_for_again(
     prepared, tmp_path, monkeypatch
 ):
-    loaded = []
-
-    def none(name, **_):
+    def none(name, cache_dir, **_):
+        assert not os.listdir(cache_dir)  # what was fetched before is no answer of the hub
         raise LocalEntryNotFoundError("no such snapshot") from ConnectionError("Name or service not known")
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    (tmp_path / prepared).mkdir(exist_ok=True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    if prepared:
+        prepared_as(prepared, tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: loaded.append(name))
-    if prepared == "org___rows":
-        hub.load_data_set("org/rows", "train")
-    else:
-        with pytest.raises(DataError, match="split train.: it did not answer: Name or service not known; looked at"):
-            hub.load_data_set("org/rows", "train")
-    assert loaded == ["org/rows"] * (prepared == "org___rows")
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    if prepared == "org___my_rows":
+        assert hub.load_data_set("org/MyRows", "train")["prompt"] == ["a", "b"]
+        return
+    with pytest.raises(DataError, match="split train.: it did not answer: Name or service not known; looked at"):
+        hub.load_data_set("org/MyRows", "train")
