@@ -21,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from ..config import registry
@@ -35,6 +36,7 @@ from .weight_files import check_size
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass
@@ -88,12 +90,26 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
             check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         if family.vision:
-            pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
-            processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
-            family.check_processor(processor)
+            processor = _processor(path, family, model, data)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
     return Checkpoint(path, config, tokenizer, processor)
+
+
+def _processor(path: str, family: VLMFamily, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
+    """Raises ConfigError for a checkpoint without the files of one, and for what the family cannot read."""
+    pixels = family.processor_arguments(data.min_pixels, data.max_pixels)
+    known = not os.path.isdir(path) or any(os.path.isfile(os.path.join(path, name)) for name in _PROCESSOR_FILES)
+    processor = None
+    if known:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=model.trust_remote_code, **pixels)
+    if not isinstance(processor, ProcessorMixin):  # transformers gives the tokenizer where nothing names a processor
+        raise ConfigError(
+            f"model {path} has no processor of images, which model type {family.config.model_type!r} needs: copy "
+            f"{' or '.join(_PROCESSOR_FILES)} from the model that it was made from"
+        )
+    family.check_processor(processor)
+    return processor
 
 
 def check_path(path: str) -> None:

@@ -130,7 +130,7 @@ class LogProbLinear(nn.Linear):
         Raises TypeError for anything but a plain nn.Linear (an adapter-wrapped or quantised head computes otherwise).
         """
         if type(linear) not in (nn.Linear, cls):
-            raise TypeError(f"the language-model head is a {type(linear).__name__}, not an nn.Linear")
+            raise TypeError(f"its language-model head is a {type(linear).__name__}, not an nn.Linear")
         linear.__class__ = cls
         linear.soft_cap = soft_cap
         return linear  # type: ignore[return-value]

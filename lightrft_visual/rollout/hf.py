@@ -9,14 +9,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import CacheLayerMixin
 
 from ..config.vl import RunConfig
+from ..errors import ConfigError
 from ..experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ..experience.types import ModelInputs
 from ..experience.vision import VisionTensors
@@ -66,6 +69,7 @@ class TransformersEngine:
         self.tokenizer, self.micro_batch_size = tokenizer, micro_batch_size
         self._divided = isinstance(actor, TrainEngine) and actor.zero_stage == 3
         self.in_step = self._divided and collectives.world_size() > 1
+        _check_cache(self.actor)
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> TransformersEngine:
@@ -245,6 +249,19 @@ def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> OwnWeightsEngine
     actor = Actor(add_lora(transformer, model), checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids)
     actor.to(get_accelerator().current_device_name()).requires_grad_(False)
     return OwnWeightsEngine(actor.eval(), checkpoint.tokenizer, config.rollout.micro_rollout_batch_size)
+
+
+def _check_cache(actor: Actor) -> None:
+    """Raise ConfigError for a model that does not go on from a key-value cache."""
+    backbone, transformer = actor.backbone, actor.transformer
+    layers = DynamicCache(config=backbone.config).layers
+    attends = not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
+    takes = "past_key_values" in signature(backbone.base.forward).parameters
+    if not (takes and attends and transformer._supports_default_dynamic_cache()):
+        raise ConfigError(
+            f"engine hf goes on from a key-value cache, which model type {backbone.config.model_type!r} does not take: "
+            "use engine vllm"
+        )
 
 
 @dataclass

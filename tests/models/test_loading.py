@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint_of, load
-from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 from watched import Operations
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -149,6 +149,15 @@ def without_a_weight(copy, columns=0):
 def a_pipe(copy):
     (copy / "tokenizer_config.json").unlink(missing_ok=True)
     os.mkfifo(copy / "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "kosmos-2", "shieldgemma2"])
+def test_a_tokenizer_alone_is_refused_of_a_model_that_reads_images(root, tmp_path, model_type):
+    """Of some types transformers says that an image processor is not on its hub, of others it gives the tokenizer."""
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    checkpoint_of(root, "qwen2_5_vl").tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"model {tmp_path} has no processor of images, .*'{model_type}' needs: copy"):
+        open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
 
 
 DAMAGE = {

@@ -18,9 +18,9 @@ from tiny_models import (
     prompts_for,
     text_prompts,
 )  # fmt: skip
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from lightrft_visual.errors import NonFiniteError, RolloutError
+from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
@@ -247,3 +247,16 @@ def test_a_policy_whose_weights_are_not_finite_is_named_with_the_weight(root, se
         weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match=rf"samples from hold NaN .*{name} holds some.*--actor_learning_rate"):
         rig.stage.generate(text_prompts(), settings)
+
+
+@pytest.mark.parametrize(
+    "model_type,settings",
+    [("mamba", {}), ("openai-gpt", {}), ("minimax", {"head_dim": 16, "num_key_value_heads": 2}),
+     ("granitemoehybrid", {"layer_types": ["mamba", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 16})],
+)  # fmt: skip
+def test_models_that_do_not_go_on_from_a_key_value_cache_are_refused(model_type, settings):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = CONFIG_MAPPING[model_type](**sizes, num_attention_heads=2, **settings)
+    actor = Actor(AutoModelForCausalLM.from_config(config), [], [1])
+    with pytest.raises(ConfigError, match=f"engine hf .*'{model_type}' does not take: use engine vllm"):
+        TransformersEngine(actor, None)

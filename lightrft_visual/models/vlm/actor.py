@@ -272,7 +272,10 @@ class Actor(nn.Module):
         self.model = model
         transformer = self.transformer
         soft_cap = getattr(transformer.config.get_text_config(), "final_logit_softcapping", None)
-        head = LogProbLinear.adopt(transformer.get_output_embeddings(), soft_cap)
+        try:
+            head = LogProbLinear.adopt(transformer.get_output_embeddings(), soft_cap)
+        except TypeError as error:
+            raise ConfigError(f"model type {transformer.config.model_type!r} cannot be trained: {error}") from error
         self.head = [head]  # in a list: not a second child module
         self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)

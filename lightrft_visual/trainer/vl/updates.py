@@ -155,7 +155,9 @@ def has_dropout(module: nn.Module) -> bool:
     numbers = ((name, value) for each in module.modules() for name, value in vars(each).items())
     layers = (each for each in module.modules() if isinstance(each, nn.modules.dropout._DropoutNd))
     return any(each.p > 0 for each in layers) or any(
-        isinstance(value, float) and value > 0 for name, value in numbers if "dropout" in name or "drop_path" in name
+        isinstance(value, float) and value > 0
+        for name, value in numbers
+        if any(noise in name for noise in ("dropout", "drop_path", "jitter_noise"))
     )
 
 

@@ -15,10 +15,13 @@ from tiny_models import (
     rollouts_of,
     text_prompts,
 )  # fmt: skip
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.loading import freeze
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
+from lightrft_visual.models.vlm.actor import Actor
 
 KINDS = [kind for kind in ALL_KINDS if not kind.endswith("+tied")] + ["qwen2_5_vl+tied"]
 
@@ -128,3 +131,10 @@ def test_a_frozen_vision_tower_gets_no_gradient_and_changes_no_loss(root, prompt
     whole, part = loss_and_gradients(actor, [inputs]), loss_and_gradients(frozen, [inputs])
     assert not any(".visual." in name for name in part[1])
     assert_same((whole[0], {name: whole[1][name] for name in part[1]}), part, 1e-6)
+
+
+def test_a_model_without_a_plain_language_model_head_is_refused_by_name():
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bert"](num_hidden_layers=1, is_decoder=True))
+    model.cls.predictions.decoder = torch.nn.Identity()
+    with pytest.raises(ConfigError, match="'bert' cannot be trained: its language-model head is a Ident"):
+        Actor(model, [], [])

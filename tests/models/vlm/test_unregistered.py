@@ -43,6 +43,16 @@ def test_a_type_with_what_the_plain_adapter_does_not_know_is_refused(model_type)
 
 
 @pytest.mark.parametrize(
+    "model_type,auto",
+    [("chameleon", "CausalLM"), ("t5", "CausalLM"), ("udop", "CausalLM"), ("clip", "ImageTextToText"),
+     ("phi4_multimodal", "ImageTextToText")],
+)  # fmt: skip
+def test_a_type_that_is_no_language_model_of_transformers_is_refused_in_a_line(model_type, auto):
+    with pytest.raises(ConfigError, match=f"^model type '{model_type}' is no language model .*AutoModelFor{auto}"):
+        family_of(config_of(model_type))
+
+
+@pytest.mark.parametrize(
     "rope",
     [{"rope_type": "default", "mrope_section": [2, 3, 3]}, {"rope_type": "default", "mrope_interleaved": True}],
 )

@@ -117,8 +117,12 @@ def test_dropout_is_found_wherever_it_is_set(tmp_path):
     actor = actor_of(checkpoint_of(tmp_path, "qwen2_5_vl"))
     assert not has_dropout(actor)
     assert has_dropout(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)))
-    actor.transformer.model.language_model.layers[0].self_attn.attention_dropout = 0.1
-    assert has_dropout(actor)
+    layer = actor.transformer.model.language_model.layers[0]
+    for noise in ("attention_dropout", "router_jitter_noise"):
+        setattr(layer.self_attn, noise, 0.1)
+        assert has_dropout(actor)
+        setattr(layer.self_attn, noise, 0.0)
+    assert not has_dropout(actor)
 
 
 def assert_same(left: tuple[float, dict], right: tuple[float, dict], tolerance: float) -> None:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from ....config.registry import vlm_families
 from .base import VLMFamily
 from .text import TextOnly
-from .unregistered import Unregistered, check_text
+from .unregistered import Unregistered, check_class, check_text
 
 __all__ = ["VLMFamily", "family_of", "family_of_processor"]
 
@@ -21,12 +21,14 @@ __all__ = ["VLMFamily", "family_of", "family_of_processor"]
 def family_of(config: PretrainedConfig) -> VLMFamily:
     """The adapter for a transformers configuration; of several for a model type, the one registered last.
 
-    Raises ConfigError for a model type without one that the plain adapter would run wrong.
+    Raises ConfigError for a type without one that is no language model, or that the plain adapter would run wrong.
     """
     entry = next((each for each in reversed([*vlm_families]) if config.model_type in each.model_types), None)
     if entry is not None:
         return entry.load()(config)
-    if "vision_config" in config.to_dict():
+    vision = "vision_config" in config.to_dict()
+    check_class(config, vision)
+    if vision:
         return Unregistered(config)
     check_text(config)
     return TextOnly(config)

@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
     AutoProcessor,
@@ -106,6 +107,17 @@ def _blank_of(family: type[VLMFamily], path: str, image_token_id: int) -> tuple[
     output = processor(text=[text], images=[Image.new("RGB", (32, 32))])
     (vision,) = family.read(output, [1], [0])
     return vision, list(output["input_ids"][0]).count(image_token_id)
+
+
+def check_class(config: PretrainedConfig, vision: bool) -> None:
+    """Raise ConfigError for a model type of transformers that none of its classes of language models is for."""
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config).__module__.startswith("transformers.") and type(config) not in classes:
+        auto = "AutoModelForImageTextToText" if vision else "AutoModelForCausalLM"
+        raise ConfigError(
+            f"model type {config.model_type!r} is no language model that can be trained here: {auto} of transformers "
+            "has no class for it"
+        )
 
 
 def check_text(config: PretrainedConfig) -> None:
