@@ -53,7 +53,7 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_limits(), _folder(), _streams(), _warnings(importing), _torch_modes(), _own_modes(), _random_states()]
+    watches = [_limits(), _folder(), _streams(), _warnings(), _torch_modes(), _own_modes(), _random_states()]
     watches += [] if importing else [_environment(), _module_path()]
     for watch in watches:
         next(watch)
@@ -139,21 +139,28 @@ def _streams() -> Watch:
     yield f"closes or replaces {' and '.join(dict.fromkeys(changed))}" if changed else None
 
 
-def _warnings(importing: bool) -> Watch:
-    """Filters that turn warnings into errors hold for the user's code alone, and those of a call for every warning;
-    others may stay, since libraries have some. The run's own are there again."""
+def _warnings() -> Watch:
+    """Filters that turn warnings into errors hold for the call or the import alone, those for every warning for users'
+    code; others may stay, since libraries have some. The run's own are there again."""
     before = list(warnings.filters)
+    own = [each for each in _users.get("warnings", ()) if each not in before]
+    if own:
+        _set_filters(own + before)
     yield None
     new = [each for each in warnings.filters if each not in before]
     errors = [each for each in new if each[0] == "error"]
-    every = [each for each in new if not importing and each[1:] == EVERY_WARNING]
+    every = [each for each in new if each[1:] == EVERY_WARNING and each not in errors]
     removed = [each for each in before if each not in warnings.filters]
+    _users["warnings"] = every
     if errors or every or removed:
-        kept = [each for each in new if each not in errors + every]
-        warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
-        warnings.filters.extend(kept + before)
-    changed = "changes the filters of warnings" if every or removed else None
+        _set_filters([each for each in new if each not in errors + every] + before)
+    changed = "changes the filters of warnings" if every != own or removed else None
     yield "turns warnings into errors" if errors else changed
+
+
+def _set_filters(filters: list[Any]) -> None:
+    warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
+    warnings.filters.extend(filters)
 
 
 Mode = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it

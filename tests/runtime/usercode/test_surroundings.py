@@ -186,6 +186,19 @@ def test_filter_of_a_library_that_a_function_imports_stays():
     warnings.filters.remove(own)
 
 
+@pytest.mark.parametrize("line", ["simplefilter('ignore')", "filterwarnings('ignore')", "resetwarnings()"])
+def test_filter_of_every_warning_at_the_top_of_a_file_holds_for_its_calls_alone(tmp_path, line):
+    (tmp_path / "own.py").write_text(f"import warnings\nwarnings.{line}\n")
+    before = list(warnings.filters)
+    load_module(str(tmp_path / "own.py"), "reward file")
+    assert warnings.filters == before
+    ignored = [("ignore", None, Warning, None, 0)] * ("ignore" in line)
+    assert call(lambda: warnings.filters[: len(ignored)], "score", {}) == ignored
+    assert warnings.filters == before
+    call(lambda: warnings.simplefilter("default"), "score", {})
+    assert warnings.filters == before
+
+
 def test_what_a_function_changed_for_itself_it_finds_at_its_next_call(monkeypatch):
     def first():
         os.environ["MINE_ALONE"] = "here"
