@@ -163,17 +163,19 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 @click.argument("checkpoint")
 @click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat.")
 @click.option("--image", "images", multiple=True, help="An image of the prompt; repeat.")
+@click.option("--draw", is_flag=True, help="Ask a model that both answers and draws for images.")
 @click.option("-n", "count", default=1, help="Samples of each prompt.")
 @click.option("--seed", default=0)
 @click.option("--out", default="samples", help="Folder of images and videos that are drawn.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], count: int, seed: int, out: str,
-           settings: tuple[str, ...]) -> None:  # fmt: skip
+def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], draw: bool, count: int, seed: int,
+           out: str, settings: tuple[str, ...]) -> None:  # fmt: skip
     """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
     from .inference import sample as made
     from .observe.images import write_mp4
 
-    rows = [{"prompt": text, "images": [str(Path(image).resolve()) for image in images]} for text in prompts]
+    shown = [str(Path(image).resolve()) for image in images]
+    rows = [{"prompt": text, "images": shown, "draw": draw} for text in prompts]
     found = made(checkpoint, rows, n=count, seed=seed, **_pairs(settings))
     for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):

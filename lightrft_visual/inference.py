@@ -284,7 +284,7 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
 
 def _answered(
     checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any]
-) -> list[list[str]]:
+) -> list[list[Any]]:
     from .launch import started
 
     temperature = settings.pop("temperature", None)
@@ -298,8 +298,8 @@ def _answered(
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
         sampling = sampling if not temperature else replace(sampling, temperature=temperature)
         made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
-        texts = [each.text for each in made]
-    return [texts[start : start + n] for start in range(0, len(texts), n)]
+        found = [each.text if each.image is None else each.image for each in made]
+    return [found[start : start + n] for start in range(0, len(found), n)]
 
 
 def _drawn(

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import lightrft_visual
-from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, api, given, inference
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, api, given, inference
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.data.sources import open_source
@@ -78,7 +78,7 @@ def test_settings_stub_is_that_of_the_configuration(monkeypatch):
 def test_algorithm_is_a_default_that_a_setting_wins_over():
     assert PPOTrainer().config.algorithm.advantage_estimator == "gae"
     assert RLOOTrainer().config.algorithm.advantage_estimator == "rloo"
-    assert lightrft_visual.UnifiedTrainer().config.model.embedded_family == "janus"
+    assert UnifiedTrainer().config.model.embedded_family == "janus"
     assert GRPOTrainer(advantage_estimator="dr_grpo").config.algorithm.advantage_estimator == "dr_grpo"
     assert FlowGRPOTrainer(diffusion_algorithm="awm").config.algorithm.diffusion_algorithm == "awm"
 
@@ -175,6 +175,16 @@ def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
     ):
         with pytest.raises(DataError, match=f"train_dataset.*{told}"):
             GRPOTrainer(train_dataset=data)
+
+
+@pytest.mark.plugin("unified")
+def test_reward_of_ones_own_stands_in_place_of_that_of_the_embedded_task():
+    assert UnifiedTrainer().config.reward.reward_recipe.startswith("{drawing")
+    config = UnifiedTrainer(None, score).config
+    assert config.reward.reward_recipe is None and config.guard.gold_recipe is not None
+    config = UnifiedTrainer(None, score, ROWS).config
+    assert config.guard.gold_recipe is None
+    assert UnifiedTrainer(reward_recipe="{'*': [[rule, exact, 1.0]]}").config.reward.reward_recipe.startswith("{'*'")
 
 
 def test_source_of_dict_of_columns_has_its_rows():

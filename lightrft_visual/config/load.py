@@ -29,7 +29,7 @@ from .command_line import NULL_WORDS, help_text, parse_command_line
 from .given_files import missing_files
 from .leaves import KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
-from .shared import EMBEDDED
+from .shared import EMBEDDED, REWARDS
 from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
 
@@ -89,6 +89,7 @@ def parse_run(
     load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
     model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
     if preset is not None and model == EMBEDDED:
+        chosen[:0] = _instead_of_presets(tree)
         for _ in range(2):  # sizes that a preset gives may ask for another one
             tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
@@ -104,6 +105,14 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
     except (ConfigError, OmegaConfBaseException):
         build(tree, sources)
         raise
+
+
+def _instead_of_presets(tree: DictConfig) -> list[Setting]:
+    """What a preset says of the embedded task's reward is unset by another reward, its gold by other prompts."""
+    named = any(OmegaConf.select(tree, f"reward.{name}") for name in REWARDS)
+    other = OmegaConf.select(tree, "data.prompt_data") not in (EMBEDDED, None)
+    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and OmegaConf.select(tree, "guard") is not None}
+    return [Setting(path, None, SCRIPT) for path, when in unset.items() if when]
 
 
 def load_config(schema: type = RunConfig, argv: Sequence[str] | None = None, **options: Any) -> Any:

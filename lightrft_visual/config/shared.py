@@ -49,6 +49,9 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
     return steps * micro_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
 
 
+REWARDS = ("reward_fn", "reward_pretrain", "remote_rm_url", "components", "reward_recipe")  # settings that name one
+
+
 @dataclass
 class RewardConfig(Section):
     """How rollouts are scored; see docs/rewards.md."""
@@ -78,8 +81,7 @@ class RewardConfig(Section):
     @property
     def given(self) -> bool:
         """Whether any reward is named."""
-        named = self.reward_fn, self.reward_pretrain, self.remote_rm_url, self.components, self.reward_recipe
-        return any(named)
+        return any(getattr(self, name) for name in REWARDS)
 
     def check(self) -> None:
         """kwargs without anything that they are settings of."""

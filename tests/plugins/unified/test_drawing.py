@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import Rig, decided, hf_rig
+from forked import run_alone
+from PIL import Image
 from tiny_models import checkpoint_of, inputs_of, perturb, picture, prompts_for, rollouts_of, turn
 from transformers import AutoModelForImageTextToText
 
@@ -245,3 +247,14 @@ def test_what_cannot_be_drawn_is_refused(rig, root):
         prompt_batch([asked], writer, DataConfig(), torch.arange(1))
     with pytest.raises(ConfigError, match="vLLM has no model of type janus: use --engine_type hf"):
         check_engine(RunConfig(), rig.checkpoint)
+
+
+def test_the_command_samples_images_of_a_prompt_that_asks_for_them(tmp_path):
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+    build_tiny_checkpoint(tmp_path / "janus", "janus")
+    script = tmp_path / "ask.py"
+    script.write_text("from lightrft_visual.cli import cli\ncli()\n")
+    own = ("--engine_type", "hf", "--out", tmp_path / "out")
+    run_alone(script, "sample", tmp_path / "janus", "--prompt", "a red circle", "--draw", "-n", "2", *own, limit=300)
+    assert [Image.open(tmp_path / "out" / f"000_0{index}.png").mode for index in range(2)] == ["RGB", "RGB"]
