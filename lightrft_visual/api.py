@@ -54,8 +54,8 @@ class Result:
     """
 
     metrics: dict[str, float]
-    history: list[dict[str, float]]
-    evaluations: list[dict[str, float]]
+    history: list[dict[str, float]] = field(repr=False)  # long
+    evaluations: list[dict[str, float]] = field(repr=False)
     output_dir: Path
     checkpoint: Path | None
     report: Path | None

@@ -146,7 +146,7 @@ def _configured(
             tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
-            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else ANSWERING)
+            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(eval_dataset))
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
@@ -167,7 +167,15 @@ def _configured(
             yield trainer.config
 
 
-ANSWERING = {"advantage_estimator": "reinforce", "rollout_batch_size": 8, "groups_per_update": 8, "init_kl_coef": 0.0}
+def _answering(prompts: Any) -> dict[str, Any]:
+    """Settings of a run that is not trained, of as many prompts at once as there are, at most 8."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    few = min(8, len(prompts)) if isinstance(prompts, list) else 8
+    size = max(world, few // world * world)
+    return {"advantage_estimator": "reinforce", "rollout_batch_size": size, "groups_per_update": size,
+            "init_kl_coef": 0.0}  # fmt: skip
+
+
 DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 8,
            "groups_per_update": 1}  # fmt: skip
 

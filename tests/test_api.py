@@ -187,6 +187,18 @@ def test_reward_of_ones_own_stands_in_place_of_that_of_the_embedded_task():
     assert UnifiedTrainer(reward_recipe="{'*': [[rule, exact, 1.0]]}").config.reward.reward_recipe.startswith("{'*'")
 
 
+def test_result_is_shown_without_the_metrics_of_every_step():
+    steps = [{"step": number, "loss": 0.123} for number in range(200)]
+    shown = repr(api.Result({"step": 200}, steps, steps, "out", "out/checkpoint-final", None))
+    assert "checkpoint-final" in shown and "0.123" not in shown
+
+
+@pytest.mark.parametrize("prompts, ranks, size", [(["a"], 1, 1), (["a"] * 20, 1, 8), (["a"] * 3, 2, 2), ("rows", 4, 8)])
+def test_evaluation_takes_no_more_prompts_at_once_than_there_are(monkeypatch, prompts, ranks, size):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert inference._answering(prompts)["rollout_batch_size"] == size
+
+
 def test_source_of_dict_of_columns_has_its_rows():
     columns = {"prompt": ["a", "b"], "extra": [{"x": 1}, {"x": 2}]}
     rows = given.source_of(columns, "train_dataset", "train")
