@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ..runtime.usercode.calls import describe_error, masked
+from ..runtime.usercode.surroundings import enter_again, say_once
 from .environments import Action, EnvironmentFactory, EnvironmentFailure, HeldEnvironment, Loop, Observation, StepResult
 
 R = TypeVar("R")
@@ -28,6 +30,7 @@ class ThreadHost:
         self._environments: dict[int, HeldEnvironment] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._loops = [Loop() for _ in range(LOOPS)]
+        self._folder = os.getcwd()  # of the run, where it finds and leaves its files
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         """See `EnvironmentHost`."""
@@ -57,6 +60,14 @@ class ThreadHost:
         for loop in self._loops:
             loop.close()
 
+    def _in_folder(self, function: Callable[[], R]) -> R:
+        """What the function gives; the run is in its folder afterwards."""
+        try:
+            return function()
+        finally:
+            if enter_again(self._folder):
+                say_once("an environment changes the working directory")
+
     def _call(self, what: str, function: Callable[[], R]) -> Future[R]:
         """The function in a thread, with its time limit; the time begins when there is room for it."""
         future: Future[R] = Future()
@@ -82,7 +93,7 @@ class ThreadHost:
             timer.daemon = True
             timer.start()
             try:
-                decide(function(), None)
+                decide(self._in_folder(function), None)
             except EnvironmentFailure as error:
                 decide(None, error)
             except BaseException as error:  # whatever a user's code raises, SystemExit included

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import numpy as np
@@ -218,6 +219,26 @@ def test_wrong_value_is_shown_in_short():
         with pytest.raises(EnvironmentFailure) as failure:
             StepResult.of(given)
         assert len(str(failure.value)) < 300
+
+
+def test_run_stays_in_its_folder_whichever_an_environment_enters(tmp_path):
+    class Moves:
+        def reset(self, row):
+            os.chdir(tmp_path)
+
+        def step(self, action):
+            os.chdir(tmp_path / "missing")
+
+    host, before = ThreadHost(Moves, 20.0), os.getcwd()
+    try:
+        host.reset(0, {}).result(20)
+        assert os.getcwd() == before
+        (tmp_path / "missing").mkdir()
+        with pytest.raises(EnvironmentFailure):
+            host.step(0, Action("")).result(20)
+        assert os.getcwd() == before
+    finally:
+        os.chdir(before)
 
 
 def test_settings_of_episodes_without_an_environment_are_refused():

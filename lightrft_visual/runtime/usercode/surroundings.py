@@ -65,11 +65,12 @@ def put_back(what: str, importing: bool = False) -> Iterator[None]:
             print(told, file=sys.stderr, flush=True)
             os._exit(FORKED)
         for told in filter(None, map(next, watches)):
-            _say_once(f"{what} {told}")
+            say_once(f"{what} {told}")
         _one_at_a_time.release()
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Say what a user's code changes."""
     if text not in _said:
         _said.add(text)
         log.warning("%s; it is put back after each call", text)
@@ -85,15 +86,19 @@ def _folder() -> Watch:
     except OSError:  # somebody removed it: there is no way back
         before = None
     yield None
-    with contextlib.suppress(OSError):  # it may stand in a folder that is gone
-        if before is None or os.getcwd() == before:
-            yield None
-            return
+    yield "changes the working directory" if before is not None and enter_again(before) else None
+
+
+def enter_again(folder: str) -> bool:
+    """Make it the working directory; whether another one was."""
+    with contextlib.suppress(OSError):  # the run may stand in a folder that is gone
+        if os.getcwd() == folder:
+            return False
     try:
-        os.chdir(before)
+        os.chdir(folder)
     except OSError as error:
-        log.warning("the working directory %s cannot be entered again: %s", before, error)
-    yield "changes the working directory"
+        log.warning("the working directory %s cannot be entered again: %s", folder, error)
+    return True
 
 
 @dataclass(eq=False)
