@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...config.leaves import KEYWORD, Names, Setting, names_of
 from ...config.load import merge, parse_run
-from ...config.spellings import COMMA_LISTS
-from ...config.vl import RunConfig
+from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
 from .shell import Outside, ShellText, settings_of
 
@@ -27,7 +26,15 @@ SYSTEMS = {
     "openrlhf": "OpenRLHF: a shell script",
     "easyr1": "EasyR1: YAML, or a shell script with its overrides",
 }
-OTHER_NAMES = {("trl", "model"): "pretrain", ("trl", "r"): "lora_rank"}  # too short to be understood anywhere else
+OTHER_NAMES = {  # too short to be understood anywhere else, or of another meaning there
+    ("trl", "model"): "pretrain", ("trl", "r"): "lora_rank", ("trl", "delta"): "dual_clip",
+    ("openrlhf", "label_key"): "reference_key", ("openrlhf", "output_key"): "response_key",
+}  # fmt: skip
+# What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
+KINDS = re.compile(r"(\w+)Trainer\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
+VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
+ESTIMATORS = ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
+OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd")
 NO_COUNTERPART = "nothing here has this name or is like it"
 UNSET = "it is not set there: the default stands"
 OF_FILES = ("config", "config_name", "config_path")  # which hold settings of their own
@@ -45,27 +52,53 @@ def convert(system: str, file: Path) -> Converted:
     """Raises ConfigError for another system, and for a file that cannot be read or holds no settings."""
     if system not in SYSTEMS:
         raise ConfigError(f"there is no converter for {system!r}; there are: {', '.join(SYSTEMS)}")
-    names = names_of(RunConfig)
     taken: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     found = [(OTHER_NAMES.get((system, name), name), value) for name, value in _settings(file)]
     if not found:
         raise ConfigError(f"{file} holds no settings; what is read of {SYSTEMS[system]}")
-    for name, value in _used(dict(found), left_out):
+    verb = _verb(system, file, dict(found))
+    names = names_of(ALGORITHMS[verb][0].schema)
+    for name, value in _used(system, dict(found), left_out):
         try:
             taken |= _ours(names, Setting(name, value, file.name))
             if why := names.needless(Setting(name, value, file.name)):
                 left_out[name] = why
         except ConfigError as error:
             left_out[name] = _why(names, name, value, error)
-    _leave_out_refused(taken, left_out)
+    _leave_out_refused(verb, taken, left_out)
     words = [f"--{name} {_shell(value)}" for name, value in taken.items()]
-    return Converted(" \\\n    ".join(["lightrft-visual train grpo", *words]), left_out)
+    return Converted(" \\\n    ".join([f"lightrft-visual train {verb}", *words]), left_out)
 
 
-def _used(found: dict[str, Any], left_out: dict[str, str]) -> Iterable[tuple[str, Any]]:
+def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
+    """The algorithm of the command. Raises ConfigError for a kind of training that has no counterpart."""
+    kinds = [next(filter(None, each.groups())).lower() for each in KINDS.finditer(file.read_text())]
+    known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]
+    if not known and (other := [kind for kind in kinds if kind.endswith(OTHER_KINDS)]):
+        raise ConfigError(
+            f"{file} trains by {other[0]}, which models that answer in text are not trained by here: there are "
+            f"{', '.join(VERBS)}"
+        )
+    verb = known[-1] if known else "grpo"
+    usual = system in ("verl", "openrlhf") and verb != "sft"  # gae unless they say otherwise
+    return ("grpo" if found.keys() & {*ESTIMATORS} else "ppo") if usual else verb
+
+
+def _used(system: str, found: dict[str, Any], left_out: dict[str, str]) -> Iterable[tuple[str, Any]]:
     """The settings that count there. verl and EasyR1 hold weights and forms of a KL that other settings turn off;
-    EasyR1 names a split behind the data's name."""
+    EasyR1 names a split behind the data's name, verl a reward's file and function apart; OpenRLHF's length of an
+    overlong buffer turns it on."""
+    path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
+    if isinstance(path, str) and isinstance(function, str):
+        found["reward_fn"] = type(path)(f"{path}:{function}")
+        del found["custom_reward_function.path"], found["custom_reward_function.name"]
+    if system == "openrlhf" and found.get("overlong_buffer_len") is not None:
+        found["overlong_buffer"] = True
+    if str(found.get("algorithm.kl_ctrl.type")) == "adaptive":
+        for end, own in (("target_kl", "kl_target"), ("horizon", "kl_horizon")):
+            found[own] = found.pop(f"algorithm.kl_ctrl.{end}", None)
+        del found["algorithm.kl_ctrl.type"]
     actor = "actor_rollout_ref.actor."
     off, in_loss, in_reward = (
         str(found.get(name)).lower()
@@ -124,12 +157,13 @@ def _why(names: Names, name: str, value: Any, error: ConfigError) -> str:
     return told or str(error).partition("\n")[0]
 
 
-def _leave_out_refused(taken: dict[str, Any], left_out: dict[str, str]) -> None:
+def _leave_out_refused(verb: str, taken: dict[str, Any], left_out: dict[str, str]) -> None:
     """Leave out what the whole configuration does not allow, so that the command is one that runs."""
+    root, defaults = ALGORITHMS[verb]
     while taken:
         plain = {name: value for name, value in taken.items() if "$" not in str(value)}
         try:
-            parse_run(RunConfig, [], settings=plain)
+            parse_run(root.schema, [], preset=root.preset, defaults=defaults, settings=plain)
             return
         except ConfigError as error:
             blamed = re.findall(rf"([\w.]+)(?: \(|: ){KEYWORD}", str(error))
@@ -196,6 +230,8 @@ def _keywords(tree: ast.Module) -> Iterator[tuple[str, Any]]:
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if not name.endswith(("Config", "Trainer", "Arguments")):
             continue
+        if name.endswith("Trainer") and node.args:  # type: ignore[attr-defined]
+            yield "model", _literal(node.args[0], assigned)  # type: ignore[attr-defined]
         for keyword in node.keywords:  # type: ignore[attr-defined]
             value = _literal(keyword.value, assigned)
             if keyword.arg is None and isinstance(value, dict):

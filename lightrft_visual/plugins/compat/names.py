@@ -39,6 +39,10 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "enforce_eager": "engine_enforce_eager",
     "image_max_pixels": "max_pixels",
     "image_min_pixels": "min_pixels",
+    "eval_n_samples_per_prompt": "eval_samples_per_prompt",  # OpenRLHF
+    "train_max_tokens_per_gpu": "max_tokens_per_batch",
+    "overlong_penalty_factor": "overlong_buffer_penalty_factor",
+    "normalize_reward": "reward_running_norm",
 }
 
 ALIASES_OF: dict[str, dict[str, str]] = {
@@ -330,6 +334,30 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         ("freeze_vit", "freeze_vision_tower"), "write --freeze_prefix true for a vision tower that does not train"
     ),
+    "importance_sampling_level": "sequence is --policy_loss gspo, token is the default, --policy_loss ppo",
+    "top_entropy_quantile": "write --high_entropy_token_ratio Q",
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
+        "write --ref_update_steps N, in rollout steps, and --ref_update_mixup A",
+    ),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_correction", "enable_vllm_is_correction", "vllm_is_truncated_threshold"),
+        "write --tis_mode token, and --tis_cap C for the largest weight",
+    ),
+    "ring_attn_size": "write --sp_size N, the number of ranks that share a sequence",
+    **dict.fromkeys(("async_train", "async_queue_size"), "write --placement split --max_staleness 1"),
+    "norm_adv_by_std_in_grpo": "where it is false write --advantage_estimator dr_grpo",
+    "filter_overlong_prompts": "write --on_long_prompt skip",
+    "truncation": _ALWAYS + "no prompt is cut; --on_long_prompt skip leaves out those that are too long",
+    **dict.fromkeys(
+        ("tool_config_path", "max_assistant_turns", "max_user_turns", "max_turns_per_episode"),
+        "write --environment FILE.py:CLASS or --tools FILE.py:FUNCTION, and --max_turns N",
+    ),
+    **dict.fromkeys(
+        ("resume_mode", "find_last_checkpoint"),
+        "write --load_checkpoint for the newest checkpoint of --output_dir, or --resume_from FOLDER",
+    ),
+    "val_before_train": _ALWAYS + "a run with --eval_data evaluates the model as it is first",
     "reward_weights": "a weight stands behind its reward, --components.NAME WEIGHT, or in a --reward_recipe",
     "dynamic_filtering": "write --dynamic_sampling: prompts whose rewards are all equal are replaced",
     "format_prompt": "write its words into the prompts of the data, or what may stand before each of them as "
@@ -421,6 +449,12 @@ ESTIMATORS = {  # of verl and EasyR1
     "reinforce_plus_plus": {"advantage_estimator": "reinforce", "advantages_norm": True},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_baseline", "advantages_norm": True},
 }
+LOSSES = {  # of verl and EasyR1
+    **dict.fromkeys(("vanilla", "default"), {"policy_loss": "ppo"}),
+    **{name: {"policy_loss": name} for name in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov")},
+    "geo_mean": {"policy_loss": "gmpo"},
+}
+AVERAGES = {"token": {"loss_agg_mode": "token-mean"}, "seq": {"loss_agg_mode": "seq-mean-token-mean"}}
 KL_FORMS = {
     **dict.fromkeys(("kl", "k1"), {"kl_estimator": "k1"}),
     **dict.fromkeys(("mse", "k2"), {"kl_estimator": "k2"}),
@@ -486,6 +520,15 @@ TRANSLATIONS: dict[str, dict[str, Translation]] = {
         ),
         "algorithm.kl_penalty": Translation(
             "kl_estimator", _one_of("algorithm.kl_penalty", KL_FORMS), "low_var_kl is --kl_estimator k3 (EasyR1)"
+        ),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": Translation(
+            "policy_loss", _one_of("loss_mode", LOSSES), "vanilla is --policy_loss ppo (verl)"
+        ),
+        "worker.actor.loss_type": Translation(
+            "policy_loss", _one_of("loss_type", LOSSES), "default is --policy_loss ppo (EasyR1)"
+        ),
+        "worker.actor.loss_avg_mode": Translation(
+            "loss_agg_mode", _one_of("loss_avg_mode", AVERAGES), "seq is --loss_agg_mode seq-mean-token-mean (EasyR1)"
         ),
         "worker.actor.model.freeze_vision_tower": Translation(
             "bf16", _frozen_tower, "true is --freeze_prefix true (EasyR1); otherwise the vision tower trains"

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.spellings import ALGORITHMS
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.compat.convert import convert
 
@@ -54,8 +55,9 @@ def converted(tmp_path):
 def settings(found):
     """The command's settings, as a run reads them."""
     words = shlex.split(found.command.replace("\\\n", " "))
-    assert words[:3] == ["lightrft-visual", "train", "grpo"]
-    return parse_run(argv=words[3:]).config
+    assert words[:2] == ["lightrft-visual", "train"]
+    root, defaults = ALGORITHMS[words[2]]
+    return parse_run(root.schema, argv=words[3:], preset=root.preset, defaults=defaults).config
 
 
 def test_trl_script_keywords_are_settings_and_the_rest_says_why(converted):
@@ -260,3 +262,49 @@ def test_file_without_settings_is_a_config_error(converted, name):
 def test_file_of_settings_that_a_script_names_is_to_be_converted_too(converted):
     found = converted("easyr1", "run.sh", "python3 -m verl.trainer.main config=c.yaml trainer.total_epochs=2\n")
     assert settings(found).train.num_episodes == 2 and "convert it as well" in found.left_out["config"]
+
+
+@pytest.mark.parametrize(
+    "system, text, verb",
+    [
+        ("trl", "GRPOTrainer(model='m', args=GRPOConfig(bf16=True))", "grpo"),
+        ("trl", "RLOOTrainer(model='m', args=RLOOConfig(bf16=True))", "rloo"),
+        ("trl", "MySFTTrainer('m', args=SFTConfig(bf16=True))", "sft"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --bf16", "ppo"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --advantage_estimator rloo", "grpo"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_sft --pretrain m --bf16", "sft"),
+        ("verl", "python3 -m verl.trainer.main_ppo data.max_prompt_length=64", "ppo"),
+    ],
+)
+def test_command_trains_by_what_the_file_trains_by(converted, system, text, verb):
+    found = converted(system, "train.py" if system == "trl" else "run.sh", text)
+    assert found.command.split()[2] == verb
+    settings(found)
+
+
+@pytest.mark.parametrize(
+    "system, name, text", [("trl", "t.py", "DPOTrainer(model='m', args=DPOConfig(beta=0.1))"),
+                           ("openrlhf", "run.sh", "python3 -m openrlhf.cli.train_rm --pretrain m")],
+)  # fmt: skip
+def test_training_without_a_counterpart_is_refused_by_name(converted, system, name, text):
+    with pytest.raises(ConfigError, match=r"trains by (dpo|rm), which .* there are grpo, rloo, ppo, sft"):
+        converted(system, name, text)
+
+
+def test_settings_that_mean_something_else_there_reach_what_they_mean(converted):
+    text = "--label_key gt --overlong_buffer_len 64 --overlong_penalty_factor 0.5 --generate_max_len 256"
+    config = settings(converted("openrlhf", "run.sh", f"python3 -m openrlhf.cli.train_ppo_ray {text}"))
+    assert (config.data.reference_key, config.data.label_key) == ("gt", "label")
+    assert config.algorithm.overlong_buffer and config.algorithm.overlong_buffer_penalty_factor == 0.5
+    text = """
+algorithm: {adv_estimator: gae, use_kl_in_reward: true, kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1}}
+actor_rollout_ref: {actor: {use_kl_loss: false, policy_loss: {loss_mode: gspo}}}
+custom_reward_function: {path: mine.py, name: compute}
+"""
+    config = settings(converted("verl", "c.yaml", text))
+    assert (config.algorithm.policy_loss, config.algorithm.kl_target) == ("gspo", 0.1)
+    assert config.reward.reward_fn == "mine.py:compute"
+    text = text.replace("adaptive", "fixed")
+    assert settings(converted("verl", "c.yaml", text)).algorithm.kl_target is None
+    config = settings(converted("easyr1", "c.yaml", "worker: {actor: {loss_avg_mode: seq, loss_type: cispo}}"))
+    assert (config.algorithm.loss_agg_mode, config.algorithm.policy_loss) == ("seq-mean-token-mean", "cispo")
