@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
@@ -28,6 +29,7 @@ from ...rollout.tools import ToolEnvironment
 CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL)
 MARKS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>")
 IMAGE = {"type": "image"}
+NAMED_ONLY = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 PLACEHOLDER = re.compile(
     r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>|<\|image_pad\|>|<start_of_image>|<\|?image\|?>|\[IMG\]"
 )
@@ -52,7 +54,7 @@ def adapted(environment: Any) -> Any:
         raise ConfigError(f"{type(environment).__name__} is {told}: name a class with reset and step instead")
     if hasattr(type(environment), "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
         return OpenEnvClient(environment)
-    if callable(getattr(environment, "step", None)):
+    if callable(getattr(environment, "step", None)) and not _resets_by_columns(environment):
         return environment
     tools = public_methods(environment)
     return TRLEnvironment(environment, tools) if tools else environment
@@ -101,6 +103,13 @@ class TRLEnvironment(ToolEnvironment):
             return observation, None, done, info
         self._reward = float(found)
         return observation, self._reward - before, done, info
+
+
+def _resets_by_columns(environment: Any) -> bool:
+    """Whether its `reset` is TRL's, which takes columns by name alone: what is called `step` is a tool then."""
+    found = getattr(environment, "reset", None)
+    kinds = [each.kind for each in inspect.signature(found).parameters.values()] if inspect.isroutine(found) else []
+    return inspect.Parameter.VAR_KEYWORD in kinds and set(kinds) <= set(NAMED_ONLY)
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +164,7 @@ class OpenRLHFAgent(Environment):
         feedback = result.get("environment_feedback") or ""
         self._text += action.text + feedback
         info = {name: _number(value) for name, value in (result.get("extra_logs") or {}).items()}
-        done = bool(result["done"])
+        done = result["done"] if isinstance(result["done"], str) else bool(result["done"])  # a text is none, and told
         images = result.get("environment_images") or []
         return None if done else messages_of(feedback, list(images)), _number(result["rewards"]), done, info
 
@@ -222,7 +231,18 @@ def stand_ins() -> Iterator[None]:
 
 
 class AgentInstanceBase:
-    """In the place of OpenRLHF's class of this name."""
+    """In the place of OpenRLHF's class of this name, whose subclasses may have a coroutine for their `__init__`."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        begin: Any = vars(cls).get("__init__")
+        if inspect.iscoroutinefunction(begin):
+
+            @functools.wraps(begin)
+            def waited_for(self: Any, *given: Any, **named: Any) -> None:
+                awaited_value(begin(self, *given, **named))
+
+            cls.__init__ = waited_for  # type: ignore[method-assign]
 
     async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Begin with the prompt as it is."""
@@ -230,14 +250,14 @@ class AgentInstanceBase:
 
 
 class AgentExecutorBase:
-    """In the place of OpenRLHF's class of this name."""
+    """In the place of OpenRLHF's class of this name: says which agent it runs, if any."""
+
+    def __init__(self, agent_instance_cls: type | None = None, *_: Any, **__: Any) -> None:
+        self.agent_instance_cls = agent_instance_cls
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """In the place of OpenRLHF's class of this name: says which agent it runs."""
-
-    def __init__(self, agent_instance_cls: type) -> None:
-        self.agent_instance_cls = agent_instance_cls
+    """In the place of OpenRLHF's class of this name."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,13 @@ from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.compat.environments import messages_of
 from lightrft_visual.rollout.environment_pool import ProcessHost
-from lightrft_visual.rollout.environments import Action, EnvironmentFailure, ToolCall, environment_factory
+from lightrft_visual.rollout.environments import (
+    Action,
+    EnvironmentFailure,
+    StepResult,
+    ToolCall,
+    environment_factory,
+)
 
 TRL = '''
 class Guess:
@@ -62,6 +68,23 @@ class Judges(Guess):
     @staticmethod
     def helper(number):
         return number
+
+
+class Steps:
+    def reset(self, **columns):
+        return columns["prompt"][0]["content"]
+
+    def look(self) -> str:
+        """Look around."""
+        return "a wall"
+
+    def step(self, number: int) -> str:
+        """Go there.
+
+        Args:
+            number: where to
+        """
+        return f"at {number}"
 
 
 class Shows(Guess):
@@ -115,6 +138,21 @@ class Showing(AgentInstance):
         feedback = states["action_text"]
         return {"rewards": torch.tensor([0.5]), "environment_feedback": feedback, "environment_images": ["one", "two"],
                 "done": False}
+
+
+class BegunLater(AgentInstance):
+    async def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+class EarlierExecutor(AgentExecutorBase):
+    def __init__(self):
+        super().__init__(BegunLater)
+
+
+class SaysDone(AgentInstanceBase):
+    async def step(self, states, **kwargs):
+        return {"rewards": 1.0, "environment_feedback": "", "done": "false"}
 
 
 class Server(AgentExecutorBase):
@@ -269,7 +307,19 @@ def test_trl_reset_gets_the_columns_that_it_names(folder):
     assert made(folder, "of_trl.py:Shows").reset(ROW).shape == (28, 28, 3)
 
 
-@pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor"])
+def test_trl_tool_may_be_called_step(folder):
+    environment = made(folder, "of_trl.py:Steps")
+    assert [schema["function"]["name"] for schema in environment.schemas()] == ["look", "step"]
+    assert environment.reset(ROW) == "what is it?"
+    assert environment.step(called("step", number=3))[0][0]["content"] == "at 3"
+
+
+def test_text_for_the_end_of_an_openrlhf_episode_is_no_end(folder):
+    with pytest.raises(EnvironmentFailure, match="done is 'false'"):
+        StepResult.of(made(folder, "of_openrlhf.py:SaysDone").step(Action("3")))
+
+
+@pytest.mark.parametrize("name", ["AgentInstance", "AgentExecutor", "BegunLater", "EarlierExecutor"])
 def test_openrlhf_agent_runs_without_openrlhf(folder, name):
     environment = made(folder, f"of_openrlhf.py:{name}")
     assert environment.reset(ROW) is None
