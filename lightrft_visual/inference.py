@@ -87,9 +87,9 @@ class Checkpoint:
         """The diffusers pipeline, adapters joined with their base; complete: also with what only its own call needs.
         Raises ConfigError where the base is not known, or does not load."""
         import torch
-        from diffusers import DiffusionPipeline
 
         from .models.diffusion.families.base import join_lora
+        from .models.diffusion.layers import load_pipeline
         from .models.diffusion.policy import adapter_of
 
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -98,7 +98,7 @@ class Checkpoint:
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
             with refused_as(ConfigError, f"model {base} cannot be loaded"):
-                pipeline = DiffusionPipeline.from_pretrained(base, dtype=dtype, **parts)
+                pipeline = load_pipeline(base, dtype, parts)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
         if adapted:

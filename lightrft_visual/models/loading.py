@@ -32,7 +32,7 @@ from ..runtime.hub import fetch_model, looked_at
 from .checkpointed import checkpoint_blocks
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
-from .weight_files import check_size
+from .weight_files import HEAD, check_size, load_whole
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
@@ -134,11 +134,7 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
     with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
-        transformer, report = auto.from_pretrained(path, output_loading_info=True, **arguments)
-    if report["missing_keys"]:
-        # transformers would draw them at random and go on.
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"model {path} lacks {len(report['missing_keys'])} weight(s): {some}")
+        transformer = load_whole(auto, path, **arguments)
     checkpoint_blocks(transformer, model.gradient_checkpointing)
     if model.use_liger_kernel:
         registry.services.load("kernels").use_kernels(transformer)
@@ -229,7 +225,7 @@ class VLRewardModel(nn.Module):
         head_file = Path(folder) / HEAD_FILE
         if not head_file.is_file():
             raise ConfigError(f"reward model {folder} has no {HEAD_FILE}, which holds the weights of its scalar head")
-        model = cls(AutoModelForImageTextToText.from_pretrained(folder))
+        model = cls(load_whole(AutoModelForImageTextToText, str(folder), unread=(HEAD,)))
         head = load_file(head_file)
         weight = head.get("weight")
         if weight is None or weight.shape != model.score_head.weight.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..errors import ConfigError
 
 # Transformers allocates whatever config.json asks for before it compares shapes: above this it could fill the host.
 MORE_ELEMENTS, MOST_LAYERS = 50_000_000, 1000
+HEAD = "lm_head.weight"  # of models of which only hidden states are read
 DEPTHS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"}
 
 
@@ -32,6 +33,27 @@ def weight_files(folder: Path, name: str = SAFE_WEIGHTS_NAME) -> dict[str, Path]
         return {}
     with safe_open(single, "pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def load_whole(kind: Any, path: str, unread: Collection[str] = (), **arguments: Any) -> Any:
+    """`kind.from_pretrained`, of weights that are all in files: transformers would draw others at random, and go on.
+
+    Args:
+        kind: a class of transformers that loads a model.
+        path: a folder or hub name.
+        unread: names of weights that nobody reads.
+        **arguments: further ones of `from_pretrained`.
+
+    Raises:
+        ConfigError: weights are missing; what `from_pretrained` raises.
+    """
+    model, report = kind.from_pretrained(path, output_loading_info=True, **arguments)
+    own = dict(model.named_parameters())
+    missing = sorted(name for name in report["missing_keys"] if name in own and name not in unread)
+    if missing:
+        where = "/".join(filter(None, (str(path), arguments.get("subfolder"))))
+        raise ConfigError(f"model {where} lacks {len(missing)} weight(s): {', '.join(missing[:3])}")
+    return model
 
 
 def check_size(folder: Path, config: Any, auto: Any) -> None:

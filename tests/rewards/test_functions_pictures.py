@@ -1,9 +1,10 @@
+import shutil
 import sys
 
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer, recipe_from_components
@@ -109,6 +110,16 @@ def cosines(folder, processor_folder=None):
             out = model(**inputs)
         values.append((out.image_embeds * out.text_embeds).sum().item())
     return torch.tensor(values), float(model.logit_scale.detach().exp())
+
+
+@pytest.mark.parametrize("scorer", ["clip_score", "pick_score", "hpsv2"])
+def test_scorer_of_a_model_that_lacks_weights_is_refused_with_their_names(clip_folder, tmp_path, scorer):
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"scorer {scorer}: model .* lacks 1 weight.s.: text_projection.weight"):
+        build_scorer(scorer, {"model": str(tmp_path)})
 
 
 def test_clip_score(clip_folder):

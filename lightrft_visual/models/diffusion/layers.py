@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import init_empty_weights
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, ModelMixin
@@ -20,13 +21,14 @@ from diffusers.models.normalization import RMSNorm
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...runtime import collectives
 from ...runtime.zero3_loading import Divide
-from ..weight_files import weight_files
+from ..weight_files import HEAD, load_whole, weight_files
 
 T = torch.Tensor
 
@@ -134,6 +136,31 @@ def load_divided(
             kept = () if name in cast else getattr(diffusers, kind)._keep_in_fp32_modules or ()
             parts[name] = _load(getattr(diffusers, kind), folder / name, _Weights(files, dtype, kept), divide)
     return parts
+
+
+def load_pipeline(path: str, dtype: torch.dtype, parts: dict[str, Any]) -> DiffusionPipeline:
+    """A pipeline whose weights are all in its files.
+
+    Args:
+        path: a pipeline folder or hub id.
+        dtype: of the weights.
+        parts: what is loaded already, by name.
+
+    Raises:
+        ConfigError: weights are missing, which transformers would draw at random, and diffusers leave empty.
+    """
+    index = {name: each for name, each in DiffusionPipeline.load_config(path).items() if isinstance(each, list)}
+    for name, (library, kind) in index.items():
+        kind = getattr(transformers, kind, None) if library == "transformers" and name not in parts else None
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            parts = {**parts, name: load_whole(kind, path, (HEAD,), subfolder=name, dtype=dtype)}
+    pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
+    for name, part in pipeline.components.items():
+        weights = part.named_parameters() if isinstance(part, nn.Module) else ()
+        empty = [key for key, weight in weights if weight.is_meta]
+        if empty:
+            raise ConfigError(f"{path}: {len(empty)} weights of its {name} are in no file, such as {empty[0]}")
+    return pipeline
 
 
 class _Weights:

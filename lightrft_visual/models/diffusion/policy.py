@@ -38,7 +38,7 @@ from ...runtime.zero3_loading import Divide
 from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config
 from .families.base import DiffusionFamily
-from .layers import load_divided, use_frozen_norms
+from .layers import load_divided, load_pipeline, use_frozen_norms
 from .prompt_cache import PromptCache, PromptFiles, checkpoint_decoder, encoder_digest, in_parts
 from .wan_parts import load_wan_parts, wan_pipeline_name
 
@@ -114,8 +114,7 @@ class DiffusionPolicy(nn.Module):
                 trained = () if lora is not None and lora.rank else trainable or adapter.denoiser_names
                 parts |= load_divided(path, adapter.denoiser_names, dtype, divide, cast=trained)
             with torch.random.fork_rng([]):  # what loading draws differs by ZeRO stage, and adapters start alike
-                pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtype, **parts)
-            _check_whole(pipeline, path)
+                pipeline = load_pipeline(path, dtype, parts)
             return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
@@ -417,15 +416,6 @@ class DiffusionPolicy(nn.Module):
                 told = did_you_mean(name, (module.rpartition(".")[2] for module in linear))
                 raise ConfigError(f"target_modules: {type(denoiser).__name__} has no module {name!r}{told}")
         return self.family.own_modules(given)
-
-
-def _check_whole(pipeline: DiffusionPipeline, path: str) -> None:
-    """Raise ConfigError for weights that were not in the pipeline's files: diffusers leaves them empty, with a word."""
-    for name, part in pipeline.components.items():
-        weights = part.named_parameters() if isinstance(part, nn.Module) else ()
-        empty = [key for key, weight in weights if weight.is_meta]
-        if empty:
-            raise ConfigError(f"{path}: {len(empty)} weights of its {name} are in no file, such as {empty[0]}")
 
 
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:

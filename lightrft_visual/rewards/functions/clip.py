@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import CLIPModel, CLIPProcessor
 
+from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint, mean_over_frames
 
@@ -15,7 +17,7 @@ class CLIPPairs:
     """Normalised embeddings of images and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
 
     def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
-        self.model = load_checkpoint(CLIPModel.from_pretrained, model, scorer).eval()
+        self.model = load_checkpoint(partial(load_whole, CLIPModel), model, scorer).eval()
         self.processor = load_checkpoint(CLIPProcessor.from_pretrained, processor or model, scorer)
         self.batch_size, self.offload = batch_size, offload
 

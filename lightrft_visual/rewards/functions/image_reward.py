@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoProcessor, BlipForImageTextRetrieval
 
+from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, linear_stack, load_checkpoint, load_tensors, mean_over_frames
 
@@ -32,7 +34,7 @@ class ImageReward:
     ) -> None:
         self.mean, self.std, self.max_words = mean, std, max_words
         self.batch_size, self.offload = batch_size, offload
-        self._blip = load_checkpoint(BlipForImageTextRetrieval.from_pretrained, model, "image_reward").eval()
+        self._blip = load_checkpoint(partial(load_whole, BlipForImageTextRetrieval), model, "image_reward").eval()
         self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "image_reward")
         self._head = linear_stack(load_tensors(head, "image_reward"), "mlp.layers.", "image_reward").eval()
 

@@ -32,6 +32,8 @@ def load_checkpoint(loader: Callable[..., Any], path: str, scorer: str, **option
     """`loader.from_pretrained(path)`. Raises ConfigError that names scorer and path when it cannot be had."""
     try:
         return loader(path, **options)
+    except ConfigError as error:
+        raise ConfigError(f"scorer {scorer}: {error}") from error
     except Exception as error:  # libraries raise every kind of exception at a damaged folder
         raise ConfigError(
             f"scorer {scorer}: {path} cannot be loaded ({type(error).__name__}); give a folder or a hub name that "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, load_checkpoint
 
@@ -23,7 +25,7 @@ class TransformersReplies:
         self._processor = load_checkpoint(AutoProcessor.from_pretrained, model, "judge", padding_side="left")
         self.marks = marks_of(self._processor.tokenizer)
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self._model = load_checkpoint(AutoModelForImageTextToText.from_pretrained, model, "judge", dtype=dtype)
+        self._model = load_checkpoint(partial(load_whole, AutoModelForImageTextToText), model, "judge", dtype=dtype)
 
     @torch.no_grad()
     def __call__(self, asked: Sequence[Messages], device: Any) -> list[Reply]:

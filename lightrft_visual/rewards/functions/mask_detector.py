@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
+from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from ...runtime.packages import needed
 from .image_scoring import load_checkpoint
@@ -34,7 +36,7 @@ class MaskDetector:
         self.offload = offload
         with needed("scipy"):  # transformers asks for it in the model's constructor
             import scipy  # noqa: F401
-        self._model = load_checkpoint(Mask2FormerForUniversalSegmentation.from_pretrained, model, scorer).eval()
+        self._model = load_checkpoint(partial(load_whole, Mask2FormerForUniversalSegmentation), model, scorer).eval()
         self._processor = load_checkpoint(AutoImageProcessor.from_pretrained, model, scorer)
         self.names = [renamed.get(name, name) for _, name in sorted(self._model.config.id2label.items())]
 

@@ -21,6 +21,7 @@ from ...errors import ConfigError, RewardError, refused_as
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
 from ...models.loading import HEAD_FILE, VLRewardModel
+from ...models.weight_files import load_whole
 from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
@@ -149,7 +150,7 @@ def _reward_model(name: str, path: str, config: Any, offload: bool, strategy: An
         )
     tokenizer = AutoTokenizer.from_pretrained(path)
     with loading(strategy):
-        model = AutoModelForSequenceClassification.from_pretrained(path)
+        model = load_whole(AutoModelForSequenceClassification, path)
     if model.config.num_labels != 1:
         raise ConfigError(f"reward model {name}: {path} has {model.config.num_labels} outputs; a reward model has one")
     return TextModel(name, model, tokenizer, offload, strategy)

@@ -21,6 +21,7 @@ from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.config.diffusion import DiffusionModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
+from lightrft_visual.inference import Checkpoint
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
@@ -146,14 +147,23 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift(folder):
     assert type(family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=stock)).flow_shift((8,)) == 3.0
 
 
-def test_a_pipeline_without_some_of_its_weights_is_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [("transformer", "1 weights of its transformer are in no file, such as .*"), ("vae", "1 weights of its vae are"),
+     ("text_encoder", "model .*/text_encoder lacks 1 weight.s.: "), ("text_encoder_3", ".*text_encoder_3 lacks 1")],
+)  # fmt: skip
+@pytest.mark.parametrize("load", [DiffusionPolicy.from_pretrained, lambda path: Checkpoint.of(path).pipeline()])
+def test_a_pipeline_without_some_of_its_weights_is_refused(folder, tmp_path, part, told, load):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (file,) = (tmp_path / "transformer").glob("*.safetensors")
+    (file,) = (tmp_path / part).glob("*.safetensors")
     weights = load_file(file)
-    del weights["transformer_blocks.0.attn.to_q.weight"]
+    ends = ("to_q.weight", "q_proj.weight", "SelfAttention.q.weight")
+    name = next((key for key in sorted(weights) if key.endswith(ends)), min(weights))
+    del weights[name]
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match="1 weights of its transformer are in no file, such as .*attn.to_q"):
-        DiffusionPolicy.from_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=told) as refused:
+        load(str(tmp_path))
+    assert name.removeprefix("text_model.") in str(refused.value)
 
 
 def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from launched import run_ranks
 from PIL import Image
 from reward_rollouts import make_samples
+from safetensors.torch import load_file, save_file
 from tiny_judges import build_classifier, save_with_head
 
 from lightrft_visual.config.shared import RewardConfig
@@ -40,6 +42,15 @@ def test_sequence_classifier_in_padded_batches_equals_one_by_one(classifier):
     result = engine.compute_rewards(outputs)
     assert torch.allclose(result.score, wanted, atol=1e-5) and wanted.unique().numel() == 6
     assert list(outputs[0].reward_metrics) == ["safety"]
+
+
+def test_a_reward_model_without_its_head_is_refused(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="lacks 1 weight.s.: score.weight"):
+        RewardComputationEngine.from_config(RewardConfig(reward_pretrain=str(tmp_path)))
 
 
 def test_several_models_in_a_recipe(classifier):
