@@ -28,7 +28,9 @@ SYSTEMS = {
 }
 OTHER_NAMES = {  # too short to be understood anywhere else, or of another meaning there
     ("trl", "model"): "pretrain", ("trl", "r"): "lora_rank", ("trl", "delta"): "dual_clip",
-    ("openrlhf", "label_key"): "reference_key", ("openrlhf", "output_key"): "response_key",
+    ("trl", "train_dataset"): "prompt_data", ("trl", "dataset_name"): "prompt_data",
+    ("trl", "eval_dataset"): "eval_data", ("openrlhf", "label_key"): "reference_key",
+    ("openrlhf", "output_key"): "response_key",
 }  # fmt: skip
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)Trainer\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
@@ -54,7 +56,10 @@ def convert(system: str, file: Path) -> Converted:
         raise ConfigError(f"there is no converter for {system!r}; there are: {', '.join(SYSTEMS)}")
     taken: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    found = [(OTHER_NAMES.get((system, name), name), value) for name, value in _settings(file)]
+    found = [
+        (name if isinstance(value, Outside) else OTHER_NAMES.get((system, name), name), value)
+        for name, value in _settings(file)
+    ]
     if not found:
         raise ConfigError(f"{file} holds no settings; what is read of {SYSTEMS[system]}")
     verb = _verb(system, file, dict(found))
@@ -88,7 +93,9 @@ def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
 def _used(system: str, found: dict[str, Any], left_out: dict[str, str]) -> Iterable[tuple[str, Any]]:
     """The settings that count there. verl and EasyR1 hold weights and forms of a KL that other settings turn off;
     EasyR1 names a split behind the data's name, verl a reward's file and function apart; OpenRLHF's length of an
-    overlong buffer turns it on."""
+    overlong buffer turns it on. verl and EasyR1 compute in bf16 unless they say otherwise."""
+    if system in ("verl", "easyr1"):
+        found.setdefault("bf16", True)
     path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
     if isinstance(path, str) and isinstance(function, str):
         found["reward_fn"] = type(path)(f"{path}:{function}")
@@ -246,6 +253,9 @@ def _literal(node: ast.expr, assigned: Mapping[str, ast.expr]) -> Any:
         node = assigned.get(node.id, node)
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") and node.args:
         return _literal(node.args[0], assigned)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_dataset" and len(node.args) == 1:
+        if all(each.arg == "split" and ast.unparse(each.value) == "'train'" for each in node.keywords):
+            return _literal(node.args[0], assigned)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):

@@ -303,8 +303,22 @@ custom_reward_function: {path: mine.py, name: compute}
 """
     config = settings(converted("verl", "c.yaml", text))
     assert (config.algorithm.policy_loss, config.algorithm.kl_target) == ("gspo", 0.1)
-    assert config.reward.reward_fn == "mine.py:compute"
+    assert config.reward.reward_fn == "mine.py:compute" and config.model.bf16
     text = text.replace("adaptive", "fixed")
     assert settings(converted("verl", "c.yaml", text)).algorithm.kl_target is None
     config = settings(converted("easyr1", "c.yaml", "worker: {actor: {loss_avg_mode: seq, loss_type: cispo}}"))
     assert (config.algorithm.loss_agg_mode, config.algorithm.policy_loss) == ("seq-mean-token-mean", "cispo")
+
+
+def test_data_sets_of_a_trl_script_are_those_of_the_command(converted):
+    text = """
+rows = load_dataset("org/rows", split="train")
+part = load_dataset("org/rows", split="train[:5%]")
+GRPOTrainer("org/model", train_dataset=rows, eval_dataset=part)
+"""
+    found = converted("trl", "train.py", text)
+    config = settings(found)
+    assert (config.model.pretrain, config.data.prompt_data, config.data.eval_data) == ("org/model", "org/rows", None)
+    assert "--eval_data PATH" in found.left_out["eval_dataset"]
+    found = converted("trl", "run.sh", "trl grpo --model_name_or_path org/model --dataset_name org/rows")
+    assert settings(found).data.prompt_data == "org/rows"
