@@ -7,10 +7,17 @@ itself decides it.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +31,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...models import attention as own_attention
 from ...models.attention import Segments
 from ...models.routing import count_experts
+from ...runtime.files import cache_root
+
+logger = logging.getLogger(__name__)
 
 T = torch.Tensor
+COUNTED_BY = ("torch", "transformers", "peft", "diffusers")  # packages whose code runs on the meta tensors
+PACKAGE = Path(__file__).parents[2]
 NOT_MOVED = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # no kernel
 
 
@@ -259,6 +271,38 @@ def held_bytes(module: nn.Module, run: Callable[[], T], *, backward: bool) -> He
             hook.remove()
         module.zero_grad(set_to_none=True)
     return Held(kept, live.peak, *astuple(live.work))
+
+
+def remembered(shape: str, count: Callable[[], Held]) -> Held:
+    """count(), or what it returned before. shape: all that the answer depends on but for the code, as text.
+
+    Other versions of the packages or of this one's own files count anew. A cache that cannot be written is done
+    without.
+    """
+    name = hashlib.sha256(f"{_code()} {shape}".encode()).hexdigest()
+    path = cache_root() / "plans" / f"{name[:32]}.json"
+    try:
+        return Held(*json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, or not whole
+        held = count()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(held))
+        part.replace(path)
+    except OSError as error:
+        logger.debug("the plan's figures are not kept: %s", error)
+    return held
+
+
+@cache
+def _code() -> str:
+    """A digest of what counts: versions of packages, and the files of the rooms that take part."""
+    found = hashlib.sha256(" ".join(f"{name} {version(name)}" for name in COUNTED_BY).encode())
+    for room in ("plugins/memory_plan", "models"):
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.metadata import version
+from functools import cached_property
 from math import ceil
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,48 +20,8 @@ from ...models.loading import add_lora, freeze
 from ...models.logprobs import chunk_length
 from ...models.vlm.families import family_of
 from ...rollout.vllm.arguments import token_bytes
-from ...runtime.files import cache_root
-from .meta import Held, Work, adapters_in, held_bytes, on_meta, through_active_experts
+from .meta import Held, Work, adapters_in, held_bytes, on_meta, remembered, through_active_experts
 from .zero import FP32, Model
-
-logger = logging.getLogger(__name__)
-
-
-COUNTED_BY = ("torch", "transformers", "peft")  # packages whose code runs on the meta tensors
-PACKAGE = Path(__file__).parents[2]
-
-
-def remembered(shape: str, count: Callable[[], Held]) -> Held:
-    """count(), or what it returned before. shape: all that the answer depends on but for the code, as text.
-
-    Other versions of the packages or of this one's own files count anew. A cache that cannot be written is done
-    without.
-    """
-    name = hashlib.sha256(f"{_code()} {shape}".encode()).hexdigest()
-    path = cache_root() / "plans" / f"{name[:32]}.json"
-    try:
-        return Held(*json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not there yet, or not whole
-        held = count()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(held))
-        part.replace(path)
-    except OSError as error:
-        logger.debug("the plan's figures are not kept: %s", error)
-    return held
-
-
-@cache
-def _code() -> str:
-    """A digest of what counts: versions of packages, and the files of the rooms that take part."""
-    found = hashlib.sha256(" ".join(f"{name} {version(name)}" for name in COUNTED_BY).encode())
-    for room in ("plugins/memory_plan", "models"):
-        for path in sorted((PACKAGE / room).rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
-
 
 FEW_LAYERS = 3  # that are looked at of a decoder
 FEW_TOKENS = 8  # by which operations are counted, which are as many for any number of tokens

@@ -286,6 +286,20 @@ def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) ->
     assert four[name] == 4 * one[name]  # on the host
 
 
+@pytest.mark.parametrize("family", ["sd3", "sd15", "wan", "z_image", "flux", "qwen_image"])
+def test_a_denoising_step_of_many_samples_is_told_from_few(family, tmp_path, monkeypatch) -> None:
+    """A network that takes its samples one by one among them, and one that keeps tables of its first forward."""
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path / "cache"))
+    tiny_families.FAMILIES[family]().save_pretrained(tmp_path / "model")
+    for how in ("none", "full"):
+        argv = f"--pretrain {tmp_path / 'model'} --height 32 --width 32 --gradient_checkpointing {how}".split()
+        argv += ["--diffusion_algorithm", "ddpo" if family == "sd15" else "flow_grpo"]
+        config = parse_run(DiffusionRunConfig, argv).config
+        computed = Computed(config, pipeline_policy(config))
+        for guidance, backward in ((4.5, False), (1.0, True)):
+            assert computed.denoised(9, guidance, backward) == computed._denoised(9, guidance, backward)
+
+
 def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
     tiny_families.FAMILIES["z_image"]().save_pretrained(tmp_path)
     config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), "--height", "32", "--width", "32"]).config

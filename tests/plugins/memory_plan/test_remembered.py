@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft_visual.plugins.memory_plan import vl_shape as module
-from lightrft_visual.plugins.memory_plan.meta import Held
-from lightrft_visual.plugins.memory_plan.vl_shape import remembered
+from lightrft_visual.plugins.memory_plan import meta as module
+from lightrft_visual.plugins.memory_plan.meta import Held, remembered
 
 
 @pytest.fixture
