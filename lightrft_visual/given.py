@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, refused_as
 
 PREFIX = "python:"
 _objects: dict[str, Any] = {}
@@ -95,7 +95,8 @@ class GivenRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         if self._table:  # images stay in their stored form
             return self._rows[index : index + 1].to_pylist()[0]
-        return self._rows[index]
+        with refused_as(DataError, self.name(index)):  # it may be code of the program
+            return self._rows[index]
 
 
 def _are_columns(cells: Sequence[Any]) -> bool:

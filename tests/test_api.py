@@ -187,6 +187,15 @@ def test_reward_of_ones_own_stands_in_place_of_that_of_the_embedded_task():
     assert UnifiedTrainer(reward_recipe="{'*': [[rule, exact, 1.0]]}").config.reward.reward_recipe.startswith("{'*'")
 
 
+def test_given_rows_that_raise_are_a_data_error_with_the_row():
+    class Rows(list):
+        def __getitem__(self, index):
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(DataError, match="train_dataset:row 3: ZeroDivisionError: division by zero"):
+        given.source_of(Rows(ROWS), "train_dataset", "train")[3]
+
+
 def test_result_is_shown_without_the_metrics_of_every_step():
     steps = [{"step": number, "loss": 0.123} for number in range(200)]
     shown = repr(api.Result({"step": 200}, steps, steps, "out", "out/checkpoint-final", None))
