@@ -70,9 +70,13 @@ class Checkpoint:
         except OSError:
             stops = self.config.get_text_config().eos_token_id
         stops = stops if isinstance(stops, list) else [stops]
-        if wrong := [token for token in stops if not isinstance(token, int | None)]:
+        known = range(self.config.get_text_config().vocab_size)
+        if wrong := [token for token in stops if token is not None and (type(token) is not int or token not in known)]:
             raise ConfigError(f"model {self.path}: eos_token_id {wrong[0]!r} is no token id")
-        return sorted({*stops, self.tokenizer.eos_token_id} - {None})
+        ends = sorted({*stops, self.tokenizer.eos_token_id} - {None})
+        if not ends:
+            raise ConfigError(f"model {self.path} has no end token: set eos_token_id in its generation_config.json")
+        return ends
 
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
@@ -89,11 +93,26 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         if os.path.isdir(path):
             check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        _check_text(path, config, tokenizer)
         if family.vision:
             processor = _processor(path, family, model, data)
+        checkpoint = Checkpoint(path, config, tokenizer, processor)
         if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-    return Checkpoint(path, config, tokenizer, processor)
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(checkpoint.eos_ids[0])
+    return checkpoint
+
+
+def _check_text(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a checkpoint that cannot read text or write it."""
+    other = re.search(r"\w*For(\w*Classification|RewardModel|QuestionAnswering)", f"{config.architectures}")
+    if other:
+        raise ConfigError(f"model {path} is a {other[0]}, which writes no text: give a language model")
+    # Where its files lack transformers builds one without words.
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ConfigError(
+            f"model {path}: its tokenizer makes no token of a text: copy tokenizer.json from the model that "
+            "it was made from"
+        )
 
 
 def _processor(path: str, family: VLMFamily, model: ModelConfig, data: DataConfig) -> ProcessorMixin:

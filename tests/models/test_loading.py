@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -57,11 +58,54 @@ def test_end_tokens_come_from_every_place(copy):
     own = checkpoint.tokenizer.eos_token_id
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, 5, 9]}))
     assert checkpoint.eos_ids == sorted({own, 5, 9})
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, {"id": 5}]}))
-    with pytest.raises(ConfigError, match=r"eos_token_id \{'id': 5\} is no token id"):
-        _ = checkpoint.eos_ids
+    for wrong in ({"id": 5}, -1, True, 10**9):
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, wrong]}))
+        with pytest.raises(ConfigError, match=f"eos_token_id {re.escape(str(wrong))} is no token id"):
+            _ = checkpoint.eos_ids
     (copy / "generation_config.json").unlink()
     assert checkpoint.eos_ids == [own]
+
+
+def test_a_checkpoint_without_end_token_is_refused_and_one_without_padding_pads_with_it(copy):
+    generation, own = copy / "generation_config.json", copy / "tokenizer_config.json"
+    settings = {name: each for name, each in json.loads(own.read_text()).items() if name != "pad_token"}
+    own.write_text(json.dumps(settings | {"eos_token": None, "pad_token": None}))
+    generation.write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert open_checkpoint(str(copy), ModelConfig(), DataConfig()).tokenizer.pad_token_id == 5
+    generation.write_text("{}")
+    with pytest.raises(ConfigError, match=f"model {copy} has no end token: set eos_token_id"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+
+
+@pytest.mark.parametrize(
+    "kind", ["Qwen2ForSequenceClassification", "Qwen2ForRewardModel", "BertForTokenClassification"]
+)
+def test_a_model_with_another_head_is_refused_by_name(copy, kind):
+    with_config(copy, architectures=[kind])
+    with pytest.raises(ConfigError, match=f"model {copy} is a {kind}, which writes no text"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+
+
+def test_a_tokenizer_without_words_is_refused(root, tmp_path):
+    folder = shutil.copytree(checkpoint_of(root, "qwen2").path, tmp_path / "model")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(
+        ConfigError, match=f"model {folder}: its tokenizer makes no token of a text: copy tokenizer.json"
+    ):
+        open_checkpoint(str(folder), ModelConfig(), DataConfig())
+
+
+def test_a_processor_of_another_model_is_refused(copy):
+    own = copy / "processor_config.json"
+    settings = json.loads(own.read_text())
+    own.write_text(json.dumps(settings | {"image_processor": settings["image_processor"] | {"patch_size": 7}}))
+    with pytest.raises(ConfigError, match="its processor cuts patches of 7 pixels .*config.json has 14 and 2"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
+    own.write_text(json.dumps(settings))
+    with_config(copy, image_token_id=7)
+    with pytest.raises(ConfigError, match="its processor writes no token 7 for an image, which config.json names"):
+        open_checkpoint(str(copy), ModelConfig(), DataConfig())
 
 
 def test_a_text_model_has_no_processor_and_always_a_padding_token(root):

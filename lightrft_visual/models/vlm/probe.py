@@ -53,6 +53,7 @@ _LOOKS_AHEAD = (
     "its tokens see those that come after them, as in an encoder or a model that writes by diffusion: no run can train "
     "it; take a causal language model"
 )
+_NO_NUMBERS = "the log-probs of its own class are NaN: look at its weights"
 
 
 @dataclass
@@ -189,6 +190,8 @@ def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
 @torch.no_grad()
 def compare(actor: Actor, samples: Sequence[_Sample], own: _Own) -> Finding:
     """The actor's log-probs of the samples, padded and, where its family packs, packed, against the own class's."""
+    if any(each.isnan().any() for each in own.log_probs):
+        return Finding(math.inf, "", own.bound, "", _NO_NUMBERS)
     if own.looks_ahead:
         return Finding(math.inf, "", own.bound, "", _LOOKS_AHEAD)
     device, rule = actor.banned_ids.device, ScoringRule()
@@ -331,7 +334,7 @@ def _length(config: Any, longest: int) -> int:
 
 def _refusal(actor: Actor, finding: Finding) -> str:
     family, own = actor.backbone.family, type(actor.transformer).__name__
-    if finding.error == _LOOKS_AHEAD:
+    if finding.error in (_LOOKS_AHEAD, _NO_NUMBERS):
         return f"model type {family.config.model_type!r}: {finding.error}"
     if finding.error:
         told = finding.error

@@ -200,3 +200,10 @@ def test_what_padding_changes_in_the_models_own_class_allows_no_larger_differenc
     monkeypatch.setattr(probe, "_own_logits", lambda actor, sample, more=0: own(actor, sample, more) * (1 + more))
     with pytest.raises(ConfigError, match="'gemma3', run by the adapter VLMFamily: its .* 1.0e-04 allowed"):
         proven(stock("gemma3"), VLMFamily)
+
+
+def test_weights_that_are_no_numbers_are_told_as_such():
+    built = text_model("llama")
+    built.model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="^model type 'llama': the log-probs of its own class are NaN"):
+        proven(built)

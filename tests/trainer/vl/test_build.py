@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import actor_of, checkpoint_of, inputs_of, rollouts_of, text_prompts
+from tiny_models import actor_of, checkpoint_of, inputs_of, load, rollouts_of, text_prompts
 from transformers import Gemma3Config, Qwen2Config
 
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
@@ -28,6 +28,7 @@ from lightrft_visual.trainer.vl.build import (
     _loss_parts,
     _resolve_sharing,
     _teacher,
+    load_actor,
 )
 from lightrft_visual.trainer.vl.episodes import schemas_of
 
@@ -229,3 +230,28 @@ def test_schemas_of_an_environment_that_are_none_are_refused(given, told):
     with pytest.raises(ConfigError, match=f"must return a list of JSON schemas of tools.*{told}"):
         schemas_of(SimpleNamespace(schemas=lambda: given))
     assert schemas_of(SimpleNamespace(schemas=lambda: [{"name": "zoom"}])) == ({"name": "zoom"},)
+
+
+def test_quantized_weights_are_not_trained(tmp_path):
+    """They load, and of their layers biases and scales alone would have gradients."""
+    compressed = pytest.importorskip("compressed_tensors.quantization")
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    settings = compressed.QuantizationConfig(
+        config_groups={"all": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"],
+        format="int-quantized", quantization_status="compressed",
+    )  # fmt: skip
+    model = load(checkpoint.path, False)
+    compressed.apply_quantization_config(model, settings)
+    for each in model.modules():
+        if hasattr(each, "weight_scale"):
+            each.weight_scale.data = each.weight.abs().amax(1, keepdim=True) / 127
+    compressor = pytest.importorskip("compressed_tensors").ModelCompressor(quantization_config=settings)
+    compressor.compress_model(model)
+    model.save_pretrained(checkpoint.path)
+    compressor.update_config(checkpoint.path)
+    config, strategy = RunConfig(), SimpleNamespace(loading=nullcontext, dtype=torch.float32)
+    with pytest.raises(
+        ConfigError, match=f"pretrain {checkpoint.path} holds quantized weights, which cannot be trained"
+    ):
+        load_actor(config, strategy, checkpoint, 1)

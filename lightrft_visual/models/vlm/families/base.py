@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ....data.rendering import MediaConventions
-from ....errors import ConfigError, DataError
+from ....errors import ConfigError, DataError, refused_as
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host
@@ -89,7 +90,19 @@ class VLMFamily(MediaConventions):
         return [VisionTensors([share]) for share in shares]
 
     def check_processor(self, processor: ProcessorMixin) -> None:
-        """Raise ConfigError where the checkpoint's processor gives inputs that the adapter does not pass on."""
+        """Raise ConfigError where the checkpoint's processor is another model's, or gives inputs that the adapter does
+        not pass on."""
+        name, text = f"model type {self.config.model_type!r}", self.placeholders(processor).get("image")
+        if text is None or self.image_token_id is None:
+            return
+        image = self.media_arguments([Image.new("RGB", (64, 64))], [])
+        with refused_as(ConfigError, f"{name}: its processor fails at an image"):
+            ids = processor(text=[text], **image)["input_ids"][0]
+        if self.image_token_id not in ids:
+            raise ConfigError(
+                f"{name}: its processor writes no token {self.image_token_id} for an image, which config.json names: "
+                "the two are of different models"
+            )
 
     # --- sampling --------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, ProcessorMixin
 
+from ....errors import ConfigError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host
@@ -37,6 +38,16 @@ class QwenVL(VLMFamily):
         """The bounds that are set; images are resized between them."""
         bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         return {name: value for name, value in bounds.items() if value is not None}
+
+    def check_processor(self, processor: ProcessorMixin) -> None:
+        """As in the base; patches of another size than the tower's are another model's too."""
+        super().check_processor(processor)
+        images, tower = processor.image_processor, self.config.vision_config
+        if (images.patch_size, images.merge_size) != (tower.patch_size, tower.spatial_merge_size):
+            raise ConfigError(
+                f"model type {self.config.model_type!r}: its processor cuts patches of {images.patch_size} pixels and "
+                f"merges {images.merge_size} a side, config.json has {tower.patch_size} and {tower.spatial_merge_size}"
+            )
 
     def attach(self, base: nn.Module) -> None:
         """Positions by the model's own rule; the tower runs once for each different image or video, without its slow

@@ -79,6 +79,7 @@ class Unregistered(VLMFamily):
         # A class from outside transformers is not there yet.
         extra = {name for name in given & self.taken if not self.others(name)} if self.taken else given
         _refuse(self.config, [f"inputs of its processor: {', '.join(sorted(extra))}"] if extra else [])
+        super().check_processor(processor)
 
     def others(self, name: str) -> bool:
         """Whether an input is of media that no prompt holds."""
