@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Number = float | int | torch.Tensor
 COUNTED = ("/failures", "/not_applicable")  # ends of names of counts of samples, which add up over ranks
+TAKEN = "{} gives {}, a metric that there is: give it another name"
 SPENT = "/time"  # of seconds, which ranks spend at once
 
 
@@ -98,6 +99,8 @@ class MetricsAccumulator:
     _totals: dict[str, torch.Tensor] = field(default_factory=dict)
     _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _moments: dict[str, Moments] = field(default_factory=dict)
+    _given: dict[str, str] = field(default_factory=dict)  # names that belong to who gave them alone
+    _refused: list[str] = field(default_factory=list)
 
     def add(self, name: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Add one part of a ratio. Without a denominator: one observation of a mean."""
@@ -130,6 +133,18 @@ class MetricsAccumulator:
             else:
                 self.add(name, value)
 
+    def add_own(self, giver: str, name: str, value: Any) -> None:
+        """As `add_numbers`, under a name that nobody else may add to, on any rank: two would be averaged. `reduce` says
+        what is wrong, on all ranks alike."""
+        if self.knows(name):
+            self._refused.append(TAKEN.format(giver, name))
+            return
+        try:
+            self.add_numbers({name: float(value)})
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._refused.append(f"{giver}: {name} is no number: {error}")
+        self._given[name] = giver
+
     def knows(self, name: str) -> bool:
         """Whether a step's metrics have this name already."""
         moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
@@ -137,10 +152,11 @@ class MetricsAccumulator:
         return times or name in (*self._sums, *self._totals, *self._maxima, *moments)
 
     def reduce(self) -> dict[str, float]:
-        """Combine all ranks (a collective: every rank calls it) and start afresh."""
+        """Combine all ranks (a collective: every rank calls it) and start afresh. ConfigError: see `add_own`."""
         mine = self._host_values()
         self.__init__()
         ranks = all_gather_object(mine)
+        check_owners(ranks)
         result: dict[str, float] = {}
         for name, parts in by_name(ranks, "sums").items():
             denominator = math.fsum(part[1] for part in parts)
@@ -160,7 +176,20 @@ class MetricsAccumulator:
             "totals": {name: value.item() for name, value in self._totals.items()},
             "maxima": {name: largest([value.item() for value in values]) for name, values in self._maxima.items()},
             "moments": self._moments,
+            "given": self._given,
+            "refused": dict.fromkeys(self._refused),
         }
+
+
+def check_owners(ranks: list[dict[str, dict]]) -> None:
+    """Raise ConfigError, the same on all ranks, for what one of them refuses, and for a name with several owners."""
+    refused = list(by_name(ranks, "refused"))
+    for name, givers in by_name(ranks, "given").items():
+        others = [each[kind] for each in ranks if name not in each["given"] for kind in ("sums", "totals", "maxima")]
+        if len({*givers}) > 1 or any(name in values for values in others):
+            refused.append(TAKEN.format(givers[0], name))
+    if refused:
+        raise ConfigError(refused[0])
 
 
 def by_name(ranks: list[dict[str, dict]], kind: str) -> dict[str, list]:

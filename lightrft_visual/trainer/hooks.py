@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
 from ..config.kinds import check_hooks
-from ..errors import ConfigError
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 
@@ -225,16 +224,10 @@ class Hooks:
     on_evaluation = _told("on_evaluation")
 
     def report(self, metrics: MetricsAccumulator) -> None:
-        """Add the numbers of all hooks to a step's. Raises ConfigError for what is no number, and for a name that is
-        taken: the two would be averaged."""
+        """Add the numbers of all hooks to a step's, whose `reduce` refuses what is no number and taken names."""
         for call in self.calls("metrics"):
             for name, value in (call() or {}).items():
-                if metrics.knows(name):
-                    raise ConfigError(f"{call.__qualname__} gives {name}, a metric that there is: give it another name")
-                try:
-                    metrics.add_numbers({name: float(value)})
-                except (TypeError, ValueError, RuntimeError) as error:
-                    raise ConfigError(f"{call.__qualname__}: {name} is no number: {error}") from error
+                metrics.add_own(call.__qualname__, name, value)
 
     def weights_for(self, purpose: str) -> AbstractContextManager[Any] | None:
         """The contexts of all hooks as one; None where no hook has any."""

@@ -13,6 +13,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.observe import metrics as metrics_module
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
@@ -178,14 +179,52 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
     hooks.close()
     assert metrics.reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
     assert closed == [{"a": 1.0}, {"b": 2.0}]
-    for name in ("loss", "reward_mean", "time_step"):
+
+
+class Reports(StepHook):
+    def __init__(self, **numbers):
+        self.numbers = numbers
+
+    def metrics(self):
+        return self.numbers
+
+
+@pytest.mark.parametrize(
+    "numbers, told",
+    [({name: 3.0}, f"gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step")]
+    + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
+)
+def test_number_that_cannot_be_reported_ends_all_ranks_alike(numbers, told, monkeypatch):
+    def step(*hooks):
+        metrics = MetricsAccumulator()
         metrics.add("loss", 1.0)
         metrics.add_moments("reward", torch.ones(2))
-        with pytest.raises(ConfigError, match=f"Reports.metrics gives {name}, a metric that there is"):
-            Hooks([Reports(**{name: 3.0})]).report(metrics)
-    for none in (None, "much", [1.0, 2.0], torch.ones(2)):
-        with pytest.raises(ConfigError, match=r"Reports.metrics: a is no number"):
-            Hooks([Reports(a=none)]).report(MetricsAccumulator())
+        Hooks(hooks).report(metrics)
+        return metrics
+
+    bad, good = step(Reports(**numbers)), step(Reports(b=1.0))
+    for ranks in ([bad, good], [good, bad]):
+        gathered = [each._host_values() for each in ranks]
+        monkeypatch.setattr(metrics_module, "all_gather_object", lambda mine, gathered=gathered: gathered)
+        with pytest.raises(ConfigError, match=f"Reports.metrics{told}|Reports.metrics {told}"):
+            MetricsAccumulator().reduce()
+
+
+@pytest.mark.parametrize("elsewhere", ["loss", "hook"])
+def test_name_of_a_hook_that_has_another_owner_on_another_rank_ends_all_ranks(elsewhere, monkeypatch):
+    class Others(Reports):
+        def metrics(self):
+            return super().metrics()
+
+    first, second = MetricsAccumulator(), MetricsAccumulator()
+    Hooks([Reports(seen=1.0)]).report(first)
+    Hooks([Others(seen=2.0)] if elsewhere == "hook" else []).report(second)
+    if elsewhere == "loss":
+        second.add("seen", 1.0)
+    gathered = [first._host_values(), second._host_values()]
+    monkeypatch.setattr(metrics_module, "all_gather_object", lambda mine: gathered)
+    with pytest.raises(ConfigError, match="Reports.metrics gives seen, a metric that there is"):
+        MetricsAccumulator().reduce()
 
 
 @pytest.mark.parametrize(
