@@ -78,7 +78,7 @@ def test_a_judge_sees_what_an_edit_was_made_from():
     assert "instruction:\nbluer" in message["content"][2]["text"]
 
 
-FIVE = Judging(low=1, high=5)
+FIVE, TEN = Judging(low=1, high=5), Judging()
 UNIFIED = {ask: Judging(*question_and_pattern(ask), 0.0, 5.0) for ask in ASKED}
 AXES = "Alignment Score (1-5): 2.694700002670288\nCoherence Score (1-5): 2.3715\nStyle Score (1-5): 4.0\n"
 
@@ -89,6 +89,11 @@ AXES = "Alignment Score (1-5): 2.694700002670288\nCoherence Score (1-5): 2.3715\
         (FIVE, "Score: 3", 0.5),
         (FIVE, "score = 1 ... Score is 5", 1.0),
         *((FIVE, text, None) for text in ("no number", "Score: 7", "Score: -3", "")),
+        *(
+            (TEN, text, 0.7)
+            for text in ("Score (0-10): 7", "**Score [0, 10]:** 7", "Score (7)", "Score (out of 10) is 7")
+        ),
+        *((TEN, text, 0.05) for text in ("Score: .5", "score of 0.5")),
         (UNIFIED["final"], "The cat is there.\nFinal Score: 4.5", 0.9),
         (UNIFIED["final"], "**Final Score:** 3", 0.6),
         (UNIFIED["elements"], "cat (animal): 1\nhat (object): 0\nFinal Score: 2", 0.4),

@@ -32,7 +32,7 @@ EDIT_QUESTION = (
     "instruction followed, with everything else left as it was, from {low:g} (not at all) to {high:g} (perfectly)? End "
     "with a line `Score: <number>`."
 )
-SCORE_PATTERN = r"(?i)score(?:\s+is|\s+of)?[^\w-]{0,5}(-?\d+(?:\.\d+)?)"
+SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.-]{0,5}(-?(?:\d+(?:\.\d+)?|\.\d+))"
 
 
 @dataclass(frozen=True)
