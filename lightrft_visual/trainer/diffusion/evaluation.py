@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,8 +86,8 @@ class DiffusionEvaluation:
         self.labels = sorted(measured_labels([each.label for each in self.prompts.rows]))
 
     def run(self, step: int) -> Evaluated:
-        """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which each label
-        counts alike; `validation/reward/<component>`; `eval_invalid_share` where some have no reward; with gold
+        """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which all
+        labels count alike; `validation/reward/<component>`; `eval_invalid_share` where some have no reward; with gold
         `eval_gold`, `eval_diversity`, `eval_coverage`; `eval_image_diversity` where prompts stand several times;
         `eval_drift`, the distance from the base's images of the same noise, which step 0 draws; records of the first
         prompts, in their order. A collective."""
@@ -116,10 +118,9 @@ class DiffusionEvaluation:
         metrics = _means_over_ranks(values, requests.sample_ids, real)
         if not metrics["eval_invalid_share"]:
             del metrics["eval_invalid_share"]
-        if len(self.labels) > 1:
-            metrics["eval_reward_label_mean"] = sum(metrics[f"eval_reward_{each}"] for each in self.labels) / len(
-                self.labels
-            )
+        labels = {each.label for each in prompts.rows} - {None}
+        if len(labels) > 1:
+            metrics["eval_reward_label_mean"] = _label_mean(sorted(labels), own_labels, scored.score, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         kept = gather_all(own)
@@ -142,6 +143,16 @@ class DiffusionEvaluation:
         elif self.base is not None and self.base.shape == thumbs.shape:
             found["eval_drift"] = drift(thumbs, self.base)
         return found
+
+
+def _label_mean(labels: list[str], own: list[str | None], scores: T, real: T) -> float:
+    """The mean over all labels of each one's mean score; own: of this rank's samples. A collective."""
+    mine = [(label, value) for label, value, r in zip(own, scores.tolist(), real) if bool(r) and math.isfinite(value)]
+    by_label: dict[str | None, list[float]] = defaultdict(list)
+    for label, value in (each for part in collectives.all_gather_object(mine) for each in part):
+        by_label[label].append(value)
+    means = [math.fsum(by_label[each]) / len(by_label[each]) if by_label[each] else math.nan for each in labels]
+    return math.fsum(means) / len(means)
 
 
 def _means_over_ranks(values: dict[str, T], ids: T, real: T) -> dict[str, float]:

@@ -55,3 +55,23 @@ def test_prompts_without_a_reward_are_counted_beside_the_mean_that_leaves_them_o
     found = evaluation.DiffusionEvaluation(drawn, prompts, rewards, 0, 0).run(1)
     assert found.get("eval_invalid_share") == (None if lost is None else pytest.approx(lost))
     assert found["eval_reward"] == (2.0 if lost is None else 1.5)
+
+
+@pytest.mark.parametrize("scored", [60, 2])
+def test_every_label_counts_alike_in_their_mean_and_24_have_columns(scored):
+    """30 labels: the first of three prompts, the others of one, so that only the first has a column."""
+    labels = ["often"] * 3 + [f"once {number:02}" for number in range(29)]
+    reward = torch.tensor([3.0] * 3 + [1.0] * 29)
+    reward[scored:] = math.nan
+    prompts = Rows(PromptRow(label, [], label=label) for label in labels)
+    drawn = SimpleNamespace(
+        draw=lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(requests.prompts), 3, 8, 8))]
+    )
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
+    found = evaluation.DiffusionEvaluation(drawn, prompts, rewards, 0, 0).run(1)
+    assert [name for name in found if name.startswith("eval_reward_")] == [
+        "eval_reward_often",
+        "eval_reward_label_mean",
+    ]
+    wanted = (3 + 29) / 30 if scored > 32 else math.nan
+    assert found["eval_reward_label_mean"] == pytest.approx(wanted, nan_ok=True)
