@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -109,9 +110,10 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
 
 def _instead_of_presets(tree: DictConfig) -> list[Setting]:
     """What a preset says of the embedded task's reward is unset by another reward, its gold by other prompts."""
-    named = any(OmegaConf.select(tree, f"reward.{name}") for name in REWARDS)
-    other = OmegaConf.select(tree, "data.prompt_data") not in (EMBEDDED, None)
-    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and OmegaConf.select(tree, "guard") is not None}
+    value = partial(OmegaConf.select, tree, throw_on_resolution_failure=False)
+    named = any(value(f"reward.{name}") for name in REWARDS)
+    other = value("data.prompt_data") not in (EMBEDDED, None)
+    unset = {"reward.reward_recipe": named, "guard.gold_recipe": other and value("guard") is not None}
     return [Setting(path, None, SCRIPT) for path, when in unset.items() if when]
 
 

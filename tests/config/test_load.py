@@ -463,6 +463,8 @@ def test_short_names_of_several_fields_are_refused() -> None:
         (["--\udcff", "1"], "is not text in UTF-8"),
         (["--output_dir", "${x}"], "Interpolation key 'x' not found"),
         (["train.max_epochs=${x}"], "train.max_epochs: Interpolation key 'x' not found"),
+        (["--prompt_data", "${x}"], "data.prompt_data: Interpolation key 'x' not found"),
+        (["--reward_recipe", "${x}"], "reward_recipe"),
         (["--plugins", "${x}"], "plugins: Interpolation key 'x' not found"),
         (["--output_dir", "${x"], "output.output_dir"),
     ],
