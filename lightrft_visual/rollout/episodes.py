@@ -33,6 +33,7 @@ from .environments import Action, EnvironmentFailure, EnvironmentHost, Observati
 from .multimodal import MultimodalDataProcessor
 
 Parser = Callable[[str], list[ToolCall]]
+BEGIN_TOGETHER = 0.5  # seconds that the first requests wait for each other's resets
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,11 @@ class _Round:
         return [completion for completions in found for completion in completions]
 
     def _run_freely(self, admission: Admission, most: int) -> None:
-        """Each episode goes on as soon as its environment has answered; `most` at once."""
+        """Each episode begins and goes on as soon as its environment has answered; `most` at once."""
         asked: dict[int, PromptFeatures] = {}
         stepping: dict[Future[StepResult], int] = {}
         resetting: dict[Future[Observation | None], int] = {}
-        waiting = deque(range(most, len(self.conversations)))
-        self._reset(range(min(most, len(self.conversations))))
+        waiting = deque(range(len(self.conversations)))
 
         def ask(key: int) -> None:
             asked[key] = self._request(key)
@@ -208,9 +208,8 @@ class _Round:
                 key = waiting.popleft()
                 resetting[self._asked_to_begin(key)] = key
 
-        for key in sorted(self.active):
-            ask(key)
         refill()
+        wait(resetting, timeout=BEGIN_TOGETHER)  # what begins quickly is asked for together, in order
         while admission.busy or stepping or resetting:
             for key, completion in admission.step() if admission.busy else ():
                 check_prompt_ids(asked.pop(key), completion)

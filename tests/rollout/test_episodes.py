@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from episode_rig import batch_of, most_begun, rig_of, stage_of
+from episode_rig import Scripted, batch_of, most_begun, rig_of, stage_of
 from PIL import Image
 from tiny_models import checkpoint_of, clip, inputs_of, picture
 
@@ -430,6 +432,46 @@ def test_reward_functions_are_given_the_sampled_tokens_of_all_turns(rollouts):
     batch = batch_from_rollouts(rollouts)
     assert [each.tolist() for each in batch.completion_tokens] == [each.sampled_ids for each in rollouts]
     assert any(len(each.sampled_ids) < len(each.token_ids) for each in rollouts)
+
+
+class OneByOne:
+    """Admission by engine hf: of what is asked for, the next response at each step."""
+
+    def __init__(self, engine, settings):
+        self.engine, self.settings, self.asked = engine, replace(settings, n=1), []
+
+    def add(self, key, request):
+        self.asked.append((key, request))
+
+    def step(self):
+        key, request = self.asked.pop(0)
+        return [(key, self.engine.generate([request], self.settings)[0][0])]
+
+    def close(self):
+        self.asked.clear()
+
+    @property
+    def busy(self):
+        return bool(self.asked)
+
+
+def test_environment_that_begins_late_holds_no_other_up_where_each_goes_on_by_itself(rig, monkeypatch):
+    begun, stepped, waited = threading.Lock(), threading.Event(), []
+
+    class BeginsLate(Scripted):
+        def reset(self, row):
+            super().reset(row)
+            if begun.acquire(blocking=False):
+                waited.append(stepped.wait(15))
+
+        def step(self, action):
+            stepped.set()
+            return super().step(action)
+
+    monkeypatch.setattr(rig.engine, "admission", partial(OneByOne, rig.engine), raising=False)
+    made = stage_of(rig, BeginsLate).generate(batch_of(TURNS), SETTINGS)
+    assert waited == [True] and all(each.valid for each in made)
+    assert rig.apart(made, SETTINGS) <= 1e-5
 
 
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):
