@@ -5,6 +5,8 @@ Sections by themselves take them: code that tries many losses may give all of th
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +14,7 @@ from ..errors import ConfigError
 from . import registry
 from .constraints import not_usual
 
+logger = logging.getLogger(__name__)
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
     "score_mean", "score_std", "score_target",
@@ -48,8 +51,17 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
         refuse_idle(algorithm, names, owner, read)
+    _say_idle(algorithm)
     refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
     refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
+
+
+def _say_idle(algorithm: Any) -> None:
+    """Say which settings of a critic, that commands of other systems give beside any estimator, do nothing here."""
+    own = not_usual(algorithm, ("lambd", "value_clip"))
+    if own and algorithm.estimator.shipped and not algorithm.estimator.critic and os.environ.get("RANK", "0") == "0":
+        told = " and ".join(f"{name} {getattr(algorithm, name):g}" for name in own)
+        logger.warning("%s: read by advantage_estimator gae, and does nothing here", told)
 
 
 def check_diffusion(config: Any) -> None:

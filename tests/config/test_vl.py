@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 
 
@@ -131,3 +132,18 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
         return
     train = load_config(RunConfig, flags.split()).train
     assert (train.actor_learning_rate, train.lr_warmup_ratio) == (rate, warmup)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lambd": 0.9}, ["lambd 0.9: read by advantage_estimator gae, and does nothing here"]),
+        ({"lambd": 1.0, "value_clip": 0.5, "advantage_estimator": "rloo"},
+         ["lambd 1 and value_clip 0.5: read by advantage_estimator gae, and does nothing here"]),
+        ({"lambd": 0.9, "value_clip": 0.5, "advantage_estimator": "gae"}, []),
+        ({"lambd": 0.95, "value_clip": 0.2}, []),
+    ],
+)  # fmt: skip
+def test_settings_of_a_critic_are_said_to_do_nothing_without_one(settings, told, caplog):
+    check_run(AlgorithmConfig(**settings), RolloutConfig())
+    assert [each.message for each in caplog.records] == told
