@@ -15,12 +15,17 @@ COLUMNS = {
     "video": "video", "LoRA": "LoRA", "ZeRO-3": "ZeRO-3", "export": "export", "hf": "engine hf", "vllm": "engine vllm",
     "sglang": "engine sglang",
 }  # fmt: skip
-HEAD = """# Models
+# What the general adapter runs right; tests/models/plain_families.py builds them.
+GENERAL = (
+    "deepseek_vl", "exaone4_5", "idefics2", "lfm2_vl", "lighton_ocr", "llava_next_video", "ovis2", "video_llama_3",
+)  # fmt: skip
+HEAD = f"""# Models
 
 Written by `scripts/write_models.py` from `tests/models/families.json`, which the tests read: each entry is a test, and
 what has none is empty. CPU: tiny models of transformers' own classes, with random weights, on two cores; card: on a
-GPU. A model type that is not here is run by a general adapter and compared with its own class at the start of its first
-run, or refused by name; so are those that say so below.
+GPU. Any other type is run by a general adapter, padded, and compared with its own class at the start of its first run,
+or refused by name. It takes texts of most causal types, and images of
+{", ".join(f"`{name}`" for name in GENERAL)}.
 
 - **padded**: log-probs of text, one image and two images of other sizes equal those of the model's own class to 1e-5.
 - **text alone**: a batch without any image does too, and runs the vision tower, which ZeRO needs.

@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -198,6 +199,9 @@ def compare(actor: Actor, samples: Sequence[_Sample], own: _Own) -> Finding:
     forms = {"padded": _padded(samples)}
     if actor.backbone.family.unproven is None:
         forms["packed"] = _packed(samples)
+    with suppress(ConfigError):  # of an adapter without a blank image, which a batch of text alone needs
+        if actor.backbone.family.vision and actor.backbone.family.blank("image"):
+            forms["without images"] = _padded(samples[:1])
     tried, found = "; ".join([", ".join(each.name for each in samples), *forms]), []
     for form, inputs in forms.items():
         log_probs = actor(inputs.to(device), rule, with_entropy=False).log_probs
@@ -294,7 +298,7 @@ def _made_up(checkpoint: Checkpoint, name: str, text: str, images: list, actions
     family = family_of_processor(processor)
     media = family.media_arguments(images, [])
     (vision,) = family.read(processor(text=[text], **media), [len(images)], [0])
-    whole = processor(text=[text], **media, return_tensors="pt")
+    whole = processor(text=[text], **media | {"images_kwargs": {}}, return_tensors="pt")
     return _Sample(name, actions, vision, {key: value for key, value in whole.items() if isinstance(value, T)})
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, Idefics2ImageProcessor, Idefics2Processor
+from transformers import CONFIG_MAPPING, DeepseekVLHybridImageProcessor, DeepseekVLHybridProcessor
 
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -76,14 +76,11 @@ def test_a_checkpoint_of_a_refused_type_is_refused_before_weights_or_processor_a
 
 def test_a_processor_that_gives_what_the_plain_adapter_does_not_pass_is_refused(tmp_path):
     tokenizer = build_tokenizer(["a"])
-    processor = Idefics2Processor(Idefics2ImageProcessor(), tokenizer)
-    family = family_of(config_of("idefics2"))
-    with pytest.raises(ConfigError, match="'idefics2' .*inputs of its processor: pixel_attention_mask"):
+    tokenizer.image_token = "<|image_pad|>"
+    processor = DeepseekVLHybridProcessor(DeepseekVLHybridImageProcessor(), tokenizer)
+    family = family_of(config_of("deepseek_vl_hybrid"))
+    with pytest.raises(ConfigError, match="'deepseek_vl_hybrid' .*inputs of its processor: high_res_pixel_values"):
         family.check_processor(processor)
-    config_of("idefics2").save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="pixel_attention_mask"):
-        open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
 
 
 def test_a_class_from_outside_transformers_is_judged_by_its_processor_alone():

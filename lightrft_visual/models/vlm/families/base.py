@@ -92,11 +92,12 @@ class VLMFamily(MediaConventions):
     def check_processor(self, processor: ProcessorMixin) -> None:
         """Raise ConfigError where the checkpoint's processor is another model's, or gives inputs that the adapter does
         not pass on."""
-        name, text = f"model type {self.config.model_type!r}", self.placeholders(processor).get("image")
-        if text is None or self.image_token_id is None:
-            return
-        image = self.media_arguments([Image.new("RGB", (64, 64))], [])
+        name = f"model type {self.config.model_type!r}"
         with refused_as(ConfigError, f"{name}: its processor fails at an image"):
+            text = self.placeholders(processor).get("image")
+            if text is None or self.image_token_id is None:
+                return
+            image = self.media_arguments([Image.new("RGB", (64, 64))], [])
             ids = processor(text=[text], **image)["input_ids"][0]
         if self.image_token_id not in ids:
             raise ConfigError(
@@ -114,6 +115,7 @@ class VLMFamily(MediaConventions):
         """
         values, vocabulary = self.config.to_dict(), tokenizer.get_vocab()
         banned = {values[name] for name in _VISION_TOKEN_FIELDS if isinstance(values.get(name), int)}
+        banned |= {*(values.get("visual_indicator_token_ids") or ())}  # Ovis reads them as parts of images
         banned |= {vocabulary[text] for text in self.vision_tokens if text in vocabulary}
         return sorted(banned | set(range(len(tokenizer), self.config.get_text_config().vocab_size)))
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ....config.registry import vlm_families
+from ....data.media import Video
 from ....data.rendering import measured_tokens
 from ....errors import ConfigError
 from ....experience.types import ModelInputs
@@ -46,7 +47,10 @@ class Unregistered(VLMFamily):
     """
 
     kinds = ("image",)
-    tensors = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", "image_position_ids")
+    tensors = (
+        "pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", "image_position_ids", "pixel_mask",
+        "pixel_attention_mask", "spatial_shapes", "image_merge_sizes",
+    )  # fmt: skip
     packed = ("kimi_k25", "llava_next", "llava_onevision", "mistral3", "vipllava")
     texts = ("deepseek_v3", "llama", "mistral", "ministral3", "qwen2", "qwen3")
 
@@ -60,6 +64,12 @@ class Unregistered(VLMFamily):
         """The vision tensors of the prompt of one processor call."""
         names = [name for name in cls.tensors if images[0] and output.get(name) is not None]
         return [VisionTensors([cls.images_first({name: as_tensor(output[name]) for name in names})])]
+
+    @classmethod
+    def media_arguments(cls, images: Sequence[Any], videos: Sequence[Video]) -> dict[str, Any]:
+        """As in the base; some processors count an image's tokens, and join its parts, where it comes as tensors."""
+        arguments = super().media_arguments(images, videos)
+        return arguments | ({"images_kwargs": {"return_tensors": "pt"}} if images else {})
 
     @classmethod
     def image_token_counts(cls, processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> list[int]:
@@ -105,7 +115,7 @@ class Unregistered(VLMFamily):
 def _blank_of(family: type[VLMFamily], path: str, image_token_id: int) -> tuple[VisionTensors, int]:
     processor = AutoProcessor.from_pretrained(path)
     text = family.placeholders(processor)["image"]
-    output = processor(text=[text], images=[Image.new("RGB", (32, 32))])
+    output = processor(text=[text], **family.media_arguments([Image.new("RGB", (32, 32))], []))
     (vision,) = family.read(output, [1], [0])
     return vision, list(output["input_ids"][0]).count(image_token_id)
 
