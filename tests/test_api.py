@@ -309,11 +309,13 @@ def test_paths_stay_paths(tmp_path, monkeypatch):
 
 
 def test_list_of_texts_is_a_list_of_prompts():
-    trainer = FlowGRPOTrainer(train_dataset=["a red circle, large", "a blue square"])
+    trainer = FlowGRPOTrainer(None, score, ["a red circle, large", "a blue square"])
     rows = given.given(trainer.config.data.prompt_data)
     assert rows == [{"prompt": "a red circle, large"}, {"prompt": "a blue square"}]
     with pytest.raises(ConfigError, match="my rows.jsonl does not exist"):  # a file by its name
-        FlowGRPOTrainer(train_dataset=["my rows.jsonl"])
+        FlowGRPOTrainer(None, score, ["my rows.jsonl"])
+    with pytest.raises(ConfigError, match="no reward is given"):
+        FlowGRPOTrainer(train_dataset=["a red circle, large"])
 
 
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
@@ -334,7 +336,7 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
 def test_pairs_are_recognised_by_their_columns():
     pairs = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
     assert lightrft_visual.DiffusionDPOTrainer(train_dataset=pairs).config.data.pair_data.startswith("python:")
-    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=ROWS).config.data.pair_data is None
+    assert lightrft_visual.DiffusionDPOTrainer(None, score, ROWS).config.data.pair_data is None
 
 
 def test_reward_fl_takes_one_differentiable_reward():

@@ -321,6 +321,14 @@ class DiffusionRunConfig(Section):
         return train.rollout_graph_gib > 0 and once and alike and known and here
 
     @property
+    def lacks_reward(self) -> bool:
+        """Whether prompts are of one's own and nothing scores what is drawn for them. Reward FL, which trains on its
+        differentiable reward, and pairs of a file need another one for their evaluation only."""
+        unscored = self.offline or self.algorithm.entry.trains_on == "reward"
+        builtin = self.data.prompt_data in registry.drawing_tasks
+        return not (self.reward.given or builtin) and not (unscored and not self.data.eval_data)
+
+    @property
     def offline(self) -> bool:
         """Whether pairs of a file take the place of rollouts."""
         return self.data.pair_data is not None

@@ -21,6 +21,10 @@ FOLDER = re.compile(r"^(/|\./|\.\./|~|[^=:/]+/[^=:/]+/)")  # by path; other word
 MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain", "reward_pretrain")
 ROWS = ("prompt_data", "eval_data", "pair_data")
 OUTPUTS = ("output_dir", "save_path", "ckpt_path")
+NO_REWARD = (
+    "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, reward.components.NAME=WEIGHT or "
+    "--reward_recipe"
+)
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
 
 
@@ -37,10 +41,12 @@ def located(path: str | Path) -> Path:
 
 def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
-    there, for a built-in name with a slip, and for a file in place of an output folder. Names that may be anything
-    else, such as a hub's, are not looked for. names: of the settings that are looked at, default all."""
+    there, for a built-in name with a slip, for a file in place of an output folder, and for a reward that is lacking.
+    Names that may be anything else, such as a hub's, are not looked for. names: of the settings that are looked at,
+    default all."""
     outputs = {name: getattr(config.output, name) for name in OUTPUTS if names is None or name in names}
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
+    found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
     sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
     for section in filter(None, sections):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +21,11 @@ from ..config.vl import RunConfig
 from ..data.bad_rows import TooManyBadRows, list_bad_rows
 from ..data.sampler import fitting_batch
 from ..errors import ConfigError
+from ..given import is_given
 from ..observe import environment as crash_log
 from ..observe.environment import holds_results, set_aside
 from ..observe.recorder import RecorderOptions, RunRecorder
+from ..observe.report.data import flat_config, read_config
 from ..runtime import collectives
 from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.files import FolderLock
@@ -132,10 +134,20 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
     options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
     recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, locks=locks)
     if collectives.is_rank_0():
+        before = flat_config(read_config(Path(output.output_dir))) if resumed else {}
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")
+        if changes := other_settings(before, flat_config(read_config(Path(output.output_dir)))):
+            logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
     recorder.write_env()
     list_bad_rows(output.output_dir, resumed, *(each.bad for each in sets))
     return OpenedRun(loop, recorder, PhaseTimer(synchronize), Hooks())
+
+
+def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`name was -> is` of the settings that a run goes on with and did not have; where it writes is left out."""
+    apart = [name for name in now if name in before and before[name] != now[name] and not name.startswith("output.")]
+    pairs = [(name, str(before[name]), str(now[name])) for name in apart]
+    return [f"{name} {was[:60]} -> {new[:60]}" for name, was, new in pairs if not (is_given(was) and is_given(new))]
 
 
 def paths_read(config: AnyConfig) -> list[Path]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.given_files import missing_files
 from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +106,15 @@ def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be
 
 def test_missing_files_function_that_a_program_gives_is_taken():
     assert missing_files(parse_run(argv=["--reward_fn", "python:score", "--prompt_data", "embedded"]).config) == []
+
+
+def test_missing_files_of_a_drawing_run_on_prompts_of_ones_own_names_the_reward(tmp_path):
+    (tmp_path / "captions.txt").write_text("a red circle\n")
+    argv = ["--prompt_data", str(tmp_path / "captions.txt")]
+    (found,) = missing_files(parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config)
+    assert found.startswith("no reward is given; name one by --reward_fn path.py:name")
+    scored = [*argv, "--components.shape_match", "1"]
+    assert missing_files(parse_run(DiffusionRunConfig, scored, preset=DIFFUSION_PRESET).config) == []
 
 
 def test_an_environment_that_is_not_known_is_answered_with_the_nearest_before_anything_loads():

@@ -13,7 +13,7 @@ from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.runtime import collectives
-from lightrft_visual.trainer.start import folders_held, refused_data_listed
+from lightrft_visual.trainer.start import folders_held, other_settings, refused_data_listed
 
 
 def refused(output: Path, *prompts: str) -> list[dict]:
@@ -97,3 +97,10 @@ def test_folders_held_other_ranks_hear_from_rank_0_whether_they_are_free(tmp_pat
         with pytest.raises(FolderInUse, match="taken"), held(tmp_path):
             pytest.fail("it went on")
     assert not list(tmp_path.iterdir())
+
+
+def test_other_settings_names_what_a_resumed_run_did_not_have():
+    before = {"train.seed": 1, "reward.reward_fn": "python:score", "output.save_steps": 1, "train.old": 3}
+    now = {"train.seed": 2, "reward.reward_fn": "python:score_2", "output.save_steps": 5, "train.new": 4}
+    assert other_settings(before, now) == ["train.seed 1 -> 2"]
+    assert other_settings({}, now) == []

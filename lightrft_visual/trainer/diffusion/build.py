@@ -15,6 +15,7 @@ import torch
 from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
+from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
 from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
@@ -247,21 +248,13 @@ def _fit_to_data(config: DiffusionRunConfig, prompts: int) -> None:
 
 
 def with_reward(config: DiffusionRunConfig) -> DiffusionRunConfig:
-    """The configuration itself where it names a reward; a built-in task has one of its own.
-
-    Raises ConfigError for other prompts without a reward. Reward FL, which trains on its differentiable reward, and
-    pairs of a file need another one for their evaluation only.
-    """
-    if config.reward.given:
-        return config
-    if config.data.prompt_data in registry.drawing_tasks:
+    """The configuration itself where it names a reward; a built-in task has one of its own. Raises ConfigError for
+    other prompts without a reward."""
+    if config.lacks_reward:
+        raise ConfigError(NO_REWARD)
+    if not config.reward.given and config.data.prompt_data in registry.drawing_tasks:
         config = copy.deepcopy(config)
         config.reward.reward_recipe = registry.drawing_tasks[config.data.prompt_data].own_reward()
-    elif not (config.offline or config.algorithm.entry.trains_on == "reward") or config.data.eval_data:
-        raise ConfigError(
-            "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, "
-            "reward.components.NAME=WEIGHT or --reward_recipe"
-        )
     return config
 
 
