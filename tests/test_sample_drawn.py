@@ -265,3 +265,13 @@ def test_timesteps_that_no_setting_of_a_stock_scheduler_says_are_said(caplog, na
     _as_in_the_run(pipeline, {"guidance_scale": 3.0, "scheduler": scheduler, "flow_shift": 2.0})
     assert pipeline.scheduler is own
     assert "draws at its own timesteps; the run's evaluations had scheduler " + scheduler in caplog.text
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["z_image", "hunyuan_video15"])
+def test_a_run_without_guidance_is_sampled_without_it(name, scale):
+    pipeline = tiny_families.pipeline_of(name)
+    found = _as_in_the_run(pipeline, {"guidance_scale": scale})
+    unguided = {"z_image": 0.0, "hunyuan_video15": 1.0}[name]
+    own = found["guidance_scale"] if name == "z_image" else pipeline.guider.guidance_scale
+    assert own == (scale if scale > 1 else unguided)

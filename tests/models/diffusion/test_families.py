@@ -25,6 +25,7 @@ from lightrft_visual.experience.items import make_experience_batch, split_experi
 from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import join_lora, pack
+from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.layers import flow_match_schedule
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
@@ -579,3 +580,13 @@ def test_prompts_encoded_together_are_those_encoded_alone(name):
             for key, value in together[text].items():
                 torch.testing.assert_close(value, again[key], rtol=1e-5, atol=1e-6)
                 torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(1.0, False), (1.5, True), (2.0, True), (2.1, False)])
+def test_a_scale_at_which_the_cosmos_pipeline_does_not_guide_is_refused(scale, refused):
+    config = DiffusionRunConfig()
+    config.sampling.guidance_scale = scale
+    with pytest.raises(ConfigError, match=f"guidance_scale {scale:g} .* use 1") if refused else nullcontext():
+        CosmosPredict2.check(config)
+    given = CosmosPredict2.stock_guidance(None, scale, None)["guidance_scale"]
+    assert refused or (given > 1) == (scale > 1)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....config.diffusion import DiffusionRunConfig
+from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import flow_match_schedule, upcast
 from .base import DiffusionFamily, channel_statistics, decoded, encoded_mean, in_whole_batches, spatial_latent
@@ -37,6 +39,16 @@ class CosmosPredict2(DiffusionFamily):
     def loading(cls) -> dict[str, Any]:
         """No guardrail models."""
         return {"safety_checker": NoSafetyChecker()}
+
+    @classmethod
+    def check(cls, config: DiffusionRunConfig) -> None:
+        """Also of a scale that its pipeline does not guide at."""
+        super().check(config)
+        if 1 < (scale := config.sampling.guidance_scale) <= 2:
+            raise ConfigError(
+                f"guidance_scale {scale:g} is {scale - 1:g} in Cosmos's pipeline, which guides above 1 only: use 1, "
+                "which is no guidance, or more than 2"
+            )
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:

@@ -62,7 +62,7 @@ class HunyuanVideo15(DiffusionFamily):
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
         """The scale is the guider's, which is a part of the pipeline."""
-        pipeline.guider = pipeline.guider.new(guidance_scale=scale)
+        pipeline.guider = pipeline.guider.new(guidance_scale=max(scale, 1.0))
         return {"negative_prompt": negative}
 
     def decode(self, latents: T) -> T:

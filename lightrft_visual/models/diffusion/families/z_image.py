@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -45,6 +47,11 @@ class ZImage(KLImages):
     def combine(self, without: T, with_prompt: T, guidance_scale: float) -> T:
         """As the stock pipeline's formula has it."""
         return with_prompt + guidance_scale * (with_prompt - without)
+
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """The pipeline guides from 0 on, and runs from 1 on."""
+        return super().stock_guidance(pipeline, scale if scale > 1 else 0.0, negative)
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, height / 8, width / 8)."""
