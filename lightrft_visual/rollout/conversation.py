@@ -88,11 +88,11 @@ class ObservationRenderer:
             (added,), own = self._shortened(messages), list(prompt.messages)
             images, videos = prompt.images, prompt.videos
             messages = [*own[:-1], {**own[-1], "content": [*own[-1]["content"], *added["content"]]}]
-        text = self._render(messages, generation=True)
         try:
+            text = self._render(messages, generation=True)
             media = [*images, *observation.images], [*videos, *observation.videos]
             ids, _, loaded, clips, vision = self.data.difference(text, *media, "reset")
-        except DataError as error:
+        except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
         if len(ids) > self.data.prompt_max_len:
             raise EnvironmentFailure(f"the prompt after reset has {len(ids)} tokens, above prompt_max_len")

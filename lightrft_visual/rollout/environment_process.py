@@ -30,6 +30,7 @@ from ..errors import ConfigError, DataError
 from ..runtime.usercode.calls import describe_error
 from ..runtime.usercode.sandbox import READY, Pipe, answer_call
 from .environments import (
+    LONGEST_TEXT,
     EnvironmentFactory,
     EnvironmentFailure,
     HeldEnvironment,
@@ -38,7 +39,6 @@ from .environments import (
     environment_factory,
 )
 
-LONGEST_TEXT = 10**6  # characters of one observation
 MOST_BYTES = 2**28  # of an answer on its way
 CONTROL_BYTES = 2**16
 

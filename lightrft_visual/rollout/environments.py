@@ -42,6 +42,7 @@ from ..runtime.usercode.calls import (
 )
 
 ROLES = ("user", "tool", "system")
+LONGEST_TEXT = 10**6  # characters of one text of an observation
 SHOWN = 200  # characters of a wrong value in a message
 Message = dict[str, Any]
 
@@ -126,8 +127,11 @@ class Observation:
         return found
 
     def _part(self, part: Any) -> Message:
-        if isinstance(part, str):
-            return {"type": "text", "text": part}
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if isinstance(text, str):
+            if len(text) > LONGEST_TEXT:
+                raise EnvironmentFailure(f"a text of {len(text)} characters is too long")
+            return {"type": "text", "text": text}
         if isinstance(part, (Image.Image, np.ndarray)):
             self.images.append(part)
             return {"type": "image"}
@@ -135,8 +139,6 @@ class Observation:
             self.videos.append(part)
             return {"type": "video"}
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            return {"type": "text", "text": part["text"]}
         if kind in ("image", "image_url", "video", "video_url"):
             medium = kind.removesuffix("_url")
             source = next(

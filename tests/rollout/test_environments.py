@@ -52,7 +52,19 @@ def test_an_observation_of_any_kind_becomes_messages_and_media(given, roles, kin
 
 
 @pytest.mark.parametrize(
-    "given", [None, 3, [], b"x", [{"type": "sound"}], {"role": "assistant", "content": "x"}, [{"type": "image"}], [[1]]]
+    "given",
+    [
+        None,
+        3,
+        [],
+        b"x",
+        "x" * (10**6 + 1),
+        {"role": "user", "content": ["x" * (10**6 + 1)]},
+        [{"type": "sound"}],
+        {"role": "assistant", "content": "x"},
+        [{"type": "image"}],
+        [[1]],
+    ],
 )
 def test_what_is_no_observation_is_a_failure_of_the_environment(given):
     with pytest.raises(EnvironmentFailure):

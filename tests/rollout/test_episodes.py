@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -298,6 +299,23 @@ def test_a_reset_may_begin_otherwise(rig):
     assert {len(each.prompt.images) for each in rollouts} == {1, 2}
     assert rig.apart(rollouts, SETTINGS) <= 1e-5
     assert all("and this" in each.prompt.text for each in rollouts if len(each.prompt.images) == 2)
+
+
+def test_messages_of_a_reset_that_the_template_refuses_mask_their_sample_alone(rig):
+    class BeginsAsTool(Environment):
+        def reset(self, row):
+            return {"role": "tool", "content": "4"} if row["reference"] else None
+
+        def step(self, action):
+            return None, 1.0, True, {}
+
+    stage, batch = stage_of(rig, BeginsAsTool), replace(batch_of([1, 1]), references=["4", None])
+    own = copy.copy(stage.renderer.model_input)
+    refusing = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('a tool comes first') }}{% endif %}"
+    own.chat_template = refusing + own.chat_template
+    stage.renderer.model_input = own
+    made = stage.generate(batch, replace(SETTINGS, n=1))
+    assert [each.valid for each in made] == [False, True] and "a tool comes first" in made[0].episode.failure
 
 
 def test_limits_of_observations_hold_for_what_a_reset_gives(rig):
