@@ -134,6 +134,10 @@ def _processor(path: str, family: VLMFamily, model: ModelConfig, data: DataConfi
 def check_path(path: str) -> None:
     """Raise ConfigError for something that looks like a path and is not a checkpoint folder."""
     is_folder = os.path.isdir(path)
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        raise ConfigError(
+            f"model folder {path} holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
+        )
     if is_folder and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"model folder {path} has no config.json")
     for each in os.scandir(path) if is_folder else ():

@@ -33,6 +33,11 @@ def test_paths_that_lead_nowhere(tmp_path):
             check_path(path)
     with pytest.raises(ConfigError, match=f"model folder {tmp_path} has no config.json"):
         check_path(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"{tmp_path} holds an adapter of peft: give the model that it is merged"):
+            check_path(str(tmp_path))
+        (tmp_path / "config.json").write_text("{}")
     check_path("organisation/name")
 
 
