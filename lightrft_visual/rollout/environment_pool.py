@@ -154,7 +154,10 @@ class _Episode:
 
     def call(self, what: str, given: Any, seconds: float) -> Any:
         """What the environment gave. Raises EnvironmentFailure."""
-        payload = pickle.dumps((seconds, {"what": what, "given": given}))
+        try:
+            payload = pickle.dumps((seconds, {"what": what, "given": given}))
+        except Exception as error:  # such as a function in a column of the row
+            raise EnvironmentFailure(f"{what}: what it is given cannot go to its process: {error}") from None
         number, until, seen = secrets.token_hex(8), time.monotonic() + seconds, ""
         try:
             self.connection.settimeout(max(0.001, until - time.monotonic()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -247,6 +248,15 @@ def _animated() -> Image.Image:
 def test_image_without_clear_colours_is_refused_in_its_process_as_in_a_row_of_data(image, told):
     with pytest.raises(EnvironmentFailure, match=told):
         pack(image())
+
+
+def test_row_that_cannot_go_to_a_process_fails_its_episode_alone():
+    with closing(ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad", env_timeout=10.0))) as host:
+        for episode, column in enumerate((lambda: 1, threading.Lock())):
+            with pytest.raises(EnvironmentFailure, match="cannot go to its process"):
+                host.reset(episode, {**row_of("good"), "column": column}).result(timeout=60)
+        host.reset(2, row_of("good")).result(timeout=60)
+        assert host.step(2, Action("go on")).result(timeout=60).reward == 0.5
 
 
 def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_the_limit_of_files_fails():
