@@ -35,6 +35,7 @@ def main(folder: str, out: str, own: bool) -> None:
             banned_ids=actor.banned_ids.tolist(),
         )
     )  # fmt: skip
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "-cpushm_" in line]
     rig = Rig(checkpoint, actor, engine)
     mine = mixed_prompts().select([[0, 1, 5], [2, 6]][rank])
     settings = SamplingSettings(n=2, max_new_tokens=6)
@@ -47,7 +48,8 @@ def main(folder: str, out: str, own: bool) -> None:
     # A rank without prompts takes part all the same.
     rest = rig.stage.generate(mine if rank == 0 else mine.select([]), settings)
     figures.append(rig.apart(rest, settings) if rest else 0.0)
-    Path(out, f"{rank}.json").write_text(json.dumps({"figures": figures, "tokens": tokens, "rest": len(rest)}))
+    found = {"figures": figures, "tokens": tokens, "rest": len(rest), "shared": shared}
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
     engine.close()
 
 

@@ -67,8 +67,8 @@ class VLLMEngine(ResidentEngine):
         with importing(), plain:
             from vllm import LLM
 
-        if on_cpu and s.tensor_parallel_size > 1 and not s.own_ranks:
-            use_private_name()
+        private = on_cpu and s.tensor_parallel_size > 1 and not s.own_ranks
+        take_away = use_private_name() if private else None
         arguments = engine_arguments(s, on_cpu)
         second_runner, transformers = checked(arguments)
         rules = sampling_rules(s.banned_ids, second_runner)
@@ -77,9 +77,12 @@ class VLLMEngine(ResidentEngine):
         plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
         try:
             with apart, plain:
-                return LLM(**arguments, logits_processors=[rules])
+                llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
+        if take_away is not None:
+            take_away()
+        return llm
 
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None

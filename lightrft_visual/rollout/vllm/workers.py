@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ...experience.rollouts import PromptFeatures
 from ...experience.vision import VisionTensors
 from ...runtime import collectives
+from ...runtime.host_memory import SHARED_MEMORY
 from ..weight_sync import MappedFiles, Posted, received
 
 _FILES = MappedFiles()  # of a rank's process
@@ -46,8 +47,9 @@ class PromptSharing:
         return [prompt for each in gathered for prompt in each], slice(start, start + len(own))
 
 
-def use_private_name() -> None:
-    """Give the engine built next a name of its own; all ranks of the run call this together.
+def use_private_name() -> Callable[[], None]:
+    """Give the engine built next a name of its own; all ranks of the run call this together. What is returned takes the
+    name away again, once the engine is built and its ranks have met: of a killed run its memory would stay.
 
     Under an external launcher vLLM has one name for every run of a host: two that start at once, or one that starts
     after another was killed while starting, fail with "create shm in SHMManager failed. errno: 17".
@@ -58,6 +60,13 @@ def use_private_name() -> None:
 
     def group_name(communicator) -> str:
         ranks = "-".join(map(str, communicator.ranks))
-        return f"{token}-{communicator.unique_name}-{ranks}-cpushm"
+        names.append(f"{token}-{communicator.unique_name}-{ranks}-cpushm")
+        return names[-1]
 
+    def take_away() -> None:
+        for path in (path for name in names for path in SHARED_MEMORY.glob(f"{name}_*")):
+            path.unlink(missing_ok=True)
+
+    names: list[str] = []
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+    return take_away

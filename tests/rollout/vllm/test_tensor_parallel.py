@@ -38,12 +38,13 @@ def test_engines_are_sent_what_they_read_of_a_prompt():
     assert prompt.vision is vision and prompt.reference == "b"
 
 
-def test_two_ranks_are_one_engine(root, tmp_path):
+def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root, tmp_path):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     with left_behind(SHARED_MEMORY):
         run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path), fresh=True)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
+    assert first["shared"] and all(line.endswith("(deleted)") for line in first["shared"] + second["shared"])
     assert (len(first["tokens"][0]), first["rest"]) == (6, 6) and (len(second["tokens"][0]), second["rest"]) == (4, 0)
 
 
