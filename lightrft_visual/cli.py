@@ -164,7 +164,7 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 @click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat.")
 @click.option("--image", "images", multiple=True, help="An image of the prompt; repeat.")
 @click.option("--draw", is_flag=True, help="Ask a model that both answers and draws for images.")
-@click.option("-n", "count", default=1, help="Samples of each prompt.")
+@click.option("-n", "--n", "count", default=1, help="Samples of each prompt.")
 @click.option("--seed", default=0)
 @click.option("--out", default="samples", help="Folder of images and videos that are drawn.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
@@ -188,6 +188,13 @@ def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], d
             click.echo(f"{text} -> {file}")
 
 
+HERE = {  # arguments of the functions in Python, as `eval` and `sample` call them
+    "model": "the checkpoint is the first word", "prompts": "prompts are --prompt TEXT, again for each",
+    "images": "images are --image FILE, again for each",
+    "eval_dataset": "data are --data FILE", "reward_funcs": "rewards are --reward NAME, again for each",
+}  # fmt: skip
+
+
 def _pairs(words: Sequence[str]) -> dict[str, Any]:
     """{name: value} of --name value and name=value. Values are YAML."""
     import yaml
@@ -198,6 +205,8 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         found[name.replace("-", "_")] = yaml.safe_load(value)
+    for name in found.keys() & HERE.keys():
+        raise ConfigError(f"--{name}: here {HERE[name]}")
     return found
 
 

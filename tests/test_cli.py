@@ -108,6 +108,12 @@ def test_pairs_of_words_are_settings():
     assert cli._pairs(words) == {"temperature": 0.5, "engine_type": "hf", "bf16": True, "top_k": 3, "seed": 4}
 
 
+@pytest.mark.parametrize("word", ["--model", "--prompts=a", "--images", "--eval_dataset", "--reward_funcs"])
+def test_arguments_of_the_functions_in_python_are_told_by_their_flags(word):
+    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: here .*"):
+        cli._pairs([word, "x"] if "=" not in word else [word])
+
+
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "wandb") else "1.0")
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)

@@ -86,8 +86,8 @@ def fetch_model(name: str, code: bool = False, files: Sequence[str] = PATTERNS) 
     Raises:
         ConfigError: the hub cannot be reached, and the cache has nothing of it.
     """
-    if os.path.isdir(name) or offline() or not is_hub_name(name):
-        return
+    if os.path.isdir(name) or offline() or not (is_hub_name(name) or NAME.fullmatch(f"owner/{name}")):
+        return  # the first models of the hub have no owner
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -75,7 +75,8 @@ def test_a_model_is_fetched_before_it_is_loaded_unless_offline(monkeypatch):
     assert asked == ["org/model"]
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(monkeypatch):
+@pytest.mark.parametrize("model", ["org/none", "none"])
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(monkeypatch, model):
     asked = []
 
     def none(name, **named):
@@ -86,9 +87,9 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **named: asked.append(named))
     with pytest.raises(
-        ConfigError, match="model org/none cannot be loaded .*the hub, which did not answer: Name or serv"
+        ConfigError, match=f"model {model} cannot be loaded .*the hub, which did not answer: Name or serv"
     ):
-        open_checkpoint("org/none", ModelConfig(), DataConfig())
+        open_checkpoint(model, ModelConfig(), DataConfig())
     assert asked == [hub.PATTERNS]
 
 
