@@ -290,8 +290,8 @@ class Episode:
         """The environment's share of the score of this episode's rollout, unless it is one of its components already;
         what others gave is discounted as the last turn is."""
         own = self.reward
-        if ENVIRONMENT in rollout.components.keys() | rollout.weights:  # the latter: of a recipe, for other labels
-            weight, given = rollout.weights.get(ENVIRONMENT, 1.0), rollout.components.get(ENVIRONMENT, float("nan"))
+        if ENVIRONMENT in rollout.weights:  # of a recipe, maybe for other labels; a metric may have this name too
+            weight, given = rollout.weights[ENVIRONMENT], rollout.components.get(ENVIRONMENT, float("nan"))
             share = 0.0 if given != given else weight * given  # NaN: no part of this sample's recipe
         else:
             share, rollout.components[ENVIRONMENT] = own, own

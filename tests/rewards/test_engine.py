@@ -417,6 +417,14 @@ def test_reward_that_does_not_apply_leaves_that_of_the_environment_and_a_failure
     assert [reward for reward, valid in found if valid] == [0.5, 2.5, 0.0]
 
 
+def test_metric_of_another_reward_named_environment_takes_no_reward_away():
+    def scored(completions):
+        return [2.0] * len(completions), {"environment": [9.0] * len(completions)}
+
+    engine, own = RewardComputationEngine(custom_reward_func=scored), episode_of(0.5)
+    assert given(engine, [own]) == [(2.5, True)] and own.components["environment"] == 0.5
+
+
 def test_environment_that_a_recipe_names_for_other_labels_is_in_no_sum_whichever_samples_are_beside():
     recipe = {"play": [("rule", "environment", 1.0)], "ask": [("rule", "exact", 1.0)]}
     engine = RewardComputationEngine(reward_recipe=recipe)
