@@ -15,12 +15,19 @@ FILLS = ((0, float("nan")), (1, 0.0))  # a rank whose samples have no such rewar
 def group_advantages(
     rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0, eps: float = 1e-4
 ) -> T:
-    """(N) advantages (r - mean of its group) / (std + eps), clamped to ±clip; 0 where invalid or without another
-    valid sample of the group.
+    """(N) advantages (r - mean of its group) / (std + eps), computed in fp64 and returned as fp32.
 
-    rewards (N) float, group_id (N) long, valid (N) bool: invalid rewards enter no statistic. std is the population
-    standard deviation of the group, or of all valid rewards with global_std (Flow-GRPO's published code). Computed in
-    fp64 and returned as fp32. clip 0 turns the clamp off.
+    Args:
+        rewards: (N) float.
+        group_id: (N) long.
+        valid: (N) bool; invalid rewards enter no statistic.
+        global_std: take the population standard deviation of all valid rewards (Flow-GRPO's published code), not that
+            of the group.
+        clip: largest absolute advantage; 0 for none.
+        eps: added to the standard deviation.
+
+    Returns:
+        The advantages; 0 where invalid or without another valid sample of the group.
     """
     groups = GroupStatistics(rewards.double(), group_id, valid)
     std = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
@@ -31,8 +38,20 @@ def group_advantages(
 def decoupled_group_advantages(
     components: dict[str, T], weights: dict[str, T], group_id: T, valid: T, *, clip: float = 5.0, eps: float = 1e-4
 ) -> T:
-    """(N) advantages of GDPO (arXiv 2601.05242), clamped to ±clip: `decoupled_rewards`, then minus their mean over the
-    batch and over their standard deviation + eps. 0 where invalid or without another valid sample of the group."""
+    """(N) advantages of GDPO (arXiv 2601.05242): `decoupled_rewards`, then minus their mean over the batch and over
+    their standard deviation + eps.
+
+    Args:
+        components: (N) scores of each reward, by name; NaN where it does not apply.
+        weights: (N) of each, by the same names.
+        group_id: (N) long.
+        valid: (N) bool.
+        clip: largest absolute advantage; 0 for none.
+        eps: added to standard deviations.
+
+    Returns:
+        The advantages; 0 where invalid or without another valid sample of the group.
+    """
     doubles = [{name: values.double() for name, values in each.items()} for each in (components, weights)]
     total = decoupled_rewards(*doubles, group_id, valid, correction=0, eps=eps)
     comparable = GroupStatistics(total, group_id, valid).comparable
@@ -50,9 +69,18 @@ def gathered_group_advantages(
     clip: float = 5.0,
     decoupled: tuple[dict[str, T], dict[str, T]] | None = None,
 ) -> tuple[T, dict[str, float]]:
-    """This rank's advantages, with statistics of groups that spread over ranks, and the metrics of the whole batch.
+    """This rank's advantages, with statistics of groups that spread over ranks. A collective.
 
-    decoupled: scores and weights of each reward, {name: (N)}, for GDPO's advantages. A collective.
+    Args:
+        rewards: (N) of this rank, as the next two.
+        group_id: (N) long, the same number on all ranks for one group.
+        valid: (N) bool.
+        global_std: as of `group_advantages`.
+        clip: likewise.
+        decoupled: scores and weights of each reward, {name: (N)}, for GDPO's advantages.
+
+    Returns:
+        The advantages (N), and the metrics of the whole batch.
     """
     everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu(), decoupled))
     all_rewards, all_groups, all_valid = (torch.cat(parts) for parts in list(zip(*everyone))[:3])
@@ -79,7 +107,13 @@ def _joined(parts: list[dict[str, T]], everyone: list[tuple], fill: float) -> di
 
 def group_metrics(rewards: T, group_id: T, valid: T) -> dict[str, float]:
     """group_size, zero_std_ratio, reward_std_mean, and mean_reward_{100,75,50,25,10}: the mean of the rewards of each
-    group that reach its (100 - p)th percentile, averaged over groups."""
+    group that reach its (100 - p)th percentile, averaged over groups.
+
+    Args:
+        rewards: (N) of all ranks.
+        group_id: (N) long.
+        valid: (N) bool; others are left out.
+    """
     groups = [rewards[(group_id == each) & valid].double() for each in torch.unique(group_id)]
     groups = [group for group in groups if len(group)]
     if not groups:

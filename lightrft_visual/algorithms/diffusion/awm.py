@@ -24,10 +24,17 @@ _TINY = 1e-10
 
 
 def matching_log_prob(error: T, sigma: T, weighting: str = "huber", power: float = 0.25) -> T:
-    """(M) what stands for the log-likelihood: -w(sigma) error; error, sigma (M).
+    """(M) what stands for the log-likelihood: -w(sigma) error.
 
-    uniform, time, time_squared: w = 1, sigma, sigma². huber, the authors' choice: -sigma (error^power - tiny^power) /
-    power, whose gradient falls as the error grows. ConfigError for another weighting.
+    Args:
+        error: (M) matching errors.
+        sigma: (M) noise levels in 0..1.
+        weighting: uniform, time, time_squared: w = 1, sigma, sigma². huber, the authors' choice:
+            -sigma (error^power - tiny^power) / power, whose gradient falls as the error grows.
+        power: of huber.
+
+    Raises:
+        ConfigError: another weighting.
     """
     if weighting not in AWM_WEIGHTINGS:
         raise ConfigError(f"awm_weighting is {weighting!r}; it must be one of: {', '.join(AWM_WEIGHTINGS)}")

@@ -26,9 +26,17 @@ def pair_preference(
 def ranked_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T]:
     """(N) signs and (N) pair ids: in each group the best with the worst, the second best with the second worst, ...
 
-    rewards (N) float, group_id (N) long, valid (N) bool. Signs are 1 for the better and -1 for
-    the other sample; pairs of equal rewards, or with an invalid sample, have sign 0. Raises
-    ValueError for a group with an odd number of samples.
+    Args:
+        rewards: (N) float.
+        group_id: (N) long.
+        valid: (N) bool.
+
+    Returns:
+        Signs, 1 for the better and -1 for the other sample, 0 of pairs of equal rewards or with an invalid sample; and
+        ids, from 0 on.
+
+    Raises:
+        ValueError: a group has an odd number of samples.
     """
     signs, pairs, number = torch.zeros(len(rewards)), torch.zeros(len(rewards), dtype=torch.long), 0
     for group in torch.unique(group_id):

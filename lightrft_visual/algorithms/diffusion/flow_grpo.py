@@ -29,8 +29,14 @@ def guarded_log_ratio(log_ratios: T, mean: T, rollout_mean: T, std: T, reduction
     """GRPO-Guard's normalised log ratio (M).
 
     With x' = mu_old + s eps and d = mu_old - mu, log ratio = -(d² + 2 s eps d) / 2s². Adding d²/2s² removes the bias
-    below zero, multiplying by s leaves -eps d, whose scale no longer depends on the step's noise. mean, rollout_mean
-    (M, …), std (M, 1, …); reduction as in the log-probs.
+    below zero, multiplying by s leaves -eps d, whose scale no longer depends on the step's noise.
+
+    Args:
+        log_ratios: (M).
+        mean: (M, …) of the step under the present policy.
+        rollout_mean: (M, …) of the step when it was drawn.
+        std: (M, 1, …) of the step's noise.
+        reduction: over latent dimensions, as in the log-probs.
     """
     gap = (mean - rollout_mean).square()
     dims = tuple(range(1, gap.dim()))
@@ -40,10 +46,15 @@ def guarded_log_ratio(log_ratios: T, mean: T, rollout_mean: T, std: T, reduction
 
 
 def gaussian_kl(mean: T, reference_mean: T, std: T, dt: T, form: str = "full") -> T:
-    """(M) KL between two steps of equal spread, averaged over latent dimensions.
+    """(M) KL between two steps of equal standard deviation, averaged over latent dimensions.
 
-    'full': (mu - mu_ref)² / (2 s²) with s² = std_t² |dt|, the closed form; 'published': s² = std_t², without |dt|, as
-    in the authors' code, which makes it |dt| times the closed form. std (M, 1, …) is s; dt (M).
+    Args:
+        mean: (M, …) of the policy's step.
+        reference_mean: (M, …) of the reference's.
+        std: (M, 1, …), s of both.
+        dt: (M) lengths of the steps.
+        form: 'full': (mu - mu_ref)² / (2 s²) with s² = std_t² |dt|, the closed form; 'published': s² = std_t², without
+            |dt|, as in the authors' code, which makes it |dt| times the closed form.
     """
     distance = (mean - reference_mean).square() / (2 * std.square())
     closed = distance.mean(dim=tuple(range(1, distance.dim())))
@@ -124,7 +135,14 @@ class FlowGRPO:
 
 
 def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, T]:
-    """Mean of the ratios, share outside the clip range, approximate KL; over valid samples."""
+    """Mean of the ratios, share outside the clip range, approximate KL; over valid samples.
+
+    Args:
+        raw: (M) log ratios.
+        ratios: (M).
+        valid: (M) bool.
+        clip_range: distance from 1 beyond which a ratio is clipped.
+    """
     outside = ((ratios.exp() - 1).abs() > clip_range).float()
     return {
         "ratio_mean": weighted_mean(ratios.exp(), valid),

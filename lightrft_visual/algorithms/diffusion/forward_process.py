@@ -30,7 +30,10 @@ class Noised(NamedTuple):
 def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
     """(M, …) unit normal that depends on the seed, the sample and the step only, not on rank or micro-batch.
 
-    shared: samples of one group get the same noise.
+    Args:
+        seed: of the update.
+        batch: M samples, each at one step.
+        shared: samples of one group get the same noise.
     """
     shape, draws = batch.data.shape[1:], []
     purpose, keys = ("forward/group", batch.group_id) if shared else ("forward", batch.sample_id)
@@ -43,8 +46,12 @@ def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
 def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
     """Samples (M, …) at sigma (M) and the target of the model's prediction.
 
-    'flow': (1 - sigma) data + sigma noise, target noise - data. 'epsilon' (DDIM): sqrt(1 - sigma²) data + sigma noise,
-    target the noise.
+    Args:
+        data: (M, …) finished samples.
+        noise: (M, …) unit normal.
+        sigma: (M) in 0..1.
+        prediction: 'flow': (1 - sigma) data + sigma noise, target noise - data. 'epsilon' (DDIM):
+            sqrt(1 - sigma²) data + sigma noise, target the noise.
     """
     when = per_sample(sigma, data)
     if prediction == "flow":
@@ -64,6 +71,12 @@ def squared_error(predicted: T, target: T) -> T:
 
 
 def answered_by(weights: Callable[[], AbstractContextManager], context: LossContext, inputs: tuple) -> T:
-    """The model's answer (M, …) with other weights, `policy.reference` or `old.swapped`, without gradient."""
+    """The model's answer (M, …) with other weights, without gradient.
+
+    Args:
+        weights: `policy.reference` or `old.swapped`.
+        context: whose `velocity` is asked.
+        inputs: arguments of `velocity`.
+    """
     with torch.no_grad(), weights():
         return context.velocity(*inputs)

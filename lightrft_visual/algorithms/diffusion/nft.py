@@ -37,8 +37,11 @@ def old_policy_decay(step: int, decay_type: int) -> float:
 def optimality(advantages: T, adv_max: float, mode: str = "all") -> T:
     """(M) r = clamp(A / A_max / 2 + 1/2, 0, 1): how far a sample counts as positive.
 
-    mode first maps the advantage: all keeps it, positive_only and negative_only drop one sign, one_only gives 1 to
-    positive and 0 to other samples, binary takes the sign.
+    Args:
+        advantages: (M).
+        adv_max: A_max, the advantage from which on a sample is wholly positive.
+        mode: how the advantage is mapped first: all keeps it, positive_only and negative_only drop one sign, one_only
+            gives 1 to positive and 0 to other samples, binary takes the sign.
     """
     if mode not in ADV_MODES:
         raise ConfigError(f"adv_mode is {mode!r}; it must be one of: {', '.join(ADV_MODES)}")
@@ -53,7 +56,14 @@ def optimality(advantages: T, adv_max: float, mode: str = "all") -> T:
 
 
 def branch_loss(mixed: T, velocity: T, time: T, data: T) -> T:
-    """(M) squared error of the predicted data, divided by its own mean absolute error (no gradient through that)."""
+    """(M) squared error of the predicted data, divided by its own mean absolute error (no gradient through that).
+
+    Args:
+        mixed: (M, …) data with noise.
+        velocity: (M, …) predicted there.
+        time: (M) in 0..1.
+        data: (M, …) without noise.
+    """
     error = mixed - time * velocity - data
     weight = error.detach().abs().flatten(1).mean(dim=1).clamp_min(1e-5)
     return error.square().flatten(1).mean(dim=1) / weight
@@ -62,7 +72,17 @@ def branch_loss(mixed: T, velocity: T, time: T, data: T) -> T:
 def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 1.0, adv_max: float = 1.0) -> T:
     """(M) (r L+ + (1 - r) L-) / beta * A_max, before the KL term.
 
-    v, v_old, mixed, data (M, …); time (M) in 0..1; r (M). v+ = beta v + (1-beta) v_old, v- = (1+beta) v_old - beta v.
+    v+ = beta v + (1-beta) v_old, v- = (1+beta) v_old - beta v; L+ and L- are their `branch_loss`.
+
+    Args:
+        v: (M, …) velocities of the policy.
+        v_old: (M, …) of the rollout's policy.
+        mixed: (M, …) data with noise.
+        data: (M, …) without noise.
+        time: (M) in 0..1.
+        r: (M) in 0..1, from `optimality`.
+        beta: how far v+ and v- lie from v_old.
+        adv_max: A_max, as of `optimality`.
     """
     when = per_sample(time, mixed)
     positive = branch_loss(mixed, beta * v + (1 - beta) * v_old, when, data)

@@ -103,11 +103,18 @@ def sums_of_groups(terms: T, batch: DenoisingBatch) -> T:
 
 
 def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) -> list[T | None]:
-    """For each forward pass of an update the sums of its rows' groups (M, …), over all ranks; None for all of them
-    where every group lies in one forward, which then sums itself. A collective.
+    """Sums of groups that lie in several forward passes or ranks. A collective.
 
-    Where groups are spread, the sums need the model's and the reference's answers first: one more forward without
-    gradient for each.
+    They need the model's and the reference's answers first: one more forward without gradient for each.
+
+    Args:
+        loss: whose `terms` are summed.
+        context: of the update.
+        forwards: the forward passes of this rank's update.
+
+    Returns:
+        For each forward the sums of its rows' groups (M, …); None for all of them where every group lies in one
+        forward, which then sums itself.
     """
     if groups_are_whole(forwards):
         return [None] * len(forwards)

@@ -66,7 +66,15 @@ class RewardFL:
         return gradient_steps(self.num_inference_steps, self.mid_timestep, self.final_timestep)
 
     def denoise(self, context: LossContext, start: T, conditions: dict[str, T], timesteps: T, sigmas: T) -> Denoised:
-        """From noise (B, …) to data. timesteps, sigmas (K), K = num_inference_steps."""
+        """From noise to data.
+
+        Args:
+            context: whose `velocity` is asked.
+            start: (B, …) noise.
+            conditions: (B, …) each.
+            timesteps: (K), K = num_inference_steps.
+            sigmas: (K), of the same steps.
+        """
         x, drifts, differentiated = start, [], self.gradient_steps()
         for step in range(self.final_timestep + 1):
             inputs = (x, timesteps[step].expand(len(x)).to(x.device), conditions, self.guidance_scale)

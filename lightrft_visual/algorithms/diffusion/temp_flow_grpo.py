@@ -20,7 +20,10 @@ T = torch.Tensor
 def noise_weights(schedule: T, steps: T, noise_level: float) -> T:
     """(M) standard deviation of each row's step over the mean of all steps' but the last, which is deterministic.
 
-    schedule (M, K+1) sigmas, steps (M) long.
+    Args:
+        schedule: (M, K+1) sigmas.
+        steps: (M) long, the step of each row.
+        noise_level: of the rule that draws steps.
     """
     sigma, following = schedule[:, :-2], schedule[:, 1:-1]
     std = flow_grpo_diffusion(sigma, following, noise_level) * (sigma - following).sqrt()
