@@ -23,7 +23,7 @@ CONTRACT = {
 }  # fmt: skip
 EXPLAINED = ("experience", "algorithms", "trainer", "rollout")
 # Public functions of three parameters or more without `Args:`, by room. A number may fall, never rise.
-WITHOUT_ARGS = {"experience": 37, "algorithms": 44, "trainer": 41, "rollout": 34}
+WITHOUT_ARGS = {"experience": 37, "algorithms": 35, "trainer": 41, "rollout": 34}
 
 
 def core_files() -> list[Path]:

@@ -64,7 +64,10 @@ def k3_unbiased(log_probs: T, ref_log_probs: T) -> T:
 def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:
     """Estimate of KL(policy || reference) at each sampled token, (B, A) float32.
 
-    `kind` is a name of the registry (http://joschu.net/blog/kl-approx.html). log_probs may carry gradients.
+    Args:
+        log_probs: (B, A) of the policy; they may carry gradients.
+        ref_log_probs: (B, A) of the reference.
+        kind: a name of the registry (http://joschu.net/blog/kl-approx.html).
     """
     made = registry.kl_estimators[kind].load()(log_probs.float(), ref_log_probs.float())
     return of_shape(made, log_probs.shape, f"kl_estimator {kind}")
@@ -113,9 +116,14 @@ def get_kl_controller(config: AlgorithmConfig) -> FixedKLController:
 
 
 def overlong_penalty(lengths: T, max_new_tokens: int, buffer_len: int, factor: float) -> T:
-    """Soft length penalty of DAPO (arXiv 2503.14476): (B), 0 down to -factor over the last `buffer_len` tokens.
+    """Soft length penalty of DAPO (arXiv 2503.14476): (B), clamp(-(length - (max_new_tokens - buffer_len)) / buffer_len
+    * factor, max=0).
 
-    lengths (B): response tokens. clamp(-(length - (max_new_tokens - buffer_len)) / buffer_len * factor, max=0).
+    Args:
+        lengths: (B) response tokens.
+        max_new_tokens: the longest response.
+        buffer_len: how many of its last tokens are penalised.
+        factor: the penalty of a response of full length.
     """
     excess = lengths.float() - (max_new_tokens - buffer_len)
     return (-excess / buffer_len * factor).clamp(max=0.0)
@@ -150,8 +158,12 @@ def compute_reward(
 ) -> T:
     """Reward of each action token (B, A): the sample's reward r (B) at its last real token, minus kl_coef * kl.
 
-    kl (B, A) or None. reward_clip_range clamps r first. A row without any action token gets zeros. Masked positions
-    are 0 whatever kl holds there.
+    Args:
+        r: (B).
+        kl_coef: weight of the KL.
+        kl: (B, A) or None.
+        action_mask: (B, A) bool. A row without any action token gets zeros; masked positions are 0 whatever kl holds.
+        reward_clip_range: lowest and highest r, to which it is clamped first.
     """
     mask = action_mask.bool()
     if r.shape != mask.shape[:1]:

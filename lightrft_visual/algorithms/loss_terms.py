@@ -101,10 +101,14 @@ def seq_mean_token_sum_norm(values: T, mask: T, denominators: LossDenominators) 
 
 
 def aggregate(values: T, mask: T, mode: str, denominators: LossDenominators) -> T:
-    """One micro-batch's additive share of the aggregated values (B, A) under mask (B, A) bool; a scalar.
+    """One micro-batch's additive share of the aggregated values; a scalar. Summed over the micro-batches and ranks that
+    `denominators` counted, these are the aggregate of the whole train batch.
 
-    `mode` is a name of the registry. Summed over the micro-batches and ranks that `denominators` counted, the results
-    are the aggregate of the whole train batch.
+    Args:
+        values: (B, A).
+        mask: (B, A) bool.
+        mode: a name of the registry.
+        denominators: counts of the whole train batch, over all ranks.
     """
     return of_shape(registry.aggregations[mode].load()(values, mask, denominators), (), f"loss_agg_mode {mode}")
 
@@ -146,7 +150,14 @@ class LossTerm:
 
 
 def forward_with(terms: list[LossTerm], call: Call, inputs: ModelInputs, seed: int) -> tuple[ActorOutput, dict[str, T]]:
-    """One forward pass for all terms: its output, and what they read beside it."""
+    """One forward pass for all terms: its output, and what they read beside it.
+
+    Args:
+        terms: of the loss.
+        call: the model's forward.
+        inputs: of the micro-batch.
+        seed: of what terms draw, such as hidden parts of images.
+    """
     extra: dict[str, T] = {}
     for term in terms:
         call = partial(_through, term, call, seed, extra)

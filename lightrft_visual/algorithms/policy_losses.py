@@ -176,7 +176,15 @@ def sample_mean(values: T, mask: T) -> T:
 
 
 def clipped_surrogate(ratio: T, advantages: T, low: float, high: float, dual_clip: float | None = None) -> TokenLoss:
-    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), for A < 0 at most dual_clip * |A|; tensors of one shape."""
+    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
+
+    Args:
+        ratio: of policy and rollout policy, of any shape.
+        advantages: A, of the same shape.
+        low: how far a ratio may fall below 1.
+        high: how far it may rise above.
+        dual_clip: where A < 0 the loss is at most dual_clip * |A|; None for no bound.
+    """
     gain = ratio * advantages
     bounded = ratio.clamp(1 - low, 1 + high) * advantages
     objective = torch.minimum(gain, bounded)
@@ -203,10 +211,17 @@ def policy_loss(
 ) -> LossOutputs:
     """The actor's loss of one micro-batch: policy term, and by config KL loss and the terms of `loss_terms`.
 
-    kl_coef: the KL controller's value, read when `use_kl_loss`; default init_kl_coef. Raises ValueError when a tensor
-    that the config needs is missing (rollout_log_probs for tis_mode, ref_log_probs for use_kl_loss, entropy for
-    entropy_coef).
     An all-masked micro-batch gives loss 0 with gradients of 0, so every rank still runs backward.
+
+    Args:
+        inputs: tensors (B, A) of the micro-batch.
+        config: names the loss, and holds its settings.
+        denominators: counts of the whole train batch, over all ranks.
+        kl_coef: the KL controller's value, read when `use_kl_loss`; default init_kl_coef.
+
+    Raises:
+        ValueError: a tensor that the config needs is missing (rollout_log_probs for tis_mode, ref_log_probs for
+            use_kl_loss, entropy for entropy_coef).
     """
     inputs = _checked(inputs, config)
     mask, mode = inputs.action_mask, config.loss_agg_mode
@@ -352,8 +367,14 @@ def value_loss(
 ) -> LossOutputs:
     """The critic's loss: half the squared error, the larger of unclipped and clipped (PPO; OpenAI baselines).
 
-    values (B, A) with gradient; old_values (B, A) from before the first update; returns (B, A) the targets; mask (B, A)
-    bool. value_clip: how far a value may move from old_values before its error stops counting; None or 0: no clip.
+    Args:
+        values: (B, A), with gradient.
+        old_values: (B, A) from before the first update.
+        returns: (B, A), the targets.
+        mask: (B, A) bool.
+        value_clip: how far a value may move from old_values before its error stops counting; None or 0: no clip.
+        denominators: counts of the whole train batch, over all ranks.
+        mode: the aggregation's name in the registry.
     """
     mask = mask.bool()
     values, old_values, returns = (
@@ -380,9 +401,16 @@ def value_loss(
 def high_entropy_masks(entropies: Sequence[T], masks: Sequence[T], ratio: float) -> list[T]:
     """The tokens with the largest entropy over the whole train batch, for `LossInputs.policy_mask`.
 
-    "Beyond the 80/20 rule" (arXiv 2506.01939). entropies, masks: this rank's micro-batches, (B, A) each. The threshold
-    is the entropy of token number ceil(ratio * tokens), counted from the top over all ranks; ties are all kept.
-    A collective when ratio < 1: every rank must call it. Returns bool masks within the given ones.
+    "Beyond the 80/20 rule" (arXiv 2506.01939). The threshold is the entropy of token number ceil(ratio * tokens),
+    counted from the top over all ranks; ties are all kept. A collective when ratio < 1: every rank must call it.
+
+    Args:
+        entropies: (B, A) of each of this rank's micro-batches.
+        masks: (B, A) bool of each.
+        ratio: share of the tokens that is kept.
+
+    Returns:
+        Bool masks within the given ones.
     """
     masks = [mask.bool() for mask in masks]
     if ratio >= 1:
