@@ -57,9 +57,10 @@ def pack(value: Any) -> Any:
         pixels = sum(each.width * each.height for each in value.images if isinstance(each, Image.Image))
         if pixels > MAX_IMAGE_PIXELS:
             raise EnvironmentFailure(f"images of {pixels} pixels in one observation are too large")
-        return {"observation": {name: pack(part) for name, part in vars(value).items()}}
+        shown = {"images": _shown(value.images), "videos": _shown(value.videos)}
+        return {"observation": {name: pack(part) for name, part in {**vars(value), **shown}.items()}}
     if isinstance(value, Image.Image):
-        image = value if value.mode == "L" and not value.info else _shown(value)
+        image = value if value.mode in ("RGB", "L") else value.convert("RGB")
         return {"image": [image.mode, list(image.size), _text_of(image.tobytes())]}
     if isinstance(value, Video):
         return {"video": [pack(np.asarray(value.frames)), pack(dict(value.metadata))]}
@@ -104,10 +105,14 @@ def unpack(value: Any) -> Any:
     return {name: unpack(each) for name, each in held.items()}
 
 
-def _shown(image: Image.Image) -> Image.Image:
-    """In the colours and the way up that the model would be shown it in: only pixels leave the process."""
+def _shown(source: Any) -> Any:
+    """Images in the colours and the way up that the model is shown them in: only pixels leave the process."""
+    if type(source) in (list, tuple):
+        return list(map(_shown, source))
+    if not isinstance(source, Image.Image) or (source.mode == "L" and not source.info):
+        return source
     try:
-        return load_image(image)
+        return load_image(source)
     except DataError as error:
         raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
 

@@ -228,7 +228,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_image_of_any_mode_leaves_the_process_as_a_row_of_data_with_it_is_shown(kind):
-    back, expected = unpack(pack(SHOWN[kind]())), load_image(SHOWN[kind]())
+    (back,), expected = unpack(pack(Observation.of(SHOWN[kind]()))).images, load_image(SHOWN[kind]())
     assert back.size == expected.size and back.convert("RGB").tobytes() == expected.tobytes()
 
 
@@ -246,8 +246,10 @@ def _animated() -> Image.Image:
     ],
 )  # fmt: skip
 def test_image_without_clear_colours_is_refused_in_its_process_as_in_a_row_of_data(image, told):
+    told_beside = StepResult(None, 0.0, True, {"depth": image()})
+    assert isinstance(unpack(pack(told_beside)).info["depth"], Image.Image)
     with pytest.raises(EnvironmentFailure, match=told):
-        pack(image())
+        pack(Observation.of(image()))
 
 
 def test_row_that_cannot_go_to_a_process_fails_its_episode_alone():
