@@ -257,7 +257,7 @@ def _check_cache(actor: Actor) -> None:
     layers = DynamicCache(config=backbone.config).layers
     attends = not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
     takes = "past_key_values" in signature(backbone.base.forward).parameters
-    if not (takes and attends and transformer._supports_default_dynamic_cache()):
+    if not (takes and attends and getattr(transformer, "_supports_default_dynamic_cache", lambda: True)()):
         raise ConfigError(
             f"engine hf goes on from a key-value cache, which model type {backbone.config.model_type!r} does not take: "
             "use engine vllm"

@@ -18,7 +18,7 @@ from tiny_models import (
     prompts_for,
     text_prompts,
 )  # fmt: skip
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationMixin
 
 from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
@@ -260,3 +260,8 @@ def test_models_that_do_not_go_on_from_a_key_value_cache_are_refused(model_type,
     actor = Actor(AutoModelForCausalLM.from_config(config), [], [1])
     with pytest.raises(ConfigError, match=f"engine hf .*'{model_type}' does not take: use engine vllm"):
         TransformersEngine(actor, None)
+
+
+def test_a_class_from_outside_that_says_nothing_of_caches_is_taken(root, monkeypatch):
+    monkeypatch.delattr(GenerationMixin, "_supports_default_dynamic_cache")
+    assert hf_rig(checkpoint_of(root, "qwen2")).engine.actor.backbone
