@@ -18,7 +18,7 @@ from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
 from .config.recipes import available
 from .config.spellings import ALGORITHMS, Root
-from .errors import ConfigError, LightRFTVisualError, did_you_mean
+from .errors import ConfigError, LightRFTVisualError, did_you_mean, refused_as
 
 # What people set first, by the kind of run.
 FIRST = {
@@ -246,7 +246,10 @@ def recipes() -> None:
 @click.argument("word", default="")
 def list_recipes(word: str) -> None:
     """Names of the recipes, those that contain WORD."""
-    click.echo("\n".join(name for name in _recipe_names() if word in name))
+    found = [name for name in _recipe_names() if word in name]
+    if not found:
+        raise ConfigError(f"no recipe's name contains {word!r}; `recipes list` shows all")
+    click.echo("\n".join(found))
 
 
 def _recipe_names() -> list[str]:
@@ -270,7 +273,8 @@ def copy_recipe(name: str, target: str) -> None:
     goal = goal / source.name if goal.is_dir() else goal
     if goal.exists():
         raise ConfigError(f"{goal} is there already")
-    shutil.copy(source, goal)
+    with refused_as(ConfigError, "the recipe cannot be copied"):
+        shutil.copy(source, goal)
     click.echo(f"{goal}: lightrft-visual train ... --config {goal}")
 
 
@@ -282,7 +286,7 @@ def _recipe(name: str) -> Path:
     return file
 
 
-@cli.command()
+@cli.command(context_settings={"ignore_unknown_options": True})
 @click.argument("setting", default="")
 def choices(setting: str) -> None:
     """The names that settings take: all, or those of SETTING, such as advantage_estimator."""

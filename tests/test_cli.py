@@ -114,6 +114,17 @@ def test_arguments_of_the_functions_in_python_are_told_by_their_flags(word):
         cli._pairs([word, "x"] if "=" not in word else [word])
 
 
+def test_recipes_that_are_not_there_or_cannot_be_copied_are_an_error_in_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="no recipe's name contains 'zzz'"):
+        cli.list_recipes.callback("zzz")
+    with pytest.raises(ConfigError, match="the recipe cannot be copied: .*No such file"):
+        cli.copy_recipe.callback("embedded_vl", str(tmp_path / "none" / "x.yaml"))
+
+
+def test_choices_takes_a_setting_as_a_flag():
+    assert "group_norm" in command("choices", "--advantage_estimator")
+
+
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "wandb") else "1.0")
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
