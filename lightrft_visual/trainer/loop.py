@@ -228,7 +228,7 @@ class PolicyTrainer(ABC):
                         except StopRun as stop:  # before the step has trained
                             export = self._give_up(stop)
                 if export is None:
-                    self._check_trained(begun)
+                    self._check_trained()
                     export = True if self.hooks.stopping is None else self._end(self.hooks.stopping)
                 if export:
                     with self.timer.phase("save"):
@@ -244,10 +244,10 @@ class PolicyTrainer(ABC):
                 files["model"] = final_folder(self.settings.output)
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)
 
-    def _check_trained(self, begun: int) -> None:
-        """Raise NonFiniteError for a whole run whose every update was skipped."""
+    def _check_trained(self) -> None:
+        """Raise NonFiniteError where every update of this process was skipped."""
         applied, skipped = self.update_counts[True], self.update_counts[False]
-        if skipped and not applied and begun == 0:
+        if skipped and not applied:
             raise NonFiniteError(
                 f"nothing was trained: in all of {skipped} updates the loss or a gradient was not finite, so the model "
                 "is as it was; metrics.csv and rollouts/ hold what they were made of"
@@ -260,8 +260,8 @@ class PolicyTrainer(ABC):
             self.start()
         if self.step == 0:
             self._evaluate()
-        device = get_accelerator().device_name()
-        log_stage(f"training from step {self.step + 1} of {self.settings.total_steps} on {device}")
+        device, total = get_accelerator().device_name(), self.settings.total_steps
+        log_stage(f"training from step {self.step + 1} of {total} on {device}" if self.step < total else "ending")
         start_is_over()
         self.timer.collect()
 

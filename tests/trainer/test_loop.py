@@ -106,8 +106,9 @@ def walk(tmp_path):
 
 
 def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_exported(walk, tmp_path, monkeypatch):
-    def skipping(applied):
+    def skipping(applied, begun=0):
         trainer, train_step = walk(steps=2), Walk.train_step
+        trainer.step = begun  # as of a checkpoint
         results = iter(applied)
 
         def step(self):
@@ -120,6 +121,8 @@ def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_expor
 
     with pytest.raises(NonFiniteError, match="nothing was trained: in all of 2 updates .* not finite"):
         skipping([False, False]).fit()
+    with pytest.raises(NonFiniteError, match="nothing was trained: in all of 1 updates"):
+        skipping([False], begun=1).fit()
     assert not (tmp_path / "checkpoint-final").exists()
     skipping([True, False]).fit()
     assert (tmp_path / "checkpoint-final").is_dir()
