@@ -86,12 +86,17 @@ def _folder() -> Watch:
     except OSError:  # somebody removed it: there is no way back
         before = None
     yield None
-    yield "changes the working directory" if before is not None and enter_again(before) else None
+    with contextlib.suppress(OSError):  # the run may stand in a folder that is gone
+        if before in (None, os.getcwd()):
+            yield None
+            return
+    enter_again(str(before))
+    yield "changes the working directory"
 
 
 def enter_again(folder: str) -> bool:
     """Make it the working directory; whether another one was."""
-    with contextlib.suppress(OSError):  # the run may stand in a folder that is gone
+    with contextlib.suppress(OSError):
         if os.getcwd() == folder:
             return False
     try:

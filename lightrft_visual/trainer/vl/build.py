@@ -328,9 +328,7 @@ def load_actor(
     with strategy.loading():
         transformer = load_transformer(checkpoint.path, model, strategy.dtype)
     if getattr(transformer, "is_quantized", False):
-        raise ConfigError(
-            f"pretrain {checkpoint.path} holds quantized weights, which cannot be trained: give full ones"
-        )
+        raise ConfigError(f"pretrain {checkpoint.path} holds quantized weights, which no run trains: give full ones")
     freeze(transformer, model.freeze_prefix)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
     extra = {"share_prefix": bool(config.train.share_prefix), "sequence": strategy.sequence}
