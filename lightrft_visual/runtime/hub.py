@@ -115,8 +115,8 @@ def _unanswered(name: str, revision: str | None) -> str:
             )
         except LocalEntryNotFoundError as error:
             return str(error.__cause__ or error).splitlines()[0]
-        except (OSError, ValueError):  # the loader says what is wrong
-            pass
+        except (OSError, ValueError):  # it answers, and the loader says what is wrong
+            return ""
     return ""
 
 

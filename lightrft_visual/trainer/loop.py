@@ -117,7 +117,7 @@ class PolicyTrainer(ABC):
         self.report = ReportWriter(self.recorder.folder, active=self.recorder.active and self.settings.output.report)
         self.save_every, self.eval_every = self.settings.output.intervals(self.settings.total_steps)
         self.step = 0  # finished rollout steps
-        self.nonfinite_streaks = {"": 0, "critic_": 0}  # skipped steps in a row, of the policy and of a critic
+        self.nonfinite_streaks: dict[str, int] = {}  # skipped steps in a row, by the prefix of their metrics
         self.update_counts = {True: 0, False: 0}  # of the policy in this process: applied, and skipped
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
@@ -353,7 +353,7 @@ class PolicyTrainer(ABC):
             metrics.add(f"{prefix}grad_norm", result.grad_norm)
             self.nonfinite_streaks[prefix] = 0
             return
-        self.nonfinite_streaks[prefix] = skipped = self.nonfinite_streaks[prefix] + 1
+        self.nonfinite_streaks[prefix] = skipped = self.nonfinite_streaks.get(prefix, 0) + 1
         what = f"{prefix.replace('_', ' ')}loss or gradients"
         text = f"step {self.step + 1}: {what} not finite, no rank stepped ({skipped} in a row)"
         self.console.message(text)

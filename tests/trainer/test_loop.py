@@ -147,7 +147,7 @@ def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_poli
     trainer = walk()
     state = dict.fromkeys(("latest_eval", "trainer"), {}) | {"hooks": trainer.hooks.state_dict(), "random": {}}
     trainer.state._take_over({"step": 1, "evaluated_step": -1, "nonfinite_in_a_row": saved, **state})
-    assert trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
+    assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
 
 
 def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):

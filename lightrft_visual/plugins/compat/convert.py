@@ -82,7 +82,7 @@ def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
     known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]
     if not known and (other := [kind for kind in kinds if kind.endswith(OTHER_KINDS)]):
         raise ConfigError(
-            f"{file} trains by {other[0]}, which models that answer in text are not trained by here: there are "
+            f"{file} trains by {other[0]}, which no command here does for models that answer in text; there are "
             f"{', '.join(VERBS)}"
         )
     verb = known[-1] if known else "grpo"
