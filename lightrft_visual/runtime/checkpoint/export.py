@@ -1,4 +1,4 @@
-"""Exports that other tools load: Hugging Face model folders, peft adapters, diffusers LoRA files. safetensors only.
+"""Exports that other tools load: Hugging Face model folders and peft adapters. safetensors only.
 
 Every function here takes a state dict that was already gathered on the calling rank, and writes from that rank alone.
 """
@@ -129,38 +129,6 @@ def export_lora(
         config.save_pretrained(str(folder))
     finally:
         config.inference_mode = inference_mode
-    follow_umask(folder)
-    return folder
-
-
-def export_diffusers_lora(
-    components: Mapping[str, tuple[torch.nn.Module, StateDict | None]],
-    folder: str | Path,
-    adapter_name: str = "default",
-) -> Path:
-    """Write pytorch_lora_weights.safetensors for a diffusers pipeline's `load_lora_weights`.
-
-    components: {"transformer" | "transformer_2" | "unet": (model with a peft adapter, gathered weights or None)}. Rank
-    and alpha travel in the file's metadata, so that a scale other than 1 survives.
-    """
-    # Imported late: exports of language models never need diffusers, which takes seconds.
-    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
-    from peft import get_peft_model_state_dict
-
-    weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, Any] = {}
-    for prefix, (model, state_dict) in components.items():
-        held = dict(model.state_dict() if state_dict is None else state_dict)
-        adapter = get_peft_model_state_dict(model, held, adapter_name, save_embedding_layers=False)
-        check_gathered(adapter)
-        # Under the base model's module names.
-        weights |= {f"{prefix}.{name.removeprefix('base_model.model.')}": each for name, each in adapter.items()}
-        for name, value in model.peft_config[adapter_name].to_dict().items():
-            metadata[f"{prefix}.{name}"] = sorted(value) if isinstance(value, set) else value
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(metadata, sort_keys=True)
-    save_file(plain_tensors(weights), folder / LORA_WEIGHT_NAME_SAFE, {"format": "pt", LORA_ADAPTER_METADATA_KEY: text})
     follow_umask(folder)
     return folder
 

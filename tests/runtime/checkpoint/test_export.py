@@ -6,13 +6,11 @@ import os
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lightrft_visual.errors import CheckpointError
-from lightrft_visual.runtime.checkpoint.export import export_diffusers_lora, export_hf, export_lora
+from lightrft_visual.runtime.checkpoint.export import export_hf, export_lora
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -85,58 +83,15 @@ def test_peft_model_is_no_full_export(tmp_path):
         export_hf(model, None, tmp_path)
 
 
-def tiny_transformer() -> SD3Transformer2DModel:
-    torch.manual_seed(0)
-    return SD3Transformer2DModel(
-        sample_size=4, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-        caption_projection_dim=16, joint_attention_dim=8, pooled_projection_dim=8, out_channels=4,
-    ).eval()  # fmt: skip
-
-
-def denoise(model) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 4, 4, generator=generator),
-        "encoder_hidden_states": torch.randn(1, 3, 8, generator=generator),
-        "pooled_projections": torch.randn(1, 8, generator=generator),
-    }
-    with torch.no_grad():
-        return model(**inputs, timestep=torch.tensor([500.0]), return_dict=False)[0]
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_export_diffusers_lora_reloads_with_its_scale(tmp_path, wrapped):
-    config = {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]}
-    model = tiny_transformer()
-    plain = denoise(model)
-    if wrapped:
-        model = with_random_adapter(model, **config)
-    else:
-        model.add_adapter(LoraConfig(r=2, lora_alpha=6, **config))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-    expected = denoise(model)
-    assert (expected - plain).abs().max() > 1e-3
-    export_diffusers_lora({"transformer": (model, None)}, tmp_path)
-    again = tiny_transformer()
-    again.load_lora_adapter(str(tmp_path), prefix="transformer", use_safetensors=True)
-    assert torch.allclose(denoise(again), expected, atol=1e-6)
-    with safe_open(tmp_path / "pytorch_lora_weights.safetensors", "pt") as file:
-        assert all(name.startswith("transformer.transformer_blocks") for name in file.keys())
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_exported_files_follow_the_umask(tmp_path, umask, mode):
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
-    transformer = with_random_adapter(tiny_transformer(), target_modules=["to_q"])
     before = os.umask(umask)
     try:
         export_hf(tiny_model(), None, tmp_path / "hf")
         export_lora(adapted, tmp_path / "lora")
-        export_diffusers_lora({"transformer": (transformer, None)}, tmp_path / "diffusers")
     finally:
         os.umask(before)
     files = [each for each in tmp_path.rglob("*") if each.is_file()]
     assert {each.name: oct(each.stat().st_mode & 0o777) for each in files} == {each.name: oct(mode) for each in files}
-    assert len([each for each in files if each.suffix == ".safetensors"]) == 3
+    assert len([each for each in files if each.suffix == ".safetensors"]) == 2
