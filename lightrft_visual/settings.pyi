@@ -193,8 +193,6 @@ class VLSettings(TypedDict, total=False):
     """{component: {setting: value}}. Default: {}."""
     reward_recipe: str | None
     """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
-    reward_weights_file: str | None
-    """YAML or JSON {component: weight}, read again in each step: weights by hand."""
     reward_wire: str
     """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
     url=wire,.... Default: 'auto'."""
@@ -644,8 +642,6 @@ class DiffusionSettings(TypedDict, total=False):
     """{component: {setting: value}}. Default: {}."""
     reward_recipe: str | None
     """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
-    reward_weights_file: str | None
-    """YAML or JSON {component: weight}, read again in each step: weights by hand."""
     reward_wire: str
     """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
     url=wire,.... Default: 'auto'."""

@@ -144,7 +144,6 @@ for _name, _about, _kinds in (  # in the order in which they follow a step
     ("ema", "`enable_ema`: an average of the weights, for evaluation and export", _both),
     ("entropy_target", "`entropy_target`: an entropy bonus steered to a wanted entropy", _sees),
     ("reference_refresh", "`ref_update_steps`: the reference takes over the policy's weights", _sees),
-    ("reward_weights", "`reward_weights_file`: weights of rewards, read anew when the file changes", _both),
     ("noisy_rollouts", "`noisy_rollout_share`: some samples of a prompt see a noisy image", _sees),
     ("balanced_rollouts", "`balance_rollouts`: prompts dealt to ranks by the expected length of responses", _sees),
     ("rollouts_ahead", "`max_staleness`: the age of tokens that are trained on", _both),

@@ -63,7 +63,6 @@ class RewardConfig(Section):
     components: dict[str, float] = field(default_factory=dict)  # {name: weight}, laid over reward_recipe
     kwargs: dict[str, Any] = field(default_factory=dict)  # {component: {setting: value}}
     reward_recipe: str | None = None  # YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}
-    reward_weights_file: str | None = None  # YAML or JSON {component: weight}, read again in each step: weights by hand
     # JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or url=wire,...
     reward_wire: str = "auto"
     reward_probe: bool = True  # ask every function and URL once, with a sample of the data, before any model loads

@@ -113,6 +113,9 @@ REMOVED: dict[str, Removed] = {
     "learn_steps": Removed("leave it out; the guard learns its bands from 5 steps", harmless=(5,)),
     "band_width": Removed("leave it out; the guard's bands reach 6 standard deviations", harmless=(6, 6.0)),
     "reward_ray_actors": Removed("use --distributed.resources.reward_num_workers", harmless=(1,)),
+    "reward_weights_file": Removed(
+        "leave it out; weights stand in reward_recipe, and hold for a run: resume it with others", harmless=(None,)
+    ),
     "reward_num_cpus": Removed("leave it out; Ray reserves no cores for rewards", harmless=(0, 0.0)),
     "worker_timeout": Removed(
         "leave it out; a worker that does not answer for an hour is started again", harmless=(3600, 3600.0)
@@ -300,7 +303,6 @@ PATHS = (
     "pretrain", "critic_pretrain", "teacher_pretrain", "prompt_data", "eval_data", "image_root", "reward_fn",
     "reward_pretrain", "remote_rm_url", "reward_recipe", "differentiable_reward", "output_dir", "save_path",
     "ckpt_path", "resume_from", "plugins", "tokenizer_path", "gold_fn", "gold_recipe", "pair_data",
-    "reward_weights_file",
 )  # fmt: skip
 
 # What to say where one of these is given a value that is neither yes nor no, as it takes elsewhere. It may be a key, so

@@ -42,7 +42,7 @@ from .batch import (
 from .local.callables import Signature, aggregates, scores_parameter
 from .recipe import Recipe, parse_recipe
 from .registry import Catalogue
-from .settings import DEFAULT_RECIPE, WatchedWeights, engine_arguments
+from .settings import DEFAULT_RECIPE, engine_arguments
 
 T = torch.Tensor
 
@@ -138,11 +138,6 @@ class RewardComputationEngine:
         self._catalogue.check_placed()
         self._all = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
-        self._watched: WatchedWeights | None = None
-        if self.config.reward_weights_file is not None:
-            self.require_weights("reward_weights_file")
-            names = [entry.name for entry in self.recipe.components()] if self.recipe else list(self._sources)
-            self._watched = WatchedWeights(self.config.reward_weights_file, names)
 
     @classmethod
     def from_config(
@@ -193,22 +188,6 @@ class RewardComputationEngine:
         if unused:
             log.warning("the reward recipe does not use: %s", ", ".join(unused))
         return built
-
-    @property
-    def watches_weights(self) -> bool:
-        """Whether `reward_weights_file` is given."""
-        return self._watched is not None
-
-    def refresh_weights(self) -> dict[str, float]:
-        """Read `reward_weights_file` again where it has changed, and return the weights that it gives; {} without one.
-        A collective, between the scoring of two batches."""
-        if self._watched is None:
-            return {}
-        self._watched.refresh()
-        return dict(self._watched.weights)
-
-    def _weight(self, name: str, usual: float) -> float:
-        return usual if self._watched is None else self._watched.weights.get(name, usual)
 
     def check_labels(self, labels: Iterable[str | None]) -> None:
         """Raise ConfigError, with the nearest name, for a label that the recipe does not know. Call before training."""
@@ -350,21 +329,18 @@ class RewardComputationEngine:
     def _plan(self, labels: Sequence[str | None]) -> list[Job]:
         if self.recipe is None:
             ones, everything = torch.ones(len(labels), dtype=torch.float64), list(range(len(labels)))
-            return [
-                Job(name, source, everything, ones * self._weight(name, 1.0)) for name, source in self._sources.items()
-            ]
+            return [Job(name, source, everything, ones) for name, source in self._sources.items()]
         jobs: dict[tuple, Job] = {}
         for index, label in enumerate(labels):
             for entry in self.recipe.for_label(label):
-                weight = self._weight(entry.name, entry.weight)
-                if weight == 0:
+                if entry.weight == 0:
                     continue
                 if entry.identity not in jobs:
                     weights = torch.zeros(len(labels), dtype=torch.float64)
                     source = self._by_identity[entry.identity]
                     jobs[entry.identity] = Job(entry.name, source, [], weights, entry.score_key)
                 job = jobs[entry.identity]
-                job.weights[index] += weight
+                job.weights[index] += entry.weight
                 if not job.indices or job.indices[-1] != index:  # one model may stand twice in a recipe
                     job.indices.append(index)
         return list(jobs.values())
@@ -375,7 +351,7 @@ class RewardComputationEngine:
         recipe, episodes = self.recipe, batch.episodes or [None] * len(batch)
         besides = recipe is None or all(entry.name != ENVIRONMENT for entry in recipe.components())
         entries = [None if recipe is None else recipe.for_label(label) for label in batch.labels]
-        unweighted = [own is not None and all(self._weight(e.name, e.weight) == 0 for e in own) for own in entries]
+        unweighted = [own is not None and all(e.weight == 0 for e in own) for own in entries]
         rewarded = [besides and each is not None and each.rewarded for each in episodes]
         return torch.tensor([unweighted, rewarded]).bool().any(dim=0)
 

@@ -147,7 +147,7 @@ class _Probe:
 
     def run(self) -> str:
         """`reward_wire` as it was recognised. Raises ConfigError."""
-        asked = replace(self.config, on_reward_error="error", reward_retries=0, reward_weights_file=None)
+        asked = replace(self.config, on_reward_error="error", reward_retries=0)
         engine = _AskedEngine.from_config(asked)
         started = time.monotonic()
         try:

@@ -175,7 +175,6 @@ STEP_BANDS: dict[str, Bounds] = {
     "image_blank": Bounds(floor=0.1, low=False),
 }
 NO_COMPONENTS = ("reward/time", "reward/invalid_share")  # seconds, and how often scoring failed
-WEIGHT = "reward_weight/"
 LEARN_STEPS = 5  # that bands are learnt from
 BAND_WIDTH = 6.0  # standard deviations of these steps that a band reaches at least
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
@@ -213,7 +212,6 @@ class Guard:
         self.raised: set[str] = set()  # signals that are outside and have been told
         self.best: tuple[float, int] | None = None
         self.base_diversity = math.nan
-        self.weights: dict[str, float] | None = None  # of the rewards, those that a watched file gives
 
     # -- what is read --------------------------------------------------------------------------------------------
 
@@ -222,10 +220,6 @@ class Guard:
         that is missing or not finite is not looked at."""
         if not self.config.watch:
             return []
-        weights = {name: value for name, value in metrics.items() if name.startswith(WEIGHT)}
-        if self.weights is not None and weights != self.weights:
-            self._begin_anew()
-        self.weights = weights
         reward, alarms = _finite(metrics, "reward_mean"), []
         if reward is not None:
             alarms += self._component_partings(step, reward, metrics)
@@ -272,13 +266,6 @@ class Guard:
                 self.raised.discard("eval_drift")
         return alarms
 
-    def _begin_anew(self) -> None:
-        """Rewards of other weights are another number, which says nothing beside the one before: comparisons with gold
-        and among components begin anew. Bands, which know no reward, stay."""
-        self.partings.clear()
-        for each in self.tests.values():
-            each.forget()
-
     # -- signals -------------------------------------------------------------------------------------------------
 
     def _compared(self, step: int, name: str, scores: PairedScores) -> list[Alarm]:
@@ -301,9 +288,7 @@ class Guard:
         alarms: list[Alarm] = []
         names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
         owns = {name: name.removeprefix("reward/") for name in names if name not in NO_COMPONENTS}
-        paying = [
-            name for name, own in owns.items() if metrics.get(WEIGHT + own, 1.0) >= 0 and own not in self.penalties
-        ]
+        paying = [name for name, own in owns.items() if own not in self.penalties]
         for name in paying if len(paying) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:
@@ -350,7 +335,6 @@ class Guard:
             "raised": sorted(self.raised),
             "best": list(self.best) if self.best is not None else None,
             "base_diversity": self.base_diversity,
-            "weights": self.weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,7 +350,6 @@ class Guard:
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])
-        self.weights = state.get("weights")
 
 
 def _range(low: float | None, high: float | None) -> str:

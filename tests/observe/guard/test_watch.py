@@ -83,8 +83,6 @@ def test_penalties_may_fall():
     guard = Guard(GuardConfig(), learn_steps=8)
     guard.penalties = {"penalty"}
     assert walk(guard, steps) == []
-    by_hand = [each | {"reward_weight/penalty": -1.0} for each in steps]
-    assert walk(Guard(GuardConfig(), learn_steps=8), by_hand) == []
     assert walk(Guard(GuardConfig(), learn_steps=8), steps) != []
 
 
@@ -92,28 +90,6 @@ def test_penalties_may_fall():
 def test_times_and_failures_of_scoring_are_no_components(name):
     steps = [{"reward_mean": i / 30, "reward/exact": i / 30, f"reward/{name}": 1 - i / 40} for i in range(30)]
     assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
-
-
-def weighed(step, weight):
-    """Of a policy that stays as it is: exact answers, and a form whose weight a hand changes."""
-    metrics = {"reward_mean": 0.3 + 0.4 * weight, "reward/exact": 0.3, "reward/form": 0.4}
-    return metrics | {"gold": 0.3, "reward_weight/form": weight}
-
-
-def test_weights_that_a_hand_changes_are_a_new_start_and_no_hack():
-    guard = Guard(GuardConfig(), learn_steps=4)
-    assert walk(guard, [weighed(step, 0.5) for step in range(10)]) == []
-    for step in (0, 5):
-        evaluated = {"eval_gold": 0.3}
-        assert guard.after_evaluation(step, evaluated, look_at(step, 0.5, 0.3)) == []
-    assert walk(guard, [weighed(step, 2.0) for step in range(10)], first=11) == []
-    assert guard.after_evaluation(20, evaluated, look_at(20, 1.1, 0.3)) == []
-    resumed = Guard(GuardConfig(), learn_steps=4)
-    resumed.load_state_dict(guard.state_dict())
-    assert walk(resumed, [weighed(step, 4.0) for step in range(6)], first=21) == []
-    # What is hacked afterwards is still seen.
-    hacked = [weighed(step, 4.0) | {"gold": 0.3 - 0.05 * step, "reward_mean": 1.9 + step} for step in range(10)]
-    assert "gold" in [signal for _, signal in walk(resumed, hacked, first=27)]
 
 
 def test_gold_between_evaluations_and_images_far_from_the_base():
