@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
+from torchvision.transforms import InterpolationMode, functional
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer, recipe_from_components
@@ -98,13 +99,13 @@ PICTURES = [Image.effect_noise((40, 40), 80).convert("RGB"), Image.new("RGB", (3
 PROMPTS = ["a cat", "a dog", "a bird on a tree"]
 
 
-def cosines(folder, processor_folder=None):
+def cosines(folder, pictures=PICTURES):
     """The plain reference: one picture and text at a time."""
     from transformers import CLIPModel, CLIPProcessor
 
     model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
     values = []
-    for picture, prompt in zip(PICTURES, PROMPTS):
+    for picture, prompt in zip(pictures, PROMPTS):
         inputs = processor(text=[prompt], images=[picture], return_tensors="pt", truncation=True, max_length=16)
         with torch.no_grad():
             out = model(**inputs)
@@ -132,7 +133,17 @@ def test_pick_score_and_hpsv2(clip_folder):
     wanted, scale = cosines(clip_folder)
     pick = score("pick_score", {"model": clip_folder, "processor": None}, PROMPTS, PICTURES).score
     assert torch.allclose(pick, wanted * scale / 26, atol=1e-5)
+    squares = [in_square(picture, 32) for picture in PICTURES]
+    wanted, _ = cosines(clip_folder, squares)
     assert torch.allclose(score("hpsv2", {"model": clip_folder}, PROMPTS, PICTURES).score, wanted, atol=1e-5)
+
+
+def in_square(picture, size):
+    """hpsv2's own preparation: the longer side is `size`, and the rest is black."""
+    shape = [round(side * size / max(picture.size)) for side in reversed(picture.size)]
+    down, right = (size - side for side in shape)
+    shown = functional.resize(picture, shape, InterpolationMode.BICUBIC)
+    return functional.pad(shown, [right // 2, down // 2, right - right // 2, down - down // 2])
 
 
 def test_aesthetic(clip_folder, tmp_path):
@@ -168,7 +179,9 @@ def test_image_reward(tmp_path):
     single = [score("image_reward", settings, [p], [i]).score for p, i in zip(PROMPTS, PICTURES)]
     assert torch.allclose(together, torch.cat(single), atol=1e-5) and together.unique().numel() == 3
     plain = score("image_reward", {**settings, "mean": 0.0, "std": 1.0}, PROMPTS, PICTURES).score
-    assert torch.allclose(together, (plain - 0.16717862830405764) / 1.0333394966054072, atol=1e-5)
+    assert torch.allclose(together, (plain - 0.16717362830052426) / 1.0333394966054072, atol=1e-7)
+    middles = [functional.center_crop(functional.resize(p, 32, InterpolationMode.BICUBIC), 32) for p in PICTURES]
+    assert torch.allclose(score("image_reward", settings, PROMPTS, middles).score, together, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
 from lightrft_visual.rewards.batch import batch_from_media
-from lightrft_visual.rewards.functions.unified_reward import ASKED, question_and_pattern
+from lightrft_visual.rewards.functions.unified_reward import ASKED, UnifiedReward, question_and_pattern
 from lightrft_visual.rewards.functions.vlm_judge import Judging
 from lightrft_visual.rewards.remote.wire import BadReply
 
@@ -131,6 +131,7 @@ def test_unified_prompts_hold_the_caption_in_brackets_and_say_the_label_that_is_
     for ask, (question, label) in ASKED.items():
         assert question.endswith("Your task is provided as follows:\nText Caption: [{prompt}]"), ask
         assert label.split("(")[0].split("\\")[0].replace("?:", "").strip() in question, ask
+    assert UnifiedReward("http://x").judging.question == ASKED["elements"][0]  # that of its default model
     assert ASKED["final"][0].startswith("You are given a text caption and a generated image based on that caption.")
     with pytest.raises(ConfigError, match="must be one of: final, elements"):
         question_and_pattern("beauty")

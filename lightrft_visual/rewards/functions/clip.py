@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from PIL import Image, ImageOps
 from transformers import CLIPModel, CLIPProcessor
 
 from ...models.weight_files import load_whole
@@ -71,12 +72,16 @@ class CLIPScore:
 
 
 class HPSv2(CLIPScore):
-    """Human Preference Score v2 (Wu et al., arXiv 2306.09341): cosine of image and prompt by its weights. model: a
-    folder or hub name with them in transformers' CLIP form (ViT-H/14); the published file is in open_clip's form and
-    needs converting first."""
+    """Human Preference Score v2 (Wu et al., arXiv 2306.09341): cosine of image and prompt by its weights, which see the
+    whole image in a black square. model: a folder or hub name with them in transformers' CLIP form (ViT-H/14); the
+    published file is in open_clip's form and needs converting first."""
 
     def __init__(self, model: str, processor: str | None = None, batch_size: int = 16, offload: bool = True) -> None:
         self._clip = CLIPPairs(model, processor, "hpsv2", batch_size, offload)
+
+    def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
+        size = self._clip.model.config.vision_config.image_size
+        return super().__call__([[in_square(frame, size) for frame in sample] for sample in frames], prompts, device)
 
     def scaled(self, cosine: float) -> float:
         """The cosine itself."""
@@ -101,3 +106,10 @@ class PickScore(CLIPScore):
     def scaled(self, cosine: float) -> float:
         """The cosine times the logit scale, divided."""
         return self.factor * cosine
+
+
+def in_square(image: Image.Image, size: int) -> Image.Image:
+    """The whole image, its longer side `size`, in the middle of a black square."""
+    seen, square = ImageOps.contain(image.convert("RGB"), (size, size)), Image.new("RGB", (size, size))
+    square.paste(seen, ((size - seen.width) // 2, (size - seen.height) // 2))
+    return square

@@ -6,17 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torchvision.transforms import InterpolationMode, functional
 from transformers import AutoProcessor, BlipForImageTextRetrieval
 
 from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
 from .image_scoring import in_batches, linear_stack, load_checkpoint, load_tensors, mean_over_frames
 
-MEAN, STD = 0.16717862830405764, 1.0333394966054072  # of the published head
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head
 
 
 class ImageReward:
-    """A BLIP text encoder that attends to the image, and a linear stack over its first token, standardised.
+    """A BLIP text encoder that attends to the image's middle square, and a linear stack over its first token,
+    standardised.
 
     model: a BlipForImageTextRetrieval checkpoint with ImageReward's weights; head: its `mlp.layers.<i>.weight`, as a
     file or `hub/name:file`.
@@ -47,11 +49,12 @@ class ImageReward:
 
     def _first_tokens(self, images: list[Any], texts: list[str], device: Any) -> torch.Tensor:
         """(n, H) float32 on the CPU."""
-        found = []
+        found, size = [], self._blip.config.vision_config.image_size
         with on_device(self._blip, device, self.offload) as blip:
             for part in in_batches(self.batch_size, len(images)):
+                shown = [functional.resize(images[i].convert("RGB"), size, InterpolationMode.BICUBIC) for i in part]
                 inputs = self._processor(
-                    images=[images[i].convert("RGB") for i in part],
+                    images=[functional.center_crop(image, size) for image in shown],
                     text=[texts[i] for i in part],
                     padding="max_length",
                     truncation=True,

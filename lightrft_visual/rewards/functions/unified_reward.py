@@ -56,8 +56,9 @@ def question_and_pattern(ask: str) -> tuple[str, str]:
 class UnifiedReward(VLMJudge):
     """Its score over 5, as in flow_grpo. A reply without the score is a failure, never a 0.
 
-    url: the server's base, such as http://host:8000/v1, or `a|b` for replicas. ask: `final` (v1.5), `elements` (v1.0,
-    which lists the caption's elements first), or one of the axes `alignment`, `coherence`, `style` (v1.0 and 2.0).
+    url: the server's base, such as http://host:8000/v1, or `a|b` for replicas. ask, by the model's version: `elements`
+    (v1.0, which lists the caption's elements first), `final` (v1.5), or one of the axes `alignment`, `coherence`,
+    `style` (2.0).
     """
 
     name = "unified_reward"
@@ -66,7 +67,7 @@ class UnifiedReward(VLMJudge):
         self,
         url: str,
         model: str = "CodeGoat24/UnifiedReward-qwen-7b",
-        ask: str = "final",
+        ask: str = "elements",
         max_tokens: int = 512,
         timeout: float = 60.0,
         concurrency: int = 32,
