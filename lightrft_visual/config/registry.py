@@ -368,8 +368,6 @@ entry("unified_reward", "unified_reward:UnifiedReward", "UnifiedReward behind an
 entry("geneval", "geneval:GenEval", "GenEval: objects, numbers, colours and positions, by a detector and rules")
 entry("jpeg_compressibility", "jpeg:Compressibility", "small JPEG files")
 entry("jpeg_incompressibility", "jpeg:Incompressibility", "large JPEG files")
-entry("pixel", "pixel:Pixel", "simple rules over pixels")
-entry("source_likeness", "source_likeness:SourceLikeness", "colours as in the image that it was made from")
 entry("judge", "judge:Judge", "any vision-language model in the run, by a template with a schema of the reply")
 entry("vlm_judge", "vlm_judge:VLMJudge", "a vision-language model behind an OpenAI-compatible server")
 entry("multi", "multi:MultiScorer", "a weighted sum of others")

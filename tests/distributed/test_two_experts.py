@@ -22,9 +22,15 @@ BASE = (
     "--guidance_scale 2 --guidance_scale_2 4 "
     "--max_sequence_length 5 --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 "
     "--train_batch_size 4 --micro_train_batch_size 1 --lora_rank 2 --learning_rate 1e-2 --report false --max_steps 2 "
-    "--components.pixel 1.0 --sigmas 1,0.8,0.5,0.3,0.1 "
+    "--sigmas 1,0.8,0.5,0.3,0.1 "
     "--timestep_fraction 0.5 --timestep_choice random"
 )
+BRIGHT = """
+import numpy
+
+def bright(frames):
+    return [float(numpy.mean([numpy.asarray(frame) for frame in clip])) / 255 for clip in frames]
+"""
 SECOND = ["--trainable_models", "transformer_2", "--train_batch_size", "8", "--collective_timeout", "60"]
 TOGETHER = ["--zero_stage", "2", "--steps_per_forward", "2", "--collective_timeout", "60"]
 
@@ -36,7 +42,9 @@ def given(tmp_path_factory) -> list[str]:
     tiny_families.wan_two_experts().save_pretrained(folder / "pipeline")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a red circle", "a blue cross")))
-    return ["diffusion", *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", str(prompts)]
+    (folder / "bright.py").write_text(BRIGHT)
+    given = {"pretrain": folder / "pipeline", "prompt_data": prompts, "reward_fn": f"{folder}/bright.py:bright"}
+    return ["diffusion", *BASE.split(), *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
 
 @pytest.fixture(scope="module")

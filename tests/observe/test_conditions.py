@@ -10,12 +10,12 @@ from lightrft_visual.observe.conditions import conditions, in_words
 
 
 def test_drawing_is_described_by_sampler_size_seed_scorer_prompts_and_versions():
-    argv = "--eval_num_steps 12 --guidance_scale 3 --height 64 --components.pixel 1.0 --eval_seed 7".split()
+    argv = "--eval_num_steps 12 --guidance_scale 3 --height 64 --components.ocr 1.0 --eval_seed 7".split()
     config = parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config
     found = conditions(config, ["a", "b"])
     drawn = {"eval_num_steps": 12, "guidance_scale": 3.0, "height": 64, "sampler": "ode"}
     assert drawn.items() <= found["sampling"].items() and found["seed"] == 7
-    assert found["reward"] == {"components": {"pixel": 1.0}} and "torch" in found["versions"]
+    assert found["reward"] == {"components": {"ocr": 1.0}} and "torch" in found["versions"]
     assert found["prompts"]["count"] == 2
     assert found["prompts"] == conditions(config, ["a", "b"])["prompts"] != conditions(config, ["ab"])["prompts"]
     assert "eval_num_steps 12" in in_words(found) and "seed 7" in in_words(found)

@@ -328,11 +328,14 @@ def test_contract_argument_order_and_text_mode_keeps_images_out():
 
 
 def test_generated_media_with_components():
-    recipe = recipe_from_components({"bright": 1.0, "jpeg_compressibility": 0.1}, {"bright": {"scorer": "pixel"}})
-    engine = RewardComputationEngine(reward_recipe=recipe)
-    result = engine.score_media(["white", "black"], images=[torch.ones(3, 8, 8), torch.zeros(3, 8, 8)])
-    assert result.components["bright"].tolist() == [1, 0]
-    expected = result.components["bright"] + 0.1 * result.components["jpeg_compressibility"]
+    kwargs = {"half": {"scorer": "jpeg_incompressibility", "divide_by": 2.0}}
+    engine = RewardComputationEngine(
+        reward_recipe=recipe_from_components({"half": 1.0, "jpeg_compressibility": 0.1}, kwargs)
+    )
+    result = engine.score_media(["white", "noise"], images=[torch.ones(3, 8, 8), torch.rand(3, 8, 8)])
+    assert torch.equal(result.components["half"] * 2, -result.components["jpeg_compressibility"])
+    assert result.components["half"][1] > result.components["half"][0]
+    expected = result.components["half"] + 0.1 * result.components["jpeg_compressibility"]
     assert torch.allclose(result.score, expected) and torch.equal(result.components["avg"], result.score)
 
 

@@ -158,8 +158,8 @@ def test_components_and_settings_on_the_command_line_of_a_shipped_recipe():
     assert (entry.key, entry.weight, entry.kwargs) == ("ocr", 1.0, {"mode": 7})
     (entry,) = shipped_ocr("reward.kwargs.ocr.mode=7")
     assert (entry.key, entry.weight, entry.kwargs) == ("ocr", 1.0, {"mode": 7})
-    added = shipped_ocr("reward.components.look=0.3", "reward.kwargs.look.scorer=pixel", "reward.components.ocr=0.5")
-    assert [(entry.name, entry.key, entry.weight) for entry in added] == [("ocr", "ocr", 0.5), ("look", "pixel", 0.3)]
+    added = shipped_ocr("reward.components.look=0.3", "reward.kwargs.look.scorer=hpsv2", "reward.components.ocr=0.5")
+    assert [(entry.name, entry.key, entry.weight) for entry in added] == [("ocr", "ocr", 0.5), ("look", "hpsv2", 0.3)]
     assert [entry.key for entry in shipped_ocr("--reward_recipe", "{'*': [[rule, exact, 1.0]]}")] == ["exact"]
 
 
@@ -170,13 +170,13 @@ LABELLED = {
 
 
 def test_components_change_weights_where_they_stand_and_are_added_to_every_label():
-    recipe = compose_recipe(parse_recipe(LABELLED), {"format": 0.4, "pixel": 2.0}, {"pixel": {"rule": "red"}})
+    recipe = compose_recipe(parse_recipe(LABELLED), {"format": 0.4, "choice": 2.0}, {"choice": {"letters": "AB"}})
     weights = {label: [(e.name, e.weight) for e in rows] for label, rows in recipe.entries.items()}
     assert weights == {
-        "count": [("numeric", 1.0), ("format", 0.4), ("pixel", 2.0)],
-        "*": [("exact", 1.0), ("numeric_2", 0.5), ("judge", 1.0), ("pixel", 2.0)],
+        "count": [("numeric", 1.0), ("format", 0.4), ("choice", 2.0)],
+        "*": [("exact", 1.0), ("numeric_2", 0.5), ("judge", 1.0), ("choice", 2.0)],
     }
-    assert recipe.average and recipe.entries["*"][-1].kwargs == {"rule": "red"}
+    assert recipe.average and recipe.entries["*"][-1].kwargs == {"letters": "AB"}
 
 
 def test_settings_are_laid_over_those_of_the_recipe():
@@ -193,7 +193,7 @@ def test_settings_are_laid_over_those_of_the_recipe():
     ("components", "kwargs", "words"),
     [
         ({}, {"numerc": {"tolerance": 1}}, "kwargs.numerc.*did you mean 'numeric'"),
-        ({"pixel": 1.0}, {"pixl": {}}, "kwargs.pixl.*did you mean 'pixel'"),
+        ({"choice": 1.0}, {"choise": {}}, "kwargs.choise.*did you mean 'choice'"),
         ({}, {"judge": {"mode": 1}}, "kwargs.judge.*is a remote.*no setting 'mode'"),
         ({}, {"numeric": {"transport": "http", "url": "http://h"}}, "server's own setting"),
         ({"numeric": float("nan")}, {}, "weight nan"),

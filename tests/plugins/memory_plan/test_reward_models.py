@@ -125,7 +125,7 @@ def test_a_vision_language_run_counts_scorers_too() -> None:
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"components": {"clip_score": 1.0, "pixel": 1.0}}, ["clip_score"]),  # pixel has no model
+        ({"components": {"clip_score": 1.0, "exact": 1.0}}, ["clip_score"]),  # exact has no model
         # One scorer under two names is built once, with other settings twice.
         ({"components": {"a": 1.0, "b": 1.0}, "kwargs": {n: {"scorer": "clip_score"} for n in "ab"}}, ["a"]),
         (

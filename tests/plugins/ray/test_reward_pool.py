@@ -24,6 +24,7 @@ from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.plugins.ray.reward_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
+from lightrft_visual.rewards.functions.jpeg import jpeg_kilobytes
 
 ray = pytest.importorskip("ray")
 
@@ -108,9 +109,9 @@ def test_without_ray_the_error_says_what_to_install():
 
 
 def test_generated_flag_survives(cluster):
-    with closing(RaySource("pixel", "pixel", {"rule": "red"})) as source:
-        batch = batch_from_media(["a"], [Image.new("RGB", (4, 4), "red")])
-        assert source.score(batch, Call()).values.tolist() == [1]
+    red = Image.new("RGB", (4, 4), "red")
+    with closing(RaySource("jpeg", "jpeg_incompressibility")) as source:
+        assert source.score(batch_from_media(["a"], [red]), Call()).values.tolist() == [jpeg_kilobytes(red, 95)]
 
 
 def test_a_scorer_of_a_plugin_goes_along(cluster, tmp_path, monkeypatch):

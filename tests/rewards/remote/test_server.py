@@ -210,7 +210,8 @@ def test_only_loopback_without_a_token():
 def test_same_scorer_in_process_and_over_http():
     picture = Image.linear_gradient("L").resize((31, 17)).convert("RGB")
     prompts, images = ["a", "b"], [picture, picture.rotate(90)]
-    settings = {"components": {"pixel": 1.0, "jpeg_compressibility": 0.2}, "kwargs": {"pixel": {"rule": "contrast"}}}
+    settings = {"components": {"jpeg_incompressibility": 1.0, "small": 0.2}}
+    settings["kwargs"] = {"small": {"scorer": "jpeg_compressibility", "quality": 20}}
     scorer = build_scorer("multi", settings)
     video = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     with serving(scorer) as url:

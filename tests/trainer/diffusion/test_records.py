@@ -45,7 +45,7 @@ def step(shape: tuple[int, ...], **output):
     hook = records.build(SimpleNamespace(config=config, kind="diffusion", records_of=records_of_drawn))
     hook.setup(SimpleNamespace(step=lambda: 3))
     media = torch.rand(SAMPLES, *shape)
-    scored = RewardOutput(torch.rand(SAMPLES), {"pixel": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
+    scored = RewardOutput(torch.rand(SAMPLES), {"red": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
     rows = SimpleNamespace(
         prompts=["a red circle"] * SAMPLES, group_ids=torch.arange(SAMPLES) // 4, sample_ids=torch.arange(SAMPLES)
     )

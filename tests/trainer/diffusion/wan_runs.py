@@ -26,6 +26,12 @@ from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 SIZE = "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2"
 BATCH = "--rollout_batch_size 2 --train_batch_size 4 --n_samples_per_prompt 2 --micro_rollout_batch_size 2"
+BRIGHT = """
+import numpy
+
+def bright(frames):
+    return [float(numpy.mean([numpy.asarray(frame) for frame in clip])) / 255 for clip in frames]
+"""
 FACE = """
 import torch
 
@@ -97,15 +103,20 @@ def prepare(folder: Path) -> None:
             picture.paste((255, 255, 255), (0, 0, 20, 20))
             picture.save(folder / f"frame_{place}.png")
             rows.writerow([f"clip_{place}.mp4", f"a {colour} circle", f"frame_{place}.png"])
+    (folder / "bright.py").write_text(BRIGHT)
     (folder / "face.py").write_text(FACE.replace("FLAT", "1"))
     (folder / "no_face.py").write_text(FACE.replace("FLAT", "1000"))
+
+
+def bright(folder: Path) -> str:
+    return f"--reward_fn {folder}/bright.py:bright"
 
 
 def reward_fl(folder: Path, detector: str = "face") -> str:
     settings = f"--differentiable_kwargs.embedder {folder}/face.py:build --differentiable_kwargs.size 16"
     return (
         "--diffusion_algorithm reward_fl --num_steps 4 --mid_timestep 0 --final_timestep 3 --warmup_steps 0 "
-        f"--prompt_data {folder}/metadata.csv --components.pixel 1.0 --differentiable_reward face_similarity "
+        f"--prompt_data {folder}/metadata.csv {bright(folder)} --differentiable_reward face_similarity "
         f"{settings} --differentiable_kwargs.detector {folder}/{detector}.py:find"
     )
 
@@ -138,7 +149,7 @@ def main(folder: Path) -> None:
     first, out = reward_fl(folder), f"--output_dir {folder}/out"
     tiny_wan_parts.write_parts(folder)
     facts = {
-        "text": train(folder, "wan", f"{text} --components.pixel 1.0 {out}_text"),
+        "text": train(folder, "wan", f"{text} {bright(folder)} {out}_text"),
         "high": train(folder, "wan_i2v", f"{first} --max_timestep_boundary 0.358 {out}_high"),
         "low": train(
             folder, "wan_i2v", f"{first} --trainable_models transformer_2 --gradient_checkpointing "
@@ -146,10 +157,10 @@ def main(folder: Path) -> None:
         ),
         "faceless": train(folder, "wan_i2v", f"{reward_fl(folder, 'no_face')} --l2 0 {out}_faceless"),
         "roll": train(
-            folder, "wan_i2v", f"{first.replace('--components.pixel 1.0', '')} {roll(folder)} {out}_roll"
+            folder, "wan_i2v", f"{first.replace(bright(folder), '')} {roll(folder)} {out}_roll"
         ),
     }  # fmt: skip
-    scored = f"{text.replace('--num_steps 3', '')} --components.pixel 1.0"
+    scored = f"{text.replace('--num_steps 3', '')} {bright(folder)}"
     facts |= of_one_expert(folder, scored)
     unserved = f"{scored} --sigmas 1,0.9,0.8,0.1 --trainable_models transformer_2 --output_dir {folder}/out"
     facts["unserved"] = refused(folder, "wan_two_experts", unserved)
