@@ -41,8 +41,8 @@ class SelectiveReplay(StepHook):
     """The samples of earlier steps that had an advantage, on this rank its own; refills each step's buffer of them.
     `replayed_share` and `replayed_age` say with how much, and how old it is.
 
-    capacity: samples of each part of the loss, such as answers and drawn images, kept on this rank, the oldest dropped
-    first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run.
+    capacity: samples of each part of the loss, such as answers and drawn images, kept over all ranks, the oldest
+    dropped first. They are drawn in proportion to |advantage|, none twice in a step. seed: of the run.
     """
 
     capacity: int
@@ -77,8 +77,10 @@ class SelectiveReplay(StepHook):
         for kind in sorted({kind for each in lacking for kind in each}):
             offered = sorted((kept for each in offers for kept in each.get(kind, ())), reverse=True)
             versions += self._refill(buffer, kind, offered, [each.get(kind, []) for each in lacking])
-        everywhere = [version for each in collectives.all_gather_object(versions) for version in each]
-        self.kept = self._newest(self.kept + new)
+        self.kept += new
+        told = collectives.all_gather_object((versions, [(part_of(each), _age(each)) for each in self.kept]))
+        everywhere = [version for each, _ in told for version in each]
+        self._keep_newest([pair for _, each in told for pair in each])
         return Refilled(sum(counts), len(everywhere), everywhere)
 
     def _refill(self, buffer: NaiveReplayBuffer, kind: int, offered: list[Kept], lacking: list[list[int]]) -> list[int]:
@@ -94,15 +96,10 @@ class SelectiveReplay(StepHook):
             buffer.items[index] = item
         return [int(buffer.items[index].policy_version) for index in indices]
 
-    def _newest(self, items: list[AnyItem]) -> list[AnyItem]:
-        """The last `capacity` of each kind, in the order they came."""
-        room: dict[int, int] = {}
-        chosen = []
-        for item in reversed(items):
-            room[part_of(item)] = room.get(part_of(item), self.capacity) - 1
-            if room[part_of(item)] >= 0:
-                chosen.append(item)
-        return chosen[::-1]
+    def _keep_newest(self, ages: list[tuple[int, tuple[int, int]]]) -> None:
+        """The last `capacity` of each kind stay. ages: (kind, age) of all ranks' samples."""
+        by_kind = {kind: sorted(age for own, age in ages if own == kind) for kind in {kind for kind, _ in ages}}
+        self.kept = [item for item in self.kept if _age(item) >= by_kind[part_of(item)][-self.capacity :][0]]
 
     def _offers(self, step: int) -> dict[int, list[Kept]]:
         """Every kept sample with its key, by kind: log weight plus Gumbel noise, of which the largest are a draw
@@ -135,7 +132,12 @@ class SelectiveReplay(StepHook):
         return {"kept": items_to_state(kept[collectives.rank() :: collectives.world_size()])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = self._newest(items_from_state(state["kept"]))
+        self.kept = items_from_state(state["kept"])
+
+
+def _age(item: AnyItem) -> tuple[int, int]:
+    """By which samples come in the same order on any number of ranks; numbers alone begin anew with other batches."""
+    return int(item.policy_version), int(item.sample_id)
 
 
 def _lacking(items: list[AnyItem]) -> dict[int, list[int]]:
@@ -172,8 +174,5 @@ def advantage_size(item: AnyItem) -> float:
 
 def build(parts: Any) -> SelectiveReplay | None:
     """For `selective_replay`, samples over all ranks."""
-    algorithm = parts.config.algorithm
-    if algorithm.selective_replay == 0:
-        return None
-    share = max(1, algorithm.selective_replay // collectives.world_size())
-    return SelectiveReplay(share, parts.config.train.seed)
+    most = parts.config.algorithm.selective_replay
+    return SelectiveReplay(most, parts.config.train.seed) if most else None

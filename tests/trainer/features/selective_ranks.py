@@ -11,7 +11,10 @@ import torch.distributed as dist
 from replay_cases import text_item
 
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
+from lightrft_visual.runtime.checkpoint.state import save_state
 from lightrft_visual.trainer.features.selective_replay import SelectiveReplay
+
+STEPS = [1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
 
 
 def sample(number: int, advantage: float, version: int):
@@ -34,14 +37,22 @@ def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, ran
     return buffer
 
 
+def refilled(replay: SelectiveReplay, step: int, rank: int = 0, ranks: int = 1):
+    """The buffer of a step, and what refilling it says."""
+    buffer = filled_buffer(STEPS[step], 6 * step, step, rank, ranks)
+    return buffer, replay.refill(buffer, step)
+
+
 def main(out: str) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    replay = SelectiveReplay(capacity=100, seed=0)
-    for step, advantages in enumerate(([1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0])):
-        buffer = filled_buffer(advantages, 6 * step, step, rank, ranks)
-        refilled = replay.refill(buffer, step)
-    told = {"replaced": refilled.replaced, "numbers": [int(item.sample_id) for item in buffer]}
+    replay, small = (SelectiveReplay(capacity=capacity, seed=0) for capacity in (100, 4))
+    for step in (0, 1):
+        buffer, found = refilled(replay, step, rank, ranks)
+        refilled(small, step, rank, ranks)
+    told = {"replaced": found.replaced, "numbers": [int(item.sample_id) for item in buffer]}
+    told["kept"] = [int(item.sample_id) for item in small.kept]
+    save_state(Path(out, f"state_{rank}.safetensors"), small.state_dict())
     Path(out, f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

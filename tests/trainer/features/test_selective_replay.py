@@ -9,7 +9,7 @@ import pytest
 import torch
 from launched import run_ranks
 from replay_cases import text_item, vision_item
-from selective_ranks import filled_buffer, sample
+from selective_ranks import filled_buffer, refilled, sample
 
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError
@@ -93,7 +93,8 @@ def test_the_draw_is_in_proportion_to_the_advantage():
 def test_the_kept_samples_survive_a_checkpoint(tmp_path):
     replay = SelectiveReplay(capacity=4, seed=0)
     buffer = filled_buffer([1.0, -1.0])
-    buffer.items.append(vision_item(images=2, sample_id=torch.tensor(7), advantages=torch.tensor([0.5, 0.5])))
+    extra = {"sample_id": torch.tensor(7), "policy_version": torch.tensor(0)}
+    buffer.items.append(vision_item(images=2, advantages=torch.tensor([0.5, 0.5]), **extra))
     replay.refill(buffer, step=0)
     save_state(tmp_path / "state.safetensors", replay.state_dict())
     again = SelectiveReplay(capacity=4, seed=0)
@@ -104,16 +105,22 @@ def test_the_kept_samples_survive_a_checkpoint(tmp_path):
     assert torch.equal(replay.kept[2].pixel_values, again.kept[2].pixel_values)
 
 
-def test_two_ranks_draw_what_one_would(tmp_path):
+def test_two_ranks_draw_and_keep_what_one_would(tmp_path):
     run_ranks("selective_ranks.py", str(tmp_path), folder=Path(__file__).parent)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    alone = SelectiveReplay(capacity=100, seed=0)
-    for step, advantages in enumerate(([1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0])):
-        whole = filled_buffer(advantages, start=6 * step, version=step)
-        refilled = alone.refill(whole, step)
-    assert refilled.replaced == 4 and all(each["replaced"] == 4 for each in ranks)
+    alone, small = SelectiveReplay(capacity=100, seed=0), SelectiveReplay(capacity=4, seed=0)
+    for step in (0, 1):
+        whole, found = refilled(alone, step)
+        refilled(small, step)
+    assert found.replaced == 4 and all(each["replaced"] == 4 for each in ranks)
     assert sorted(ranks[0]["numbers"] + ranks[1]["numbers"]) == sorted(numbers(whole))
     assert [len(each["numbers"]) for each in ranks] == [3, 3]
+    assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == numbers(small.kept) == [3, 5, 8, 11]
+
+    joined, states = SelectiveReplay(capacity=4, seed=0), [tmp_path / f"state_{rank}.safetensors" for rank in (0, 1)]
+    joined.load_state_dict(joined.state_of_ranks([load_state(state) for state in states]))
+    assert [sorted(numbers(refilled(each, 2)[0])) for each in (joined, small)] == [[3, 5, 8, 11, 15, 17]] * 2
+    assert sorted(numbers(joined.kept)) == numbers(small.kept) == [5, 8, 11, 15]
 
 
 def test_it_needs_groups():
