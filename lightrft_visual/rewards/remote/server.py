@@ -1,4 +1,4 @@
-"""A reward server: any scorer or callable behind POST /reward, with batching, /health and /metrics.
+"""A reward server: any scorer or callable behind POST /reward, with batching and /health.
 
 JSON only, either wire of `wire.py`. Limits on body, samples and images hold before anything is decoded; answers and
 logs never repeat what was sent, but for what the scorer itself says when it fails.
@@ -29,7 +29,7 @@ from .wire import decode_request, encode_reply
 with needed("fastapi"):
     import uvicorn
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from fastapi.responses import JSONResponse
 
 log = logging.getLogger(__name__)
 
@@ -51,28 +51,6 @@ class ServerSettings:
     device: str = "cpu"
 
 
-@dataclass
-class Counts:
-    """What /metrics tells."""
-
-    requests: int = 0
-    refused: int = 0
-    errors: int = 0
-    samples: int = 0
-    failed_samples: int = 0
-    batches: int = 0
-    scoring_seconds: float = 0.0
-    waiting: int = 0
-
-    def as_text(self) -> str:
-        """Prometheus text format."""
-        lines = []
-        for name, value in vars(self).items():
-            full, kind = (f"reward_{name}", "gauge") if name == "waiting" else (f"reward_{name}_total", "counter")
-            lines += [f"# TYPE {full} {kind}\n{full} {value}\n"]
-        return "".join(lines)
-
-
 @dataclass(eq=False)
 class _Waiting:
     batch: RewardBatch
@@ -82,11 +60,11 @@ class _Waiting:
 class Batcher:
     """Merges waiting requests into batches of at most `max_batch` samples and scores them one batch at a time."""
 
-    def __init__(self, source: Source, settings: ServerSettings, counts: Counts) -> None:
-        self._source, self._settings, self._counts = source, settings, counts
+    def __init__(self, source: Source, settings: ServerSettings) -> None:
+        self._source, self._settings = source, settings
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._held: _Waiting | None = None
-        self._open: set[_Waiting] = set()
+        self.open: set[_Waiting] = set()  # not answered yet
         self.ended: RewardError | None = None  # why no request is answered any more
 
     async def score(self, batch: RewardBatch) -> Scores:
@@ -94,14 +72,12 @@ class Batcher:
         if self.ended is not None:
             raise self.ended
         waiting = _Waiting(batch)
-        self._open.add(waiting)
+        self.open.add(waiting)
         await self._queue.put(waiting)
-        self._counts.waiting += 1
         try:
             return await waiting.answer
         finally:
-            self._open.discard(waiting)
-            self._counts.waiting -= 1
+            self.open.discard(waiting)
 
     def start(self) -> asyncio.Task[None]:
         """Serve until the task is cancelled. Whatever else ends it is told to those who wait and who come later."""
@@ -118,7 +94,7 @@ class Batcher:
             told = masked(describe_error(task.exception())) if task.exception() else "returned"
             self.ended = RewardError(f"the server scores no more: its batching {told}; start it again")
             log.error("%s", self.ended)
-            for waiting in list(self._open):
+            for waiting in list(self.open):
                 _settle(waiting, self.ended)
 
     async def _answer(self, group: list[_Waiting]) -> None:
@@ -151,15 +127,12 @@ class Batcher:
     def _outcome(self, batches: list[RewardBatch]) -> list[Scores] | RewardError:
         """Scores of each, or why there are none. Nothing that a scorer raises reaches the event loop, which would take
         CancelledError, StopIteration and SystemExit for its own."""
-        started = time.perf_counter()
         try:
             scores = self._source.score(RewardBatch.join(batches), Call(device=self._settings.device))
         except RewardError as error:
             return error
         except BaseException as error:
             return RewardError(f"it {masked(describe_error(error))}")
-        self._counts.batches += 1
-        self._counts.scoring_seconds += time.perf_counter() - started
         return scores.split([len(batch) for batch in batches])
 
 
@@ -182,12 +155,11 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source."""
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
-    counts = Counts()
     batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        batchers.append(Batcher(source, settings, counts))
+        batchers.append(Batcher(source, settings))
         task = batchers[0].start()
         yield
         task.cancel()
@@ -202,30 +174,19 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
             return JSONResponse({"status": "failed", "scorer": source.name, "error": str(ended)}, 503)
         return JSONResponse({"status": "ok", "scorer": source.name})
 
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        if not _authorised(request, settings):
-            return JSONResponse({"error": "a bearer token is required"}, 401)
-        return PlainTextResponse(counts.as_text())
-
     @app.post("/reward")
     async def reward(request: Request) -> JSONResponse:
-        counts.requests += 1
         try:
-            if counts.waiting >= settings.max_waiting:
+            if len(batchers[0].open) >= settings.max_waiting:
                 raise _Refused(503, "too many requests are waiting")
             batch = await _read_batch(request, settings)
             scores = await batchers[0].score(batch)
         except _Refused as refusal:
-            counts.refused += 1
             return JSONResponse({"error": str(refusal)}, refusal.status)
         except Exception as error:
-            counts.errors += 1
             told = str(error) if isinstance(error, RewardError) else f"it {masked(describe_error(error))}"
             log.error("scorer %s failed: %s", source.name, told)
             return JSONResponse({"error": f"scorer {source.name} failed: {told}", "user_error": told}, 500)
-        counts.samples += len(batch)
-        counts.failed_samples += int(scores.failed.sum())
         return JSONResponse(encode_reply(scores))
 
     return app

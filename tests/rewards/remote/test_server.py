@@ -174,11 +174,9 @@ def test_requests_are_merged_and_answers_go_back_to_theirs():
     with serving(watched, **settings) as url, ThreadPoolExecutor(6) as pool:
         bodies = [{"queries": ["x" * (i + 1), "y" * (i + 10)]} for i in range(6)]
         replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).json()["rewards"], bodies))
-        counts = httpx.get(url.replace("/reward", "/metrics")).text
         health = httpx.get(url.replace("/reward", "/health")).json()
     assert replies == [[float(i + 1), float(i + 10)] for i in range(6)]
     assert max(sizes) > 2 and max(sizes) <= 8 and sum(sizes) == 12
-    assert "reward_requests_total 6" in counts and "reward_samples_total 12" in counts and "reward_waiting 0" in counts
     assert health == {"status": "ok", "scorer": "watched"}
 
 
