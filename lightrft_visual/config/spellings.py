@@ -120,7 +120,7 @@ REMOVED: dict[str, Removed] = {
     "worker_timeout": Removed(
         "leave it out; a worker that does not answer for an hour is started again", harmless=(3600, 3600.0)
     ),
-    "prompt_cache_gib": Removed("leave it out; at most 2 GiB of encoded prompts are kept on disk", harmless=(2, 2.0)),
+    "prompt_cache_gib": Removed("leave it out; encoded prompts are kept in memory", harmless=(2, 2.0)),
     "ema_warmup": Removed("leave it out; the average is warmed up, as in Flow-GRPO's code", harmless=(True,)),
     "pairs_per_prompt": Removed("leave it out; all samples of a prompt make pairs", harmless=(None,)),
 }

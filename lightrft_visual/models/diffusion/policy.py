@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from diffusers import __version__ as diffusers_version
 from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
@@ -39,13 +38,12 @@ from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config
 from .families.base import DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
-from .prompt_cache import PromptCache, PromptFiles, checkpoint_decoder, encoder_digest, in_parts
+from .prompt_cache import PromptCache, checkpoint_decoder, in_parts
 from .wan_parts import load_wan_parts, wan_pipeline_name
 
 T = torch.Tensor
 ADAPTER = "default"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors")
-TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 PROGRAMS_A_BLOCK = 64  # kinds of blocks, with and without gradients, LoRA on and off; torch.compile gives up after 8
 PIPELINE_SETTINGS = "lightrft_visual.json"  # beside model_index.json: what the pipeline itself does not say
 
@@ -168,20 +166,6 @@ class DiffusionPolicy(nn.Module):
                 encoded = separate(self.family.encode_prompts(part))
                 known |= {text: self._encoded.get(text, lambda own=own: own) for text, own in zip(part, encoded)}
         return known
-
-    def keep_prompts_in(self, folder: Path, limit: int) -> int:
-        """Encoded prompts are also kept as files, at most `limit` bytes of them; how many this model finds there."""
-        pipeline, components = self.family.pipeline, self.family.pipeline.components
-        parts = {name: part for name in (*TEXT_ENCODERS, *TOKENIZERS) if (part := components.get(name)) is not None}
-        encoders = [part for part in parts.values() if isinstance(part, nn.Module)]
-        tokenizers = [part for part in parts.values() if not isinstance(part, nn.Module)]
-        family = self.family
-        settings = (
-            type(pipeline).__name__, family.text_length, family.texts_at_once, self.device.type, diffusers_version
-        )  # fmt: skip
-        files = PromptFiles(folder, encoder_digest(encoders, tokenizers, *settings), limit)
-        self._encoded = PromptCache(files=files)
-        return len(files)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Let torch.compile make one program of each kind of repeated block; the first forwards wait for it.

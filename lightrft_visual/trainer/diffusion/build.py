@@ -33,7 +33,7 @@ from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
-from ...runtime.files import FolderLock, cache_folder
+from ...runtime.files import FolderLock
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..loop import LoopSettings
@@ -47,7 +47,6 @@ from .teacher import load_teacher
 from .trainer import DiffusionTrainer, RewardFLTrainer
 
 logger = logging.getLogger(__name__)
-PROMPTS_GIB = 2  # of encoded prompts on disk
 
 
 def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any] = ()) -> DiffusionTrainer:
@@ -325,19 +324,11 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if model.gradient_checkpointing in RECOMPUTES:
         policy.enable_gradient_checkpointing(model.use_gradient_checkpointing_offload, model.gradient_checkpointing)
     policy.move_to(strategy.device)
-    _keep_prompts(policy)
     settings = OptimizerSettings.from_config(config.train, config.train.learning_rate, config.updates(total_steps))
     engine = strategy.prepare(policy, settings)
     if config.algorithm.beta > 0 or algorithm.reference:
         policy.keep_reference()
     return policy, engine
-
-
-def _keep_prompts(policy: DiffusionPolicy) -> None:
-    """What the text encoders make is kept on disk for later runs too."""
-    folder = cache_folder() / "prompts"
-    found = policy.keep_prompts_in(folder, PROMPTS_GIB * 2**30)
-    log_stage(f"encoded prompts are kept in {folder}, at most {PROMPTS_GIB} GiB; {found} of this model are there")
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
