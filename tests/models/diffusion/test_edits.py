@@ -124,6 +124,9 @@ def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions_and_read
     policy.family.source_pixels = None
     assert policy.family._scaled(SQUARE, SOURCE_PIXELS).size == (1024, 1024)
     assert policy.family._scaled(WIDE, SOURCE_PIXELS).size == (1568, 672)
+    # As in the stock pipeline proportions are those of the sides in whole tokens.
+    assert policy.family._scaled(SQUARE.resize((7, 10)), SOURCE_PIXELS).size == (720, 1456)  # 4 by 8
+    assert policy.family._scaled(SQUARE.resize((3, 10)), SOURCE_PIXELS).size == (672, 1568)
     with pytest.raises(ConfigError, match="needs one beside each text"):
         policy.encode_prompts(["a red circle"])
     with pytest.raises(ConfigError, match="reads no negative prompt"):

@@ -31,7 +31,8 @@ class FluxKontext(SourceTokens, Flux):
     def _scaled(self, image: Any, pixels: int) -> Any:
         if self.source_pixels is not None:
             return super()._scaled(image, pixels)
-        wanted = image.width / image.height
+        sides = self.pipeline.image_processor.get_default_height_width(image)  # in whole tokens
+        wanted = max(sides[1], 1) / max(sides[0], 1)
         width, height = min(PREFERRED_KONTEXT_RESOLUTIONS, key=lambda size: abs(wanted - size[0] / size[1]))
         return self.pipeline.image_processor.resize(image, height, width)
 
