@@ -291,11 +291,9 @@ def _states_in(folder: Path) -> list[Path]:
 
 def _state_at(path: Path) -> dict[str, Any]:
     state = load_state(path)
-    return state if state.get("hooks") else {**state, "hooks": _hooks_of_version_2(state)}
-
-
-def _hooks_of_version_2(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the hooks of a checkpoint of the second version had: it stood beside the trainer's state, and in it."""
-    trainer = state.get("trainer", {})
-    kept = {name: trainer[name] for name in ("ema", "replay", "reference") if trainer.get(name)}
-    return {"guard": state.get("guard")} | kept
+    if "hooks" not in state:
+        raise CheckpointError(
+            f"{path.parent} is of an earlier version of lightrft_visual: resume with that one, or name another "
+            "checkpoint by resume_from"
+        )
+    return state

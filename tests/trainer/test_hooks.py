@@ -17,7 +17,6 @@ from lightrft_visual.observe import metrics as metrics_module
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
-from lightrft_visual.trainer.run_state import _hooks_of_version_2
 from lightrft_visual.trainer.vl.sft import build_supervised
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
@@ -129,11 +128,6 @@ def test_a_hook_that_the_checkpoint_does_not_know_is_told():
     one, plain = Kept(), StepHook()
     Hooks([one, plain]).load_state_dict({"other": {"count": 1}})
     assert one.count == -1
-
-
-def test_the_state_of_a_checkpoint_of_the_second_version_is_found():
-    state = {"guard": {"best": 1}, "trainer": {"ema": {"0": 1}, "replay": None, "reference": {"0": 2}, "updates": 4}}
-    assert _hooks_of_version_2(state) == {"guard": {"best": 1}, "ema": {"0": 1}, "reference": {"0": 2}}
 
 
 def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():

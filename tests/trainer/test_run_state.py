@@ -15,7 +15,7 @@ from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
 from lightrft_visual.runtime.checkpoint.same_model import check_model
-from lightrft_visual.runtime.checkpoint.state import load_state
+from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
@@ -155,6 +155,17 @@ def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
     assert folder.name == "checkpoint-000003" and saved["trainer"] == {"consumed": 24}
     assert torch.equal(torch.rand(2), expected) and not torch.equal(drawn, expected[:1])
     assert state.exit_code == 75
+
+
+def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_taken_over(tmp_path):
+    trainer = Trainer()
+    folder = RunState(trainer, output(tmp_path)).save()
+    path = folder / "run_state_rank0.safetensors"
+    save_state(path, {name: value for name, value in load_state(path).items() if name != "hooks"} | {"step": 7})
+    trainer.load_engines = lambda folder: None
+    with pytest.raises(CheckpointError, match="checkpoint-000000 is of an earlier version .*resume with that one"):
+        RunState(trainer, output(tmp_path), folder).resume()
+    assert trainer.step == 0
 
 
 def test_sigterm_asks_a_run_to_stop_while_it_listens(tmp_path):

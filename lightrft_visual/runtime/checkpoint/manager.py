@@ -29,7 +29,7 @@ from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
 from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
     MANIFEST,
-    NewerFormat,
+    OtherFormat,
     check_files,
     describe_files,
     list_files,
@@ -205,8 +205,8 @@ class CheckpointManager:
     def find_latest(self) -> Path | None:
         """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
 
-        Raises NewerFormat where a newer version of this package has saved here: an older checkpoint beside it is not
-        where the run stands.
+        Raises OtherFormat where another version of this package has saved here: a checkpoint beside it may not be where
+        the run stands.
         """
         for path, content in sorted(self._present(), key=lambda each: each[1] is not None):  # unreadable ones first
             numbered = NUMBERED.match(path.name.removeprefix(REPLACED))
@@ -214,7 +214,7 @@ class CheckpointManager:
                 continue
             try:
                 verify(path)
-            except NewerFormat:
+            except OtherFormat:
                 raise
             except CheckpointError as error:
                 logger.warning("checkpoint %s is skipped: %s", path.name, error)

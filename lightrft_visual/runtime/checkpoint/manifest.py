@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,8 @@ from ..files import write_atomic
 FORMAT = 2
 
 
-class NewerFormat(CheckpointError):
-    """A checkpoint of a version of this package that is newer than this one."""
-
-
-def _from_1(content: dict[str, Any]) -> dict[str, Any]:
-    return {**content, "model": None}  # not known: nothing is compared on resume
-
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}
-
-
-def up_to_date(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A manifest's content in the present format; the file stays as it is.
-
-    Raises NewerFormat, and CheckpointError for a format that never was, both with what to do.
-    """
-    found, current = content.get("format", 1), dict(content)
-    if type(found) is not int or found < min(MIGRATIONS):
-        raise CheckpointError(f"{path} has format {found!r}, which no version of lightrft_visual writes")
-    if found > FORMAT:
-        wrote = (content.get("versions") or {}).get("lightrft_visual") or "a newer one"
-        raise NewerFormat(
-            f"{path} has format {found}, this version of lightrft_visual reads up to {FORMAT}: resume with the version "
-            f"that wrote it ({wrote}), or name an older checkpoint by resume_from"
-        )
-    for each in range(found, FORMAT):
-        current = MIGRATIONS[each](current)
-    return {**current, "format": FORMAT}
+class OtherFormat(CheckpointError):
+    """A checkpoint of another version of this package, whose format this one does not read."""
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -121,8 +95,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its seal checked, in the present format. CheckpointError names the file when it is missing or
-    damaged; also as `up_to_date`."""
+    """The manifest, its seal checked. CheckpointError names the file when it is missing or damaged, OtherFormat the
+    version that wrote it."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder; auto takes the newest of the output folder")
@@ -134,7 +108,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or content.get("seal") != seal(content):
         raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
-    return up_to_date(content, path)
+    if content.get("format") != FORMAT:
+        wrote = (content.get("versions") or {}).get("lightrft_visual") or "another one"
+        raise OtherFormat(
+            f"{path} has format {content.get('format', 1)!r}, this version of lightrft_visual reads {FORMAT}: resume "
+            f"with the version that wrote it ({wrote}), or name another checkpoint by resume_from"
+        )
+    return content
 
 
 def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:

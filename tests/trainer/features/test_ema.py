@@ -10,7 +10,6 @@ import torch
 from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.run_state import _hooks_of_version_2
 
 
 def followed(lent: bool = True) -> tuple[torch.nn.Parameter, EmaHook]:
@@ -41,13 +40,3 @@ def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
     _, hook = followed()
     Hooks([hook]).load_state_dict({"guard": {}})
     assert hook.average.copies[0].tolist() == [1.0]
-
-
-def test_a_checkpoint_of_the_second_version_holds_the_average_beside_the_trainers_state():
-    _, saved = followed()
-    saved.on_update(SimpleNamespace(applied=True))
-    state = {"guard": {}, "trainer": {"ema": saved.average.state_dict(), "reference": None, "updates": 3}}
-    weight, hook = followed()
-    Hooks([hook]).load_state_dict(_hooks_of_version_2(state))
-    assert hook.average.copies[0].tolist() == [0.5] and weight.item() == 1.0
-    assert hook.state_dict().keys() == saved.state_dict().keys()
