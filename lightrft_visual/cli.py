@@ -305,10 +305,7 @@ def choices(setting: str) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def convert(system: str, file: str) -> None:
     """The command that FILE of another system means here, and what has no counterpart."""
-    found = registry.services.load("converter").convert(system, Path(file))
-    click.echo(found.command)
-    for name, why in found.left_out.items():
-        click.echo(f"# {name}: {why}")
+    click.echo(registry.services.load("converter").convert(system, Path(file)).told)
 
 
 # -- machines --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ...config.leaves import KEYWORD, Names, Setting, names_of
 from ...config.load import merge, parse_run
 from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
+from .meanings import meant, unset_there
 from .shell import Outside, ShellText, settings_of
 
 SYSTEMS = {
@@ -28,6 +29,8 @@ SYSTEMS = {
 }
 OTHER_NAMES = {  # too short to be understood anywhere else, or of another meaning there
     ("trl", "model"): "pretrain", ("trl", "r"): "lora_rank", ("trl", "delta"): "dual_clip",
+    ("trl", "lora_r"): "lora_rank", ("trl", "kl_coef"): "init_kl_coef", ("trl", "cliprange"): "eps_clip",
+    ("trl", "cliprange_value"): "value_clip", ("trl", "lam"): "lambd", ("trl", "response_length"): "generate_max_len",
     ("trl", "train_dataset"): "prompt_data", ("trl", "dataset_name"): "prompt_data",
     ("trl", "eval_dataset"): "eval_data", ("openrlhf", "label_key"): "reference_key",
     ("openrlhf", "output_key"): "response_key",
@@ -40,14 +43,25 @@ OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd",
 NO_COUNTERPART = "nothing here has this name or is like it"
 UNSET = "it is not set there: the default stands"
 OF_FILES = ("config", "config_name", "config_path")  # which hold settings of their own
+STOCK = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # verl's files of its defaults
 
 
 @dataclass
 class Converted:
-    """command: for a shell. left_out: what has no counterpart, and why."""
+    """command: for a shell. left_out: what has no counterpart, and why. unset: settings of the command that the file
+    leaves to its system, whose values are others than those here."""
 
+    system: str
     command: str
     left_out: dict[str, str] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+
+    @property
+    def told(self) -> str:
+        """The command, and comments for the rest."""
+        also = f"set because {self.system} has other defaults: --{', --'.join(self.unset)}"
+        comments = [*([also] if self.unset else []), *(f"{name}: {why}" for name, why in self.left_out.items())]
+        return "\n".join([self.command, *(f"# {each}" for each in comments)])
 
 
 def convert(system: str, file: Path) -> Converted:
@@ -56,24 +70,63 @@ def convert(system: str, file: Path) -> Converted:
         raise ConfigError(f"there is no converter for {system!r}; there are: {', '.join(SYSTEMS)}")
     taken: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    found = [
-        (name if isinstance(value, Outside) else OTHER_NAMES.get((system, name), name), value)
-        for name, value in _settings(file)
-    ]
+    idle: dict[str, str] = {}
+    read = dict(_settings(file))
+    read = {**_named_file(read, file), **read}
+    found = {
+        name if isinstance(value, Outside) else OTHER_NAMES.get((system, name), name): value
+        for name, value in read.items()
+    }
     if not found:
         raise ConfigError(f"{file} holds no settings; what is read of {SYSTEMS[system]}")
-    verb = _verb(system, file, dict(found))
+    verb = _verb(system, file, found)
     names = names_of(ALGORITHMS[verb][0].schema)
-    for name, value in _used(system, dict(found), left_out):
+    elsewhere = _settings_elsewhere(file, read, idle)
+    meant(system, verb, found, idle, not elsewhere)
+    for name, value in found.items():
         try:
             taken |= _ours(names, Setting(name, value, file.name))
             if why := names.needless(Setting(name, value, file.name)):
                 left_out[name] = why
         except ConfigError as error:
             left_out[name] = _why(names, name, value, error)
-    _leave_out_refused(verb, taken, left_out)
+    unset = [] if elsewhere else _add_unset(system, verb, names, taken)
+    _leave_out_refused(verb, taken, left_out, unset)
     words = [f"--{name} {_shell(value)}" for name, value in taken.items()]
-    return Converted(" \\\n    ".join([f"lightrft-visual train {verb}", *words]), left_out)
+    command = " \\\n    ".join([f"lightrft-visual train {verb}", *words])
+    return Converted(system, command, left_out | idle, [name for name in unset if name in taken])
+
+
+def _named_file(read: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The settings of the YAML file that the command names, where it is there: from here, or from the script's folders.
+    Its name is taken out of `read` then, as are those of verl's own files, which hold its defaults."""
+    told = {name.replace("-", "_"): str(read[name]) for name in read if name.replace("-", "_") in OF_FILES}
+    named = told.get("config_name", "").removesuffix(".yaml")
+    where = told.get("config") or f"{told.get('config_path', '.')}/{named}.yaml"
+    where = re.sub(r"^\$(\([^)]*\)|\{?\w+\}?)/", "", where)  # $PWD/ or the script's own folder
+    known = (folder / where for folder in (Path(), *file.absolute().parents))
+    found = next((each for each in known if each.suffix in (".yaml", ".yml") and each.is_file()), None)
+    if told and (found is not None or named in STOCK):
+        for name in [name for name in read if name.replace("-", "_") in OF_FILES]:
+            del read[name]
+    return {} if found is None or not told else dict(_settings(found))
+
+
+def _settings_elsewhere(file: Path, read: Mapping[str, Any], left_out: dict[str, str]) -> bool:
+    """Whether a part of the settings is not in the file, so that what it lacks is not its system's default."""
+    if file.suffix == ".py" and not re.search(r"(GRPO|RLOO|PPO|SFT)Config\(", file.read_text()):
+        left_out["args"] = "they come from the command line of this script: convert the shell script that starts it"
+        return True
+    return any(name.replace("-", "_") in OF_FILES for name in read)
+
+
+def _add_unset(system: str, verb: str, names: Names, taken: dict[str, Any]) -> list[str]:
+    """Add the settings that the file leaves to its system and whose values are others than those here. Their names."""
+    defaults = {leaf.name: leaf.default for leaf in names.leaves.values()} | ALGORITHMS[verb][1]
+    unset = unset_there(system, verb, taken)
+    unset = {name: value for name, value in unset.items() if name in defaults and defaults[name] != value}
+    taken |= unset
+    return list(unset)
 
 
 def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
@@ -88,44 +141,6 @@ def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
     verb = known[-1] if known else "grpo"
     usual = system in ("verl", "openrlhf") and verb != "sft"  # gae unless they say otherwise
     return ("grpo" if found.keys() & {*ESTIMATORS} else "ppo") if usual else verb
-
-
-def _used(system: str, found: dict[str, Any], left_out: dict[str, str]) -> Iterable[tuple[str, Any]]:
-    """The settings that count there. verl and EasyR1 hold weights and forms of a KL that other settings turn off;
-    EasyR1 names a split behind the data's name, verl a reward's file and function apart; OpenRLHF's length of an
-    overlong buffer turns it on. verl and EasyR1 compute in bf16 unless they say otherwise."""
-    if system in ("verl", "easyr1"):
-        found.setdefault("bf16", True)
-    path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
-    if isinstance(path, str) and isinstance(function, str):
-        found["reward_fn"] = type(path)(f"{path}:{function}")
-        del found["custom_reward_function.path"], found["custom_reward_function.name"]
-    if system == "openrlhf" and found.get("overlong_buffer_len") is not None:
-        found["overlong_buffer"] = True
-    if str(found.get("algorithm.kl_ctrl.type")) == "adaptive":
-        for end, own in (("target_kl", "kl_target"), ("horizon", "kl_horizon")):
-            found[own] = found.pop(f"algorithm.kl_ctrl.{end}", None)
-        del found["algorithm.kl_ctrl.type"]
-    actor = "actor_rollout_ref.actor."
-    off, in_loss, in_reward = (
-        str(found.get(name)).lower()
-        for name in ("algorithm.disable_kl", f"{actor}use_kl_loss", "algorithm.use_kl_in_reward")
-    )
-    idle = {"algorithm.kl_coef": "disable_kl", "algorithm.kl_penalty": "disable_kl"} if off == "true" else {}
-    if "none" not in (in_loss, in_reward) or in_loss == "true":  # verl, and it says where its KL is
-        if in_reward != "true":
-            idle |= dict.fromkeys(("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), "use_kl_in_reward")
-    if in_loss != "true":
-        idle |= dict.fromkeys((f"{actor}kl_loss_coef", f"{actor}kl_loss_type"), "use_kl_loss")
-    for name in found.keys() & idle.keys():
-        left_out[name] = f"{idle[name]} says that it does not count there"
-        del found[name]
-    if off == "true" or (in_loss in ("false", "none") and in_reward == "false"):
-        found["init_kl_coef"] = 0
-    for name, split in (("data.train_files", "prompt_split"), ("data.val_files", "eval_split")):
-        if re.fullmatch(r"[\w.-]+/[\w.-]+@\w+", str(found.get(name))):
-            found[name], _, found[split] = str(found[name]).partition("@")
-    return found.items()
 
 
 def _ours(names: Names, setting: Setting) -> dict[str, Any]:
@@ -164,20 +179,22 @@ def _why(names: Names, name: str, value: Any, error: ConfigError) -> str:
     return told or str(error).partition("\n")[0]
 
 
-def _leave_out_refused(verb: str, taken: dict[str, Any], left_out: dict[str, str]) -> None:
-    """Leave out what the whole configuration does not allow, so that the command is one that runs."""
+def _leave_out_refused(verb: str, taken: dict[str, Any], left_out: dict[str, str], unset: Collection[str]) -> None:
+    """Leave out what the whole configuration does not allow, so that the command is one that runs: first those that
+    the file does not set, without a word."""
     root, defaults = ALGORITHMS[verb]
     while taken:
         plain = {name: value for name, value in taken.items() if "$" not in str(value)}
         try:
-            parse_run(root.schema, [], preset=root.preset, defaults=defaults, settings=plain)
+            settings = {"pretrain": "of the file"} | plain  # none: the built-in model would bring settings of its own
+            parse_run(root.schema, [], preset=root.preset, defaults=defaults, settings=settings)
             return
         except ConfigError as error:
             blamed = re.findall(rf"([\w.]+)(?: \(|: ){KEYWORD}", str(error))
-            name = next(
-                (each for path in blamed[::-1] for each in (path, path.rpartition(".")[2]) if each in plain), ""
-            )
-            left_out[name or "the whole"] = str(error).partition("\n")[0].replace(f": {KEYWORD}", "")
+            known = [each for path in blamed[::-1] for each in (path, path.rpartition(".")[2]) if each in plain]
+            name = next((each for each in known if each in unset), next(iter(known), ""))
+            if name not in unset:
+                left_out[name or "the whole"] = str(error).partition("\n")[0].replace(f": {KEYWORD}", "")
             if not name:
                 return
             del taken[name]
@@ -222,7 +239,8 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", Outside(f"{value} is computed there") if "${" in str(value) else value
+            told = Outside(f"{value} is computed there") if "${" in str(value) else value
+            yield f"{prefix}{name}", None if value == "???" else told  # OmegaConf: to be given
 
 
 def _keywords(tree: ast.Module) -> Iterator[tuple[str, Any]]:
@@ -239,6 +257,8 @@ def _keywords(tree: ast.Module) -> Iterator[tuple[str, Any]]:
             continue
         if name.endswith("Trainer") and node.args:  # type: ignore[attr-defined]
             yield "model", _literal(node.args[0], assigned)  # type: ignore[attr-defined]
+        if name.endswith("LoraConfig"):
+            yield from {"peft": True, "r": 8, "lora_alpha": 8}.items()
         for keyword in node.keywords:  # type: ignore[attr-defined]
             value = _literal(keyword.value, assigned)
             if keyword.arg is None and isinstance(value, dict):

@@ -32,10 +32,18 @@ class ShellText(str):
 
 
 class Outside(str):
-    """In place of a value that is not the file's to give: why."""
+    """In place of a value that is not the file's to give: why. value: what a launcher is told."""
+
+    value: Any = None
 
 
-LAUNCHER = Outside("its launcher's; here deepspeed --num_gpus N or lightrft-visual launch --ranks N starts the ranks")
+LAUNCHER = "its launcher's; here deepspeed --num_gpus N or lightrft-visual launch --ranks N starts the ranks"
+
+
+def _launched(value: Any) -> Outside:
+    told = Outside(LAUNCHER)
+    told.value = value[0] if isinstance(value, list) and value else value  # the script may stand behind it
+    return told
 
 
 def settings_of(text: str) -> Iterator[tuple[str, Any]]:
@@ -52,7 +60,7 @@ def settings_of(text: str) -> Iterator[tuple[str, Any]]:
         commands += _commands(words)
     found = [(words[:start], list(_settings(words[start:]))) for words in commands for start in [_program(words)]]
     launcher, settings = max(found, key=lambda pair: len(pair[1]), default=([], []))
-    yield from ((name, LAUNCHER) for name, _ in _settings(launcher))
+    yield from ((name, _launched(value)) for name, value in _settings(launcher))
     yield from settings
 
 

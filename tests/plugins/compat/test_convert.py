@@ -65,7 +65,8 @@ def test_trl_script_keywords_are_settings_and_the_rest_says_why(converted):
     config = settings(found)
     assert config.model.pretrain == "Qwen/Qwen2.5-VL-3B-Instruct" and config.model.bf16
     assert (config.rollout.n_samples_per_prompt, config.rollout.generate_max_len) == (8, 128)
-    assert "--init_kl_coef" in found.left_out["beta"] and "--reward_fn" in found.left_out["reward_funcs"]
+    assert (config.algorithm.init_kl_coef, config.algorithm.kl_estimator) == (0.04, "k3")
+    assert config.algorithm.use_kl_loss and "--reward_fn" in found.left_out["reward_funcs"]
     assert found.left_out["nonsense"] == "nothing here has this name or is like it"
 
 
@@ -105,7 +106,7 @@ def test_openrlhf_script_of_settings_in_sections_converts(converted):
     assert (config.algorithm.advantage_estimator, config.algorithm.init_kl_coef) == ("rloo", 0.02)
     assert (config.distributed.zero_stage, config.model.lora_rank, rollout.engine_mem_util) == (3, 16, 0.6)
     assert "--environment FILE.py:AgentExecutor" in found.left_out.pop("train.agent_func_path")
-    assert "--reward_clip C" in found.left_out.pop("reward.clip_range")
+    assert config.algorithm.reward_clip == 5
     assert list(found.left_out) == ["vllm.num_engines"]
 
 
@@ -182,7 +183,7 @@ x.py --adam_betas 0.9 0.99 --eps_clip_low_high 0.2 0.3 --lora_target_modules "q_
 
 def test_script_whose_variables_name_themselves_ends(converted):
     found = converted("trl", "run.sh", "A=$A/x\nB=$B$B$A\nx.py --output_dir $B --seed $((1/0))\n")
-    assert '--output_dir "$B$B$A/x"' in found.command and list(found.left_out) == ["seed"]
+    assert '--output_dir "$B$B$A/x"' in found.command and "seed" in found.left_out
 
 
 def test_python_names_are_followed_and_what_is_computed_is_left_out(converted):
@@ -197,13 +198,16 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
     config = settings(found)
     assert (config.model.pretrain, config.rollout.n_samples_per_prompt) == ("Qwen/Qwen2.5-VL-3B-Instruct", 4)
     assert (config.model.lora_rank, config.model.target_modules) == (16, "q_proj,v_proj")
-    assert list(found.left_out) == ["output_dir", "bf16", "max_prompt_length", "**rest"]
+    assert list(found.left_out) == ["output_dir", "bf16", "max_prompt_length", "**rest", "rollout_batch_size"]
     assert "computed" in found.left_out["bf16"] and "not set" in found.left_out["max_prompt_length"]
 
 
 def test_what_needs_no_setting_here_is_listed(converted):
     found = converted("trl", "run.sh", "x.py --num_generations 8 --use_vllm --vllm_mode colocate\n")
-    assert list(found.left_out) == ["use_vllm", "vllm_mode"] and "not needed" in found.left_out["use_vllm"]
+    assert (
+        list(found.left_out) == ["use_vllm", "vllm_mode", "rollout_batch_size"]
+        and "not needed" in found.left_out["use_vllm"]
+    )
 
 
 def test_kl_that_verl_turns_off_is_off(converted):
@@ -322,3 +326,130 @@ GRPOTrainer("org/model", train_dataset=rows, eval_dataset=part)
     assert "--eval_data PATH" in found.left_out["eval_dataset"]
     found = converted("trl", "run.sh", "trl grpo --model_name_or_path org/model --dataset_name org/rows")
     assert settings(found).data.prompt_data == "org/rows"
+
+
+def test_verl_defaults_that_are_others_here_stand_in_the_command(converted):
+    found = converted("verl", "run.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo x.y=1\n")
+    config = settings(found)
+    assert (config.train.lr_scheduler, config.train.lr_warmup_ratio, config.train.l2) == (
+        "constant_with_warmup",
+        0,
+        0.01,
+    )
+    assert (list(config.train.adam_betas), config.train.num_episodes) == ([0.9, 0.999], 30)
+    assert (config.rollout.rollout_batch_size, config.train.groups_per_update) == (1024, 256)
+    assert (config.algorithm.init_kl_coef, config.algorithm.dual_clip) == (0, 3.0)
+    assert {"lr_scheduler", "dual_clip"} <= {*found.unset} and "value_clip" not in found.unset  # of a critic
+    config = settings(converted("verl", "run.sh", "python3 -m verl.trainer.main_ppo data.max_prompt_length=64\n"))
+    assert (config.algorithm.lambd, config.algorithm.value_clip) == (1.0, 0.5)
+    assert config.algorithm.advantages_norm  # its gae always whitens
+
+
+def test_easyr1_defaults_and_the_file_that_a_script_names(converted, tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/config.yaml").write_text("worker: {rollout: {n: 5}, actor: {max_grad_norm: 0.5}}\n")
+    text = "python3 -m verl.trainer.main config=examples/config.yaml worker.actor.model.lora.rank=64\n"
+    config = settings(converted("easyr1", "examples/run.sh", text))
+    assert (config.rollout.n_samples_per_prompt, config.train.max_norm, config.model.lora_rank) == (5, 0.5, 64)
+    assert (config.algorithm.eps_clip, config.algorithm.eps_clip_high, config.algorithm.dual_clip) == (0.2, 0.3, 3.0)
+    assert (config.algorithm.init_kl_coef, config.algorithm.use_kl_loss) == (0.001, False)
+    found = converted("easyr1", "run.sh", "python3 -m verl.trainer.main config=gone.yaml trainer.total_epochs=2\n")
+    assert not found.unset and "convert it as well" in found.left_out["config"]
+
+
+def test_losses_of_verl_and_easyr1_are_averaged_as_they_do(converted):
+    text = "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, loss_agg_mode: token-mean}}\n"
+    assert settings(converted("verl", "c.yaml", text)).algorithm.loss_agg_mode == "seq-mean-token-mean"
+    config = settings(converted("easyr1", "c.yaml", "worker: {actor: {loss_type: gspo_token, loss_avg_mode: seq}}"))
+    assert (config.algorithm.policy_loss, config.algorithm.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+
+
+def test_verl_settings_that_depend_on_others(converted):
+    text = """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False \\
+    actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.5 \\
+    actor_rollout_ref.actor.kl_loss_coef=0.002 data.filter_overlong_prompts=True data.train_max_samples=-1 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 trainer.total_training_steps=200 \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=128 reward_model.model.path=m actor_rollout_ref.model.path=m
+"""
+    found = converted("verl", "run.sh", text)
+    config = settings(found)
+    assert (config.algorithm.advantage_estimator, config.algorithm.init_kl_coef) == ("dr_grpo", 0.002)
+    assert config.algorithm.kl_estimator == "k3" and "one KL" in found.left_out["algorithm.kl_ctrl.kl_coef"]
+    assert (config.data.on_long_prompt, config.train.lr_warmup_ratio) == ("skip", 0.05)
+    assert config.algorithm.overlong_buffer and config.algorithm.overlong_buffer_len == 128
+    assert config.reward.reward_pretrain is None and "reward_model.model.path" in found.left_out
+
+
+def test_supervised_files_of_verl_and_openrlhf_convert(converted):
+    text = """
+torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet data.train_batch_size=64 \\
+    model.partial_pretrain=org/model optim.lr=1e-4 trainer.total_epochs=2 model.lora_rank=32
+"""
+    config = settings(converted("verl", "run.sh", text))
+    assert (config.data.prompt_data, config.train.train_batch_size) == ("a.parquet", 64)
+    assert (config.model.pretrain, config.model.lora_rank) == ("org/model", 32)
+    assert (config.train.actor_learning_rate, config.train.num_episodes) == (1e-4, 2)
+    text = """
+deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key answer --train.batch_size 256 \\
+    --train.max_epochs 3 --adam.lr 5e-6 --ds.zero_stage 3 --ckpt.output_dir out
+"""
+    config = settings(converted("openrlhf", "run.sh", text))
+    assert (config.data.prompt_data, config.data.response_key, config.train.num_episodes) == ("d", "answer", 3)
+    assert (config.train.actor_learning_rate, config.distributed.zero_stage) == (5e-6, 3)
+    flat = "deepspeed --module openrlhf.cli.train_sft --dataset d --max_epochs 2 --learning_rate 1e-5 --bf16\n"
+    assert settings(converted("openrlhf", "run.sh", flat)).train.num_episodes == 2
+
+
+def test_openrlhf_defaults_that_are_others_here(converted):
+    text = "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce_baseline"
+    config = settings(converted("openrlhf", "run.sh", f"{text} --max_len 3000 --generate_max_len 2000\n"))
+    assert config.algorithm.advantages_norm and config.algorithm.reward_clip == 10
+    assert (config.rollout.prompt_max_len, config.data.apply_chat_template, config.model.bf16) == (1000, False, True)
+    config = settings(converted("openrlhf", "run.sh", f"{text} --no_advantage_std_norm --freeze_visual_encoder\n"))
+    assert not config.algorithm.advantages_norm and config.model.freeze_prefix == "true"
+
+
+def test_trl_sizes_and_steps_count_what_they_count_there(converted):
+    text = """
+accelerate launch --num_processes 4 train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
+    --num_generations 8 --steps_per_generation 16 --max_steps 100 --save_steps 10 --warmup_steps 10
+"""
+    found = converted("trl", "run.sh", text)
+    config = settings(found)
+    assert (config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt) == (16, 8)  # 2 * 16 * 4 / 8
+    assert (config.train.micro_train_batch_size, config.train.gradient_accumulation_steps) == (2, 8)
+    assert (config.train.max_steps, config.output.save_steps, config.train.lr_warmup_ratio) == (50, 5, 0.1)
+    assert "rollout_batch_size" not in found.left_out
+    found = converted("trl", "run.sh", "train.py --per_device_train_batch_size 1 --num_generations 8\n")
+    assert "1 samples of each rank" in found.left_out["rollout_batch_size"]
+
+
+def test_trl_losses_scales_and_adapters(converted):
+    text = """
+args = GRPOConfig(loss_type="dr_grpo", scale_rewards=False, beta=0.0, top_k=0, lr_scheduler_type="constant")
+GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
+"""
+    found = converted("trl", "t.py", text)
+    config = settings(found)
+    algorithm = config.algorithm
+    assert (algorithm.loss_agg_mode, algorithm.advantage_estimator) == ("seq-mean-token-sum-norm", "dr_grpo")
+    assert algorithm.init_kl_coef == 0 and config.rollout.top_k == -1
+    assert (config.train.lr_scheduler, config.train.num_episodes) == ("constant_with_warmup", 3)
+    assert (config.model.lora_rank, config.model.lora_alpha) == (32, 8) and "q_proj" in found.left_out["target_modules"]
+    text = "GRPOTrainer('m', args=GRPOConfig(loss_type='cispo', epsilon_high=5.0, importance_sampling_level='token'))"
+    algorithm = settings(converted("trl", "t.py", text)).algorithm
+    assert (algorithm.policy_loss, algorithm.eps_clip, algorithm.eps_clip_high) == ("cispo", 1.0, 4.0)
+    config = settings(converted("trl", "run.sh", "train.py --use_peft --lora_target_modules q_proj v_proj\n"))
+    assert (config.model.lora_rank, config.model.lora_alpha, config.model.lora_dropout) == (16, 32, 0.05)
+    found = converted("trl", "run.sh", "train.py --lora_r 8 --bf16\n")
+    assert settings(found).model.lora_rank == 0 and "use_peft" in found.left_out["lora_rank"]
+    algorithm = settings(converted("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1))")).algorithm
+    assert (algorithm.init_kl_coef, algorithm.use_kl_loss) == (0.1, False)
+
+
+def test_trl_script_whose_settings_come_from_its_command_line_has_no_defaults(converted):
+    text = "script, args, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()\n"
+    found = converted("trl", "t.py", text + "GRPOTrainer(model=model.model_name_or_path, args=args)\n")
+    assert found.command == "lightrft-visual train grpo" and "shell script" in found.left_out["args"]

@@ -1,0 +1,352 @@
+"""What a file of another system means beyond its words: what it leaves unset, and settings that others change.
+
+Names of found settings are the system's own, where they are not settings here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .shell import Outside, ShellText
+
+Found = dict[str, Any]
+Names = Iterable[str]
+
+_OF_VERL: Found = {  # and of EasyR1, which comes from it
+    "lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0.0, "adam_betas": [0.9, 0.999], "l2": 0.01,
+    "dual_clip": 3.0, "lambd": 1.0, "value_clip": 0.5, "critic_learning_rate": 1e-5, "groups_per_update": 256,
+    "n_samples_per_prompt": 1, "prompt_max_len": 512, "generate_max_len": 512, "eval_samples_per_prompt": 1,
+}  # fmt: skip
+_OF_TRL: Found = {
+    "num_episodes": 3, "lr_scheduler": "linear", "lr_warmup_ratio": 0.0, "adam_betas": [0.9, 0.999], "bf16": True,
+}  # fmt: skip
+# What stands in a system where its file says nothing, under the names of settings here: verl 0.7, EasyR1 0.3, TRL 1.0,
+# OpenRLHF 0.9. For what a run learns; sizes of micro-batches, memory, checkpoints and evaluations are not among them.
+DEFAULTS: dict[str, Found] = {
+    "verl": {**_OF_VERL, "rollout_batch_size": 1024, "num_episodes": 30},
+    "easyr1": {
+        **_OF_VERL, "rollout_batch_size": 512, "num_episodes": 15, "eps_clip_high": 0.3, "min_pixels": 262144,
+        "max_pixels": 4194304, "on_long_prompt": "skip",
+    },
+    "openrlhf": {
+        "rollout_batch_size": 1024, "train_batch_size": 128, "n_samples_per_prompt": 1, "lambd": 1.0,
+        "value_clip": 0.5, "reward_clip": 10.0, "apply_chat_template": False, "bf16": True,
+    },
+    "trl": {**_OF_TRL, "generate_max_len": 512},
+}  # fmt: skip
+SUPERVISED: dict[str, Found] = {
+    "trl": {**_OF_TRL, "actor_learning_rate": 2e-5},
+    "openrlhf": {"train_batch_size": 128, "apply_chat_template": False, "bf16": True},
+    "verl": {"adam_betas": [0.9, 0.95], "l2": 0.01},
+}
+# Estimators whose advantages a system always whitens.
+WHITENED: dict[str, tuple[str, ...]] = {
+    "verl": ("gae",), "easyr1": ("gae",), "openrlhf": ("gae", "reinforce", "reinforce_baseline"), "trl": (),
+}  # fmt: skip
+OF_CRITIC = ("lambd", "value_clip", "critic_learning_rate")
+SIZES = ("train_batch_size", "groups_per_update", "gradient_accumulation_steps")  # one of which counts
+
+
+def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
+    """The settings whose values a file leaves to its system, where `taken` are those of the file."""
+    usual = dict(SUPERVISED.get(system, {}) if verb == "sft" else DEFAULTS[system])
+    estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
+    if estimator in WHITENED[system]:
+        usual["advantages_norm"] = True
+    if any(name in taken for name in SIZES):
+        usual = {name: value for name, value in usual.items() if name not in SIZES}
+    if estimator != "gae":  # without a critic they are read by nothing
+        usual = {name: value for name, value in usual.items() if name not in OF_CRITIC}
+    return {name: value for name, value in usual.items() if name not in taken}
+
+
+def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
+    """Write into `found` what the file's settings mean together, and into `left_out` those that do not count there.
+
+    whole: no other file holds settings, so that what is not there has its system's default.
+    """
+    _schedule(found, left_out)  # before steps of other kinds are counted anew
+    path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
+    if isinstance(path, str) and not isinstance(path, Outside):
+        found["reward_fn"] = type(path)(f"{path}:{function or 'compute_score'}")
+        del found["custom_reward_function.path"]
+        found.pop("custom_reward_function.name", None)
+    for name, split in (("data.train_files", "prompt_split"), ("data.val_files", "eval_split")):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+@\w+", str(found.get(name))):
+            found[name], _, found[split] = str(found[name]).partition("@")
+    if system in ("verl", "easyr1"):
+        _of_verl(found, left_out)
+        found.setdefault("bf16", True)
+    if verb != "sft" and system in ("verl", "easyr1"):
+        _kl_of_verl(found, left_out, reward=system == "easyr1")
+    elif system == "openrlhf":
+        _of_openrlhf(verb, found)
+    elif system == "trl":
+        _of_trl(verb, found, left_out, whole)
+
+
+def _is(found: Mapping[str, Any], name: str, *words: str) -> bool:
+    return str(found.get(name)).lower() in words
+
+
+def _number(value: Any) -> float | None:
+    """A value that is written out; None for others."""
+    if isinstance(value, (Outside, ShellText, bool)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _drop(found: Found, left_out: dict[str, str], names: Names, why: str) -> None:
+    for name in names:
+        if found.pop(name, None) is not None:
+            left_out[name] = why
+
+
+# -- verl and EasyR1 -------------------------------------------------------------------------------------------------
+
+ACTOR = "actor_rollout_ref.actor."
+# Losses that average in a way of their own, whatever loss_agg_mode says.
+AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
+
+
+def _of_verl(found: Found, left_out: dict[str, str]) -> None:
+    estimator = "algorithm.adv_estimator"
+    if _is(found, "algorithm.norm_adv_by_std_in_grpo", "false") and _is(found, estimator, "grpo", "grpo_vectorized"):
+        found["advantage_estimator"] = "dr_grpo"
+        del found[estimator]
+    if _is(found, estimator, "grpo_vectorized", "rloo_vectorized"):
+        found[estimator] = str(found[estimator]).removesuffix("_vectorized")
+    if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
+        del found["algorithm.norm_adv_by_std_in_grpo"]
+    if _is(found, "data.filter_overlong_prompts", "true", "false"):
+        if str(found.pop("data.filter_overlong_prompts")).lower() == "true":
+            found["on_long_prompt"] = "skip"
+    mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
+    if mode in AVERAGED_BY:
+        found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
+    if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(f"{ACTOR}ppo_max_token_len_per_gpu") is not None:
+        del found[f"{ACTOR}use_dynamic_bsz"]
+        found.setdefault("packing_samples", True)
+    elif found.pop(f"{ACTOR}use_dynamic_bsz", None) is not None:
+        names = (f"{ACTOR}ppo_max_token_len_per_gpu",)
+        _drop(found, left_out, names, "use_dynamic_bsz says that it does not count there")
+    if not _is(found, "reward_model.enable", "true"):
+        _drop(found, left_out, ("reward_model.model.path",), "reward_model.enable says that it does not count there")
+    found.pop("reward_model.enable", None)
+    for name in ("data.train_max_samples", "data.val_max_samples", "trainer.max_actor_ckpt_to_keep"):
+        if _is(found, name, "-1"):  # all
+            del found[name]
+    if str(found.get("algorithm.kl_ctrl.type", found.get("algorithm.kl_type"))) == "adaptive":
+        for end, own in (("target", "kl_target"), ("horizon", "kl_horizon")):
+            there = ("algorithm.kl_ctrl.target_kl" if end == "target" else "algorithm.kl_ctrl.horizon",
+                     f"algorithm.kl_{end}")  # fmt: skip
+            found[own] = next((found.pop(name) for name in there if name in found), 0.1 if end == "target" else 10_000)
+    for name in ("algorithm.kl_ctrl.type", "algorithm.kl_type"):
+        if _is(found, name, "fixed", "adaptive"):
+            del found[name]
+            rest = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon", "algorithm.kl_target")
+            _drop(found, left_out, (*rest, "algorithm.kl_horizon"), f"{name} says that it does not count there")
+
+
+def _kl_of_verl(found: Found, left_out: dict[str, str], reward: bool) -> None:
+    """Both systems hold weights and forms of a KL that other settings turn off. reward: EasyR1, whose KL is in the
+    reward unless it is in the loss."""
+    off = _is(found, "algorithm.disable_kl", "true")
+    there = "algorithm.use_kl_loss" if reward else f"{ACTOR}use_kl_loss"
+    in_loss = _is(found, there, "true") and not off
+    in_reward = (reward and not in_loss or _is(found, "algorithm.use_kl_in_reward", "true")) and not off
+    of_loss = (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type")
+    of_reward = ("algorithm.kl_ctrl.kl_coef",) if reward else ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
+    if in_loss and in_reward:
+        told = "a run here has one KL: that of the loss is taken; for this one leave --use_kl_loss out"
+        _drop(found, left_out, of_reward, told)
+    elif not in_reward:
+        _drop(found, left_out, of_reward, "use_kl_in_reward says that it does not count there")
+    if off:
+        names = ("algorithm.kl_coef", "algorithm.kl_penalty")
+        _drop(found, left_out, names, "disable_kl says that it does not count there")
+    if not in_loss:
+        _drop(found, left_out, of_loss, "use_kl_loss says that it does not count there")
+    for name in ("algorithm.disable_kl", "algorithm.use_kl_in_reward", there):
+        if _is(found, name, "true", "false"):
+            del found[name]
+    if not (in_loss or in_reward):
+        found["init_kl_coef"] = 0
+        return
+    found["use_kl_loss"] = in_loss
+    weight = "algorithm.kl_coef" if reward else of_loss[0] if in_loss else of_reward[0]
+    form = "algorithm.kl_penalty" if reward or not in_loss else of_loss[1]
+    found.setdefault(weight, 0.001)
+    found.setdefault(form, "low_var_kl" if in_loss and not reward else "kl")
+
+
+# -- OpenRLHF --------------------------------------------------------------------------------------------------------
+
+
+def _of_openrlhf(verb: str, found: Found) -> None:
+    """A length of an overlong buffer turns it on; a length of everything holds that of a response."""
+    for prefix in ("", "reward."):
+        if found.get(f"{prefix}overlong_buffer_len") is not None:
+            found["overlong_buffer"] = True
+    clip = next((found[name] for name in ("reward.clip_range", "reward_clip_range") if name in found), None)
+    if isinstance(clip, list) and len(clip) == 2 and (high := _number(clip[1])) and _number(clip[0]) == -high:
+        found["reward_clip"] = high
+        for name in ("reward.clip_range", "reward_clip_range"):
+            found.pop(name, None)
+    for name in ("ds.param_dtype", "param_dtype"):
+        if _is(found, name, "bf16"):
+            del found[name]
+            found["bf16"] = True
+    for name in ("algo.advantage.no_std_norm", "no_advantage_std_norm"):
+        if _is(found, name, "true"):
+            del found[name]
+            found["advantages_norm"] = False
+    for name in ("actor.freeze_visual_encoder", "freeze_visual_encoder"):
+        if _is(found, name, "true"):
+            del found[name]
+            found["freeze_prefix"] = "true"
+    for name in ("data.max_len", "max_len"):
+        whole = _number(found.get(name))
+        new = next((_number(found[key]) for key in ("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
+                    if key in found), None)  # fmt: skip
+        if verb != "sft" and whole and new and whole > new and "prompt_max_len" not in found:
+            found["prompt_max_len"] = int(whole - new)
+            del found[name]
+    if verb == "sft" and "max_epochs" in found:  # passes over the data there
+        found["num_episodes"] = found.pop("max_epochs")
+
+
+# -- TRL -------------------------------------------------------------------------------------------------------------
+
+LOSSES: dict[str, Found] = {
+    **dict.fromkeys(("bnpo", "dapo"), {"loss_agg_mode": "token-mean"}),
+    "grpo": {"loss_agg_mode": "seq-mean-token-mean"},
+    "dr_grpo": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+    "cispo": {"policy_loss": "cispo", "loss_agg_mode": "token-mean", "eps_clip": 1.0},
+    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    "luspo": {"policy_loss": "luspo", "loss_agg_mode": "seq-mean-token-sum"},
+    "vespo": {"policy_loss": "vespo", "loss_agg_mode": "token-mean"},
+}
+SCALES = {"true": "group_norm", "group": "group_norm", "false": "dr_grpo", "none": "dr_grpo"}
+
+
+def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
+    if whole and verb != "ppo":
+        found.setdefault("per_device_train_batch_size", 8)
+        found.setdefault("gradient_accumulation_steps", 1)
+    if whole and verb in ("grpo", "rloo"):
+        found.setdefault("num_generations", 8 if verb == "grpo" else 2)
+        found.setdefault("beta", 0.0 if verb == "grpo" else 0.05)
+    if _is(found, "use_peft", "true"):
+        for name, value in (("lora_rank", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
+            if not {name, name.replace("rank", "r")} & found.keys():
+                found[name] = value
+        del found["use_peft"]
+    elif _is(found, "use_peft", "none", "false") and found.pop("peft", None) is None:
+        names = [name for name in found if name.startswith("lora_")]
+        _drop(found, left_out, names, "without use_peft it does not count there")
+        found.pop("use_peft", None)
+    if {"lora_rank", "lora_r"} & found.keys() and not {"target_modules", "lora_target_modules"} & found.keys():
+        told = "peft chooses by the model's class there, mostly q_proj and v_proj; here all linear layers: write "
+        left_out["target_modules"] = f"{told}--target_modules q_proj,v_proj"
+    if _is(found, "fp16", "true") and "bf16" not in found:
+        found["bf16"] = False
+    if verb in ("grpo", "rloo"):
+        if verb == "grpo":
+            _loss_of_trl(found)
+        elif "normalize_advantages" in found:
+            found["advantages_norm"] = found.pop("normalize_advantages")
+        _kl_of_trl(verb, found)
+        _sizes_of_trl(found, left_out)
+    if _is(found, "top_k", "0"):
+        del found["top_k"]
+
+
+def _loss_of_trl(found: Found) -> None:
+    kind = str(found.get("loss_type")).lower()
+    if kind in LOSSES:
+        del found["loss_type"]
+        found |= LOSSES[kind]
+        high = _number(found.get("epsilon_high"))
+        if kind == "cispo" and high is not None and high > 1:  # the largest ratio itself there
+            found["epsilon_high"] = round(high - 1, 6)
+            found.pop("epsilon", None)
+    if _is(found, "importance_sampling_level", "token", "sequence"):
+        if found.pop("importance_sampling_level") == "sequence" and kind != "luspo":
+            found["policy_loss"] = "gspo"
+    if (scale := str(found.get("scale_rewards")).lower()) in SCALES and "scale_rewards" in found:
+        del found["scale_rewards"]
+        found["advantage_estimator"] = SCALES[scale]
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        if name in found:
+            found[name.replace("temperature", "tau")] = found.pop(name)
+
+
+def _kl_of_trl(verb: str, found: Found) -> None:
+    """In the loss of GRPO, in the reward of RLOO."""
+    if _number(beta := found.get("beta")) is not None:
+        del found["beta"]
+        found["init_kl_coef"] = beta
+        if verb == "grpo" and _number(beta):
+            found |= {"use_kl_loss": True, "kl_estimator": "k3"}
+
+
+def _sizes_of_trl(found: Found, left_out: dict[str, str]) -> None:
+    """A rollout there is as many micro-batches of every rank as an update accumulates, unless it says otherwise; its
+    steps count updates."""
+    ranks = next((_number(found[name].value) for name in ("num_processes", "nproc_per_node", "nproc-per-node")
+                  if isinstance(found.get(name), Outside)), None)  # fmt: skip
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    size, accumulated, group = (_number(found.get(name)) for name in names)
+    if not (size and accumulated and group):
+        return
+    batches = _number(found.pop("steps_per_generation", None)) or accumulated
+    whole = _number(found.pop("generation_batch_size", None))
+    if whole:
+        batches = whole / size / (ranks or 1)
+    samples = whole or size * batches * (ranks or 1)
+    if samples >= group and samples % group == 0:
+        found["rollout_batch_size"] = int(samples / group)
+        told = "prompts of a rollout on one rank: multiply by the number of ranks"
+    else:
+        told = f"prompts of a rollout there are {samples:g} samples of each rank, in groups of {group:g}: write this "
+        told += "number for all ranks"
+    if whole is None and ranks is None:
+        left_out["rollout_batch_size"] = told
+    updates = batches / accumulated * (_number(found.get("num_iterations")) or 1)
+    for name in ("max_steps", "save_steps", "eval_steps") if updates > 1 else ():
+        if (steps := _number(found.get(name))) is not None and steps >= 1:
+            found[name] = max(1, round(steps / updates))
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+SCHEDULERS = ("lr_scheduler", "lr_scheduler_type", "warmup_style")
+WARM_UPS = ("lr_warmup_steps", "warmup_steps")
+STEPS = ("max_steps", "total_training_steps")
+
+
+def _schedule(found: Found, left_out: dict[str, str]) -> None:
+    """Constant rates are those of a schedule with a warm-up, and steps of a warm-up a share of the run's."""
+    for name in [name for name in found if name.endswith(SCHEDULERS) and "critic" not in name]:
+        kind = str(found[name]).lower()
+        if kind in ("constant", "constant_with_warmup", "cosine"):
+            del found[name]
+            found["lr_scheduler"] = "cosine_with_min_lr" if kind == "cosine" else "constant_with_warmup"
+        if kind == "cosine":
+            left_out["lr_scheduler"] = "cosine ends at 0 there, cosine_with_min_lr at a tenth of the learning rate"
+    total = next((_number(found[name]) for name in found if name.endswith(STEPS) and "optim" not in name), None)
+    for name in [name for name in found if name.endswith(WARM_UPS) and "critic" not in name]:
+        steps = _number(found[name])
+        if steps is None:
+            continue
+        if steps < 0 or (steps == 0 and "warmup_ratio" in found):
+            del found[name]
+        elif steps < 1 or (total and total >= steps):
+            del found[name]
+            found["lr_warmup_ratio"] = steps if steps < 1 else round(steps / (total or 1), 6)
