@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -143,19 +143,24 @@ def repetition(tokens: Sequence[Hashable]) -> float:
     return 1 - len(set(pairs)) / len(pairs) if len(pairs) > 1 else 0.0
 
 
-def text_statistics(tokens: Sequence[Sequence[int]], groups: Sequence[int]) -> dict[str, float]:
-    """Of N responses and their groups: `repetition`, its mean; `identical_share`, the share of a group's responses that
-    are its most common one; `common_answer`, the share of groups whose most common response is the same one. Two groups
-    or more with two responses each are needed for the last two; they are left out otherwise."""
+def text_statistics(
+    tokens: Sequence[Sequence[int]], groups: Sequence[int], gather: Callable[[Any], list[Any]]
+) -> dict[str, float]:
+    """Of responses and their groups, of all ranks alike: `repetition`, its mean; `identical_share`, the share of a
+    group's responses that are its most common one; `common_answer`, the share of groups whose most common response is
+    the same one. Two groups or more with two responses each are needed for the last two; they are left out otherwise.
+    gather: one object of each rank to all of them."""
     by_group: dict[int, Counter] = defaultdict(Counter)
     for response, group in zip(tokens, groups):
-        by_group[group][tuple(response)] += 1
-    found = {"repetition": sum(map(repetition, tokens)) / len(tokens)}
-    tops = [counts.most_common(1)[0] for counts in by_group.values()]
-    if len(tops) < 2 or all(counts.total() < 2 for counts in by_group.values()):
+        by_group[group][hash(tuple(response))] += 1  # hashes of numbers are alike in all processes
+    own = [(*counts.most_common(1)[0], counts.total()) for counts in by_group.values()]
+    parts = gather((sum(map(repetition, tokens)), len(tokens), own))
+    number, tops = sum(count for _, count, _ in parts), [top for *_, each in parts for top in each]
+    found = {"repetition": sum(repeated for repeated, *_ in parts) / number} if number else {}
+    if len(tops) < 2 or all(total < 2 for *_, total in tops):
         return found
-    shares = [count / counts.total() for (_, count), counts in zip(tops, by_group.values())]
-    most = Counter(response for response, _ in tops).most_common(1)[0][1]
+    most = Counter(response for response, *_ in tops).most_common(1)[0][1]
+    shares = [count / total for _, count, total in tops]
     return found | {"identical_share": sum(shares) / len(shares), "common_answer": most / len(tops)}
 
 

@@ -168,11 +168,11 @@ class VLWatched:
     draws: bool = False
 
     def add_statistics(self, step: StepData) -> None:
-        """Of texts, this rank's where it has any, and where there are any of drawings. A collective."""
+        """Of texts, and where there are any of drawings. A collective."""
         answers = [each for each in step.rollouts if not each.prompt.draws]
         groups = [each.prompt.group_id for each in answers]
-        found = text_statistics([each.sampled_ids for each in answers], groups) if answers else {}
-        for name, value in found.items():
+        sampled, gather = [each.sampled_ids for each in answers], collectives.all_gather_object
+        for name, value in text_statistics(sampled, groups, gather).items():
             step.metrics.add(name, value)
         if self.draws:
             add_image_metrics(step.metrics, step.rollouts)
