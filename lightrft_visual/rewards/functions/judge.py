@@ -132,8 +132,10 @@ class Judge:
         the judge would take them for places of more images."""
         messages = self.schema.messages(batch, index, _shown)
         part = messages[-1]["content"][-1]
-        for mark in self._replies.marks:
-            part["text"] = part["text"].replace(mark, "")
+        marks = self._replies.marks
+        while any(mark in part["text"] for mark in marks):  # without one, what stood around it may be another
+            for mark in marks:
+                part["text"] = part["text"].replace(mark, "")
         return messages
 
     def _scores(

@@ -93,7 +93,7 @@ class VLLMReplies:
 def marks_of(tokenizer: Any) -> list[str]:
     """Tokens with a meaning of their own, such as a place for an image: a question holds those of its template only."""
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+    return sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
 
 
 def _for_vllm(messages: Messages) -> Messages:
