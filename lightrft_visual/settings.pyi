@@ -346,8 +346,6 @@ class VLSettings(TypedDict, total=False):
     """with packing: fill each micro-batch up to this many tokens instead of by count. Default: 0."""
     packing_samples: bool
     """samples of a micro-batch lie in one sequence without padding. Default: False."""
-    homogeneous_batches: bool
-    """an optimizer step trains on answers alone or on drawings alone. Default: False."""
     share_prefix: bool | None
     """compute a prompt once for its samples; default: where the model is shown to train equally."""
     num_episodes: int

@@ -49,7 +49,6 @@ class SFTTrainConfig(TrainConfig):
     max_steps: Annotated[int, positive_or(-1, "no limit")] = -1
     actor_learning_rate: NonNegativeFloat = 1e-5  # of the policy
     groups_per_update: ClassVar[None] = None  # type: ignore[misc]
-    homogeneous_batches: ClassVar[bool] = False  # type: ignore[misc]
     share_prefix: ClassVar[bool] = False  # type: ignore[misc]
     max_epochs: ClassVar[int] = 1  # type: ignore[misc]
     critic_learning_rate: ClassVar[float] = 0.0  # type: ignore[misc]

@@ -113,6 +113,9 @@ REMOVED: dict[str, Removed] = {
     "learn_steps": Removed("leave it out; the guard learns its bands from 5 steps", harmless=(5,)),
     "band_width": Removed("leave it out; the guard's bands reach 6 standard deviations", harmless=(6, 6.0)),
     "reward_ray_actors": Removed("use --distributed.resources.reward_num_workers", harmless=(1,)),
+    "homogeneous_batches": Removed(
+        "use --prompt_mixing turns, with a file of questions and one of drawings", harmless=(False,)
+    ),
     "reward_weights_file": Removed(
         "leave it out; weights stand in reward_recipe, and hold for a run: resume it with others", harmless=(None,)
     ),

@@ -231,7 +231,6 @@ class TrainConfig(Section):
     micro_train_batch_size: PositiveInt = 8  # samples of one forward and backward on a rank
     max_tokens_per_batch: int = 0  # with packing: fill each micro-batch up to this many tokens instead of by count
     packing_samples: bool = False  # samples of a micro-batch lie in one sequence without padding
-    homogeneous_batches: bool = False  # an optimizer step trains on answers alone or on drawings alone
     # compute a prompt once for its samples; default: where the model is shown to train equally
     share_prefix: bool | None = None
     num_episodes: PositiveInt = 1  # passes over the prompt data
@@ -306,7 +305,6 @@ class RunConfig(Section):
         self._check_lengths()
         self._check_offload()
         self.distributed.check_compiled(self.model.compile)
-        self.check_kinds()
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
@@ -317,15 +315,6 @@ class RunConfig(Section):
         self._check_async()
         self.episodes.check_run(self)
         idle.check_run(self.algorithm, self.rollout)
-
-    def check_kinds(self) -> None:
-        """Raise ConfigError where one update would have to train on answers alone and on drawings alone."""
-        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        require(
-            not self.train.homogeneous_batches or self.updates(1) > self.train.max_epochs,
-            "homogeneous_batches trains on answers in one optimizer step and on drawings in another: set "
-            f"train_batch_size to at most half of a rollout's samples, such as {samples // 2}",
-        )
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous

@@ -25,8 +25,8 @@ class SampleRef:
     """One sample as all ranks see it. key: sample_id, or None; tokens: its length S.
 
     group: of samples whose prompt of `prompt` tokens is computed once for all of them in a micro-batch; None for a
-    sample that shares nothing. Such groups stay together where they can. kind: of samples that homogeneous steps keep
-    apart. together: of samples that come into one step where they fit, also if they share nothing; default: group.
+    sample that shares nothing. Such groups stay together where they can.
+    together: of samples that come into one step where they fit, also if they share nothing; default: group.
     """
 
     rank: int
@@ -35,7 +35,6 @@ class SampleRef:
     key: int | None = None
     group: int | None = None
     prompt: int = 0
-    kind: int = 0
     together: int | None = None
 
 
@@ -54,14 +53,11 @@ def have_keys(samples: Sequence[SampleRef]) -> bool:
     return None not in keys and len(keys) == len(samples)
 
 
-def shuffled_steps(
-    samples: Sequence[SampleRef], step_size: int | None, seed: int, homogeneous: bool = False
-) -> list[list[SampleRef]]:
+def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
     The order is a permutation, drawn by `seed`, of the samples, or of those that belong together, sorted by key. So
     with keys on all samples the steps do not depend on the number of ranks. step_size None: one step.
-    homogeneous: as many steps, each of samples of one kind (see `_homogeneous`).
     """
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
@@ -71,33 +67,7 @@ def shuffled_steps(
     generator, groups = torch.Generator().manual_seed(seed), _grouped(samples, belongs)
     order = [each for index in torch.randperm(len(groups), generator=generator).tolist() for each in groups[index]]
     size = step_size or len(order)
-    if homogeneous:
-        steps = _homogeneous(order, -(-len(order) // size))
-        return [steps[index] for index in torch.randperm(len(steps), generator=generator).tolist()]
     return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def _homogeneous(order: Sequence[SampleRef], count: int) -> list[list[SampleRef]]:
-    """`count` steps of samples of one kind each: one for each kind, and the others where steps are largest.
-
-    Raises ConfigError where there are more kinds than steps.
-    """
-    kinds: dict[int, list[SampleRef]] = {}
-    for sample in order:
-        kinds.setdefault(sample.kind, []).append(sample)
-    if len(kinds) > count:
-        raise ConfigError(
-            f"homogeneous_batches: {len(order)} samples of {len(kinds)} kinds make {count} optimizer step; lower "
-            "train_batch_size so that each kind has a step"
-        )
-    steps = dict.fromkeys(kinds, 1)
-    for _ in range(min(count, len(order)) - len(kinds)):
-        steps[max(kinds, key=lambda kind: len(kinds[kind]) / steps[kind])] += 1
-    return [
-        own[len(own) * part // steps[kind] : len(own) * (part + 1) // steps[kind]]
-        for kind, own in kinds.items()
-        for part in range(steps[kind])
-    ]
 
 
 def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:

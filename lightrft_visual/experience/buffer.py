@@ -26,7 +26,6 @@ from .items import (
     AnyItem,
     BufferItemDiffusion,
     make_experience_batch,
-    part_of,
     split_experience_batch,
     strip_padding,
 )
@@ -156,7 +155,6 @@ class NaiveReplayBuffer:
     hold samples on the CPU and move batches to the accelerator; packing_samples: give out packed batches; seed: of the
     draws of `sample`; share_prefix: the models compute the prompt of a group once, so `plan` keeps groups together;
     keep_groups: so does it because their losses meet in one term; sequence: the ranks that train on the same samples.
-    homogeneous: an optimizer step trains on one part of the loss alone, such as answers.
     """
 
     sample_batch_size: int
@@ -167,7 +165,6 @@ class NaiveReplayBuffer:
     share_prefix: bool = False
     keep_groups: bool = False
     sequence: SequenceGroup | None = None
-    homogeneous: bool = False
     items: list[AnyItem] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -268,7 +265,7 @@ class NaiveReplayBuffer:
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")
         samples = self._references()
-        steps = sampling.shuffled_steps(samples, step_size, seed, self.homogeneous)
+        steps = sampling.shuffled_steps(samples, step_size, seed)
         # Ranks, or groups of ranks that have the same samples.
         ranks, own = collectives.world_size() // self._copies, collectives.rank() // self._copies
         if ranks > 1 and self.cpu_offload and sampling.have_keys(samples):
@@ -276,7 +273,7 @@ class NaiveReplayBuffer:
             moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
             if moves:
                 self._exchange(moves)
-                steps = sampling.shuffled_steps(self._references(), step_size, seed, self.homogeneous)
+                steps = sampling.shuffled_steps(self._references(), step_size, seed)
         plans = (sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget) for step in steps)
         return [sampling.own_micro_batches(plan[own]) for plan in plans]
 
@@ -311,7 +308,6 @@ class NaiveReplayBuffer:
                 1 if isinstance(item, BufferItemDiffusion) else len(item.sequences),
                 None if item.sample_id is None else int(item.sample_id),
                 *shared,
-                kind=part_of(item) if self.homogeneous else 0,  # the part of the loss, where a step trains on one
                 together=_group(item),
             )
             for index, (item, shared) in enumerate(zip(self.items, self._shared_prompts(), strict=True))

@@ -84,7 +84,6 @@ UNIFIED = {  # 32 prompts of each kind, 8 samples of each
     "drawings": Way("--rollout_batch_size 32 --train_batch_size 256"),
     "questions": Way("--rollout_batch_size 32 --train_batch_size 256"),
     "both": Way(f"{BOTH} 512"),
-    "both_a_step_each": Way(f"{BOTH} 256 --homogeneous_batches true"),
     "in_turns": Way("--rollout_batch_size 32 --train_batch_size 256 --prompt_mixing turns", longer=2),
 }
 

@@ -144,9 +144,6 @@ ONE_RANK = {
     "unified": small(_UNIFIED_GIVEN),
     "both": small(_BOTH),
     "unified_packed": small(f"{_UNIFIED_GIVEN} --packing_samples true"),
-    "unified_apart": small(
-        f"{_UNIFIED} --engine_type hf --homogeneous_batches true --train_batch_size {MIXED_BATCH * 2} --max_steps 2"
-    ),
     **FLAG_RUNS,
     **resume_runs("one_rank"),
     **HOSTILE,

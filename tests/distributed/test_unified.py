@@ -38,12 +38,6 @@ def test_a_loss_of_each_kind_is_a_mean_of_its_own(one_rank):
         assert packed["loss_answer"] == pytest.approx(padded["loss_answer"], abs=1e-4)
 
 
-def test_homogeneous_batches_are_of_one_kind(one_rank):
-    for row in rows(one_rank / "unified_apart"):
-        assert row["loss"] == pytest.approx((2 * row["loss_answer"] + row["loss_drawing"]) / 2, abs=1e-5)
-        assert row["ratio_max_dev_first"] <= 5e-5 and row["grad_norm"] > 0.1
-
-
 def test_a_model_trained_on_both_kinds_loads_in_transformers(one_rank):
     found = rows(one_rank / "both")
     assert len(found) == 2

@@ -133,27 +133,6 @@ def test_another_seed_is_another_order():
     assert sorted(orders[2]) == list(range(50))
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 12), st.integers(0, 3))
-def test_homogeneous_steps_are_as_many_and_of_one_kind_each(kinds, size, seed):
-    samples = [SampleRef(0, index, 1, index, kind=kind) for index, kind in enumerate(kinds)]
-    count = len(shuffled_steps(samples, size, seed))
-    if count < len(set(kinds)):
-        with pytest.raises(ConfigError, match="so that each kind has a step"):
-            shuffled_steps(samples, size, seed, homogeneous=True)
-        return
-    steps = shuffled_steps(samples, size, seed, homogeneous=True)
-    assert len(steps) == count and sorted(each.index for step in steps for each in step) == list(range(len(kinds)))
-    assert all(len({sample.kind for sample in step}) == 1 for step in steps)
-
-
-def test_homogeneous_steps_share_out_by_the_numbers_of_samples():
-    samples = [SampleRef(0, index, 1, index, kind=int(index >= 48)) for index in range(64)]
-    orders = [shuffled_steps(samples, 16, seed, homogeneous=True) for seed in range(8)]
-    assert all(sorted((step[0].kind, len(step)) for step in order) == [(0, 16)] * 3 + [(1, 16)] for order in orders)
-    assert len({tuple(step[0].kind for step in order) for order in orders}) > 1  # no kind always comes last
-
-
 def test_a_step_needs_samples():
     with pytest.raises(ConfigError, match="at least 1"):
         shuffled_steps(references([[1]]), 0, seed=1)

@@ -185,7 +185,6 @@ def _fit_to_data(config: RunConfig, dataset: PromptDataset) -> None:
     prompts = sum(epoch_quotas(dataset.sizes, mixing_probabilities(config.data.prompt_data_probs)))
     parts = world // config.distributed.sp_size
     fit_to_data(config.rollout, config.train, prompts, world, parts, "prompts of a pass over the data")
-    config.check_kinds()
 
 
 def open_model(config: C) -> tuple[C, Checkpoint]:

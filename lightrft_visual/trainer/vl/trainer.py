@@ -46,7 +46,6 @@ class VLTrainer(PolicyTrainer):
             seed=train.seed,
             share_prefix=bool(train.share_prefix),
             sequence=parts.strategy.sequence,
-            homogeneous=train.homogeneous_batches,
         )
         rule = parts.maker.settings.sampling.scoring
         self.policy_update = PolicyUpdate.from_config(parts.config, parts.actor, rule)

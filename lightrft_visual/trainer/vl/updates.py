@@ -387,17 +387,9 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         check_balance(checkpoint.config)
     if config.model.target_parameters and config.distributed.zero_stage == 3:
         raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
-    _check_kinds(config, checkpoint)
-    _check_heads(config, checkpoint)
-
-
-def _check_kinds(config: RunConfig, checkpoint: Checkpoint) -> None:
-    if checkpoint.family.draws:
-        return
-    if config.train.homogeneous_batches:
-        raise ConfigError("homogeneous_batches parts answers from drawings: this model writes text only; leave it out")
-    if config.algorithm.drawing_entropy_coef is not None:
+    if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
         raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
+    _check_heads(config, checkpoint)
 
 
 def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:

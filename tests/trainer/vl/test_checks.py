@@ -35,11 +35,6 @@ def check(config, flags: str) -> None:
 @pytest.mark.parametrize(
     ("config", "flags", "message"),
     [
-        (
-            Qwen2Config(),
-            "--homogeneous_batches --train_batch_size 128",
-            "homogeneous_batches parts answers from drawings.*leave it out",
-        ),
         (Qwen2Config(), "--drawing_entropy_coef 0.0", "drawing_entropy_coef.*writes text only; leave it out"),
         (Qwen2Config(), "--papo_coef 0.01", "papo_coef hides parts of images: this model reads text only"),
         (Qwen2Config(), "--noisy_rollout_share 0.5", "noisy_rollout_share.*this model reads text only"),
@@ -65,7 +60,7 @@ def test_what_it_can_do_is_not():
     check(Qwen2Config(), "--compile")
     check(Qwen3_5Config(), "--packing_samples")
     check(Qwen3VLMoeConfig(), "--router_aux_loss_coef 0.01")
-    check(JanusConfig(), "--homogeneous_batches --train_batch_size 128 --drawing_entropy_coef 0.0 --entropy_coef 0.05")
+    check(JanusConfig(), "--drawing_entropy_coef 0.0 --entropy_coef 0.05")
 
 
 @pytest.mark.parametrize("model_type", BY_SIGMOID)
