@@ -381,10 +381,6 @@ entry(
     "the embedded captions: colour, shape, coverage, background",
 )  # fmt: skip
 entry(
-    "picture_quality", "embedded.scorers.shape_match:PictureQuality",
-    "how well any clean drawing explains the image",
-)  # fmt: skip
-entry(
     "shape_judge", "embedded.scorers.judge_scorer:ShapeJudgeScorer",
     "the embedded captions, by a classifier; for measuring",
 )  # fmt: skip

@@ -16,9 +16,7 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
 )
 from lightrft_visual.plugins.embedded.scorers.shape_match import (
     PIXELS_AT_ONCE,
-    PictureQuality,
     ShapeMatch,
-    picture_quality,
     pixels_of,
     shape_match,
     together,
@@ -108,19 +106,10 @@ def test_captions_without_a_known_shape_are_not_valid():
     assert parse_caption("a red circle at the top").place is None
 
 
-def test_quality_asks_for_a_clean_picture_of_any_kind():
-    clean = pictures()
-    noisy = (clean + 0.15 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
-    assert picture_quality(clean).min() > 0.9
-    assert picture_quality(noisy).mean() < picture_quality(clean).mean() - 0.2
-    assert picture_quality(torch.full((1, 3, 32, 32), 0.4)).item() == 0
-
-
 def test_scorers_by_name():
     frames = [[to_pil(image)] for image in pictures()[:2]]
     scores = ShapeMatch()(frames + [[]], [TEXTS[0], "a dog", TEXTS[0]])
     assert scores[0] > 0.9 and scores[1:] == [None, None]
-    assert PictureQuality()(frames)[0] > 0.9
     drawn = [to_pil(image) for image in pictures()[:4]]
     videos = [[drawn[0]], [drawn[1].resize((16, 16)), drawn[1]], [drawn[2], drawn[3]]]
     alone = [

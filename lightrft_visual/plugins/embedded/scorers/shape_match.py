@@ -2,8 +2,7 @@
 
 Colour, shape, coverage and background are measured apart and multiplied, so that no one of them can be traded for
 another: a flat image has no foreground and scores 0 whatever its colour. Every part is differentiable in the pixels,
-which makes the same measure usable for Reward FL. `picture_quality` is the held-out figure: it asks how well any clean
-drawing explains the image, ignores the caption, and is for evaluation only.
+which makes the same measure usable for Reward FL.
 """
 
 from __future__ import annotations
@@ -99,21 +98,6 @@ def _place(found: Foreground, places: list[int | None]) -> T:
     return torch.where(named < 0, torch.ones_like(found.x), sides[0] * sides[1])
 
 
-def picture_quality(images: T) -> T:
-    """(B) in 0..1: share of the image's variance that the best-fitting clean drawing of any shape explains.
-
-    Held out from training. 0 for flat images and for noise, near 1 for a crisp shape in one colour on even paper.
-    """
-    images = images.float().clamp(0, 1)
-    found = find_foreground(images)
-    masks = shape_masks(found.area, found.x, found.y, images.shape[-1])[:, :, None]
-    drawn = masks * found.ink[:, None, :, None, None] + (1 - masks) * found.paper[:, None, :, None, None]
-    error = (images[:, None] - drawn).square().mean(dim=(2, 3, 4)).amin(dim=1)
-    variance = (images - images.mean(dim=(2, 3), keepdim=True)).square().mean(dim=(1, 2, 3))
-    explained = 1 - error / variance.clamp_min(1e-3)
-    return explained.clamp(0, 1) * (found.area / 0.03).clamp(max=1)  # a flat image has nothing to explain
-
-
 def pixels_of(pictures: list[Any]) -> T:
     """(B, 3, H, W) float32 in 0..1 from PIL images of one size."""
     arrays = [np.asarray(image.convert("RGB"), dtype=np.float32) / 255 for image in pictures]
@@ -154,13 +138,6 @@ def together(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index + 1))
     return runs
-
-
-class PictureQuality:
-    """The scorer `picture_quality`: see the function; for evaluation, not for training."""
-
-    def __call__(self, frames: list[list[Any]]) -> list[float | None]:
-        return [float(picture_quality(pixels_of(images)).mean()) if images else None for images in frames]
 
 
 class EmbeddedShapeMatch:
