@@ -372,6 +372,6 @@ def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
     if run.get("guidance_scale") is not None:
         family = named_family(type(pipeline).__name__)
         own |= family.stock_guidance(pipeline, run["guidance_scale"], run.get("negative_prompt"))
-        family.draw_as_evaluated(pipeline, run.get("scheduler", "model_default"), run.get("flow_shift"))
+        family.draw_as_evaluated(pipeline, run)
     taken = signature(pipeline.__call__).parameters
     return {name: value for name, value in own.items() if name in taken and value is not None}

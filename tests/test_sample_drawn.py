@@ -267,6 +267,14 @@ def test_timesteps_that_no_setting_of_a_stock_scheduler_says_are_said(caplog, na
     assert "draws at its own timesteps; the run's evaluations had scheduler " + scheduler in caplog.text
 
 
+def test_a_size_of_images_to_edit_that_no_stock_pipeline_is_told_is_said(caplog):
+    pipeline = tiny_families.pipeline_of("qwen_image_edit")
+    _as_in_the_run(pipeline, {"guidance_scale": 3.0, "source_pixels": None})
+    assert not caplog.text
+    _as_in_the_run(pipeline, {"guidance_scale": 3.0, "source_pixels": 4096})
+    assert "QwenImageEditPipeline scales images to edit its own way; the run had source_pixels 4096" in caplog.text
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["z_image", "hunyuan_video15"])
 def test_a_run_without_guidance_is_sampled_without_it(name, scale):

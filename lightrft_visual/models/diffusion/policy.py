@@ -365,7 +365,7 @@ class DiffusionPolicy(nn.Module):
             if collectives.is_rank_0():
                 pipeline, own = self.family.pipeline, self.family.pipeline.scheduler
                 if sampling is not None:
-                    self.family.draw_as_evaluated(pipeline, sampling.scheduler, sampling.flow_shift)
+                    self.family.draw_as_evaluated(pipeline, vars(sampling))
                 pipeline.save_pretrained(folder)
                 pipeline.scheduler = own
         if collectives.is_rank_0() and self.family.text_length is not None:

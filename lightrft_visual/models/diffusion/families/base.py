@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
@@ -284,8 +284,12 @@ class DiffusionFamily(ABC):
         return scheduler if plain else type(scheduler).from_config(scheduler.config, shift_terminal=None)
 
     @classmethod
-    def draw_as_evaluated(cls, pipeline: Any, name: str, flow_shift: float | None) -> None:
-        """Give a stock pipeline the scheduler of `evaluated`; where there is none, a line says so."""
+    def draw_as_evaluated(cls, pipeline: Any, run: Mapping[str, Any]) -> None:
+        """Give a stock pipeline the scheduler of `evaluated`; a line says what of a run it cannot be told."""
+        name, flow_shift = run.get("scheduler", "model_default"), run.get("flow_shift")
+        if run.get("source_pixels") is not None:
+            told = f"scales images to edit its own way; the run had source_pixels {run['source_pixels']}"
+            logger.warning("%s %s", type(pipeline).__name__, told)
         scheduler = cls.evaluated(pipeline.scheduler, name, flow_shift)
         if scheduler is not None:
             pipeline.scheduler = scheduler
