@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from .runtime.host_memory import free_port
 from .runtime.presence import STARTED_BY
 
+LOOK_SECONDS = 0.1
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,11 +42,24 @@ def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # A session of their own: Ctrl-C of the terminal reaches them once, from here.
             processes.append(subprocess.Popen(command, env=os.environ | shared | own, start_new_session=True))
-        codes = [process.wait() for process in processes]
+        codes = _codes(processes)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def _codes(processes: Sequence[subprocess.Popen]) -> list[int]:
+    """Exit codes of all. Once one has failed the others end by themselves, but those that are stopped: they are killed,
+    and what counts is the code of the first."""
+    killed: list[subprocess.Popen] = []
+    while None in (codes := [process.poll() for process in processes]):
+        for process in processes if any(codes) else ():
+            if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                process.kill()
+                killed.append(process)
+        time.sleep(LOOK_SECONDS)
+    return [0 if process in killed else process.wait() for process in processes]
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:

@@ -156,6 +156,15 @@ def test_launch_of_no_rank_is_refused(ranks):
     assert told.exit_code == 2 and "--ranks" in told.output
 
 
+def test_launch_ends_when_a_rank_has_failed_though_another_one_is_stopped(tmp_path):
+    """A stopped process ends by nothing but SIGKILL."""
+    stops = "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "rank.py").write_text(f"import os, signal\n{stops}\nraise SystemExit(3)")
+    line = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "rank.py")]
+    ended = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert ended.returncode == 3
+
+
 def test_launch_forwards_a_signal_and_waits_for_every_rank(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     line = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "rank.py"), str(tmp_path)]
