@@ -47,6 +47,7 @@ def test_ocr_rule_by_hand():
     assert OCR("tesseract", extra_text=False).similarity("helloxx", "hello") == pytest.approx(0.6)
     assert reader.similarity("completely different and much longer", "hi") == 0.0
     assert quoted_text('a "B c" and “D”') == "B c D" and quoted_text("it's") is None
+    assert quoted_text('no "" but "this"') == "this" and quoted_text('"" and " "') is None
 
 
 def test_ocr_without_its_reader_is_an_error_not_a_zero(monkeypatch):

@@ -48,7 +48,7 @@ class CLIPPairs:
 
 class CLIPScore:
     """CLIPScore (Hessel et al., arXiv 2104.08718): weight * max(cosine of image and prompt, 0); the paper's weight is
-    2.5. model: a CLIP checkpoint folder or hub name."""
+    2.5, and its words "A photo depicts" are left out. model: a CLIP checkpoint folder or hub name."""
 
     def __init__(
         self,

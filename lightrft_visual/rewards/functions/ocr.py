@@ -16,14 +16,14 @@ from ...errors import ConfigError
 from ...runtime.packages import needed
 from ...runtime.usercode.calls import Failed
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»')
+_QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”|«([^»]*)»')
 
 MIN_CONTRAST = 16  # grey levels of 256 between the darkest and the brightest pixel
 
 
 def quoted_text(prompt: str) -> str | None:
     """The text between double quotes in a prompt, several joined by a space; None without quotes."""
-    found = [next(part for part in groups if part) for groups in _QUOTED.findall(prompt)]
+    found = [part for groups in _QUOTED.findall(prompt) for part in groups if part.strip()]
     return " ".join(found) if found else None
 
 
