@@ -88,6 +88,12 @@ def test_math_equivalence_and_time_limit():
     try:
         answers = ["$\\frac{1}{2}$", "\\boxed{0.5}", "7", "\\boxed{(1, 2)}", "x"]
         assert score(answers, ["0.5", "\\frac12", "8", "(1,2)", None]) == [1, 1, 0, 1, None]
+        two = [
+            "<answer>3</answer> or \\boxed{4}",
+            "It is $4$. <answer>$3$</answer>",
+            "\\boxed{4} <answer>\\boxed{3}</answer>",
+        ]
+        assert score(two * 2, ["3"] * 3 + ["4"] * 3) == [1, 1, 1, 0, 0, 0]  # the last in tags is the one that counts
         (hostile, after) = score(["\\boxed{9^{9^{9^{9^9}}}}", "4"], ["3", "4"])
         assert isinstance(hostile, Failed) and "no result within 2 s" in hostile.reason
         assert after == 1

@@ -6,7 +6,7 @@ import logging
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from .answers import final_answer
+from .answers import final_answer, tagged_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on each call that its alarms are off
 _EXTRACTION = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -26,5 +26,7 @@ def verify_answer(response: str, references: list[str]) -> float | None:
     gold = [parsed for parsed in map(_parse, texts) if parsed]
     if not gold:
         return None
-    answers = [parsed for parsed in map(_parse, (response, f"${final_answer(response)}$")) if parsed]
+    tagged = tagged_answer(response)  # with tags nothing beside them counts, else there could be two answers
+    said = response if tagged is None else tagged
+    answers = [parsed for parsed in map(_parse, (said, f"${final_answer(response)}$")) if parsed]
     return float(any(verify(g, answer, timeout_seconds=None) for g in gold for answer in answers))
