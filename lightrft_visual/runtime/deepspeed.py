@@ -69,7 +69,7 @@ FEW_THREADS = 4
 class OptimizerSettings:
     """AdamW and its schedule; `total_steps` counts optimizer steps. `max_norm` 0 turns clipping off.
 
-    rate_of: the learning rate of a parameter by its name, for those that have one of their own; else None.
+    rate_of: the part of the model and its learning rate, for parameters (by name) of those that have one; else None.
     """
 
     learning_rate: float
@@ -79,20 +79,21 @@ class OptimizerSettings:
     max_norm: float = 1.0
     scheduler: str = "cosine_with_min_lr"
     warmup_ratio: float = 0.03
-    rate_of: Callable[[str], float | None] | None = None
+    rate_of: Callable[[str], tuple[str, float] | None] | None = None
 
     def groups(self, module: nn.Module, dtype: torch.dtype) -> list[dict[str, Any]]:
-        """The trained parameters by their learning rates and types, those of `learning_rate` and `dtype` first.
+        """The trained parameters by parts with rates of their own, whatever these are, and types; the rest comes first.
 
         DeepSpeed flattens each group into one tensor, and takes its own precision from the first one.
         """
-        found: dict[tuple[float, torch.dtype], list[nn.Parameter]] = {(self.learning_rate, dtype): []}
+        rest = "", self.learning_rate
+        found: dict[tuple[tuple[str, float], torch.dtype], list[nn.Parameter]] = {(rest, dtype): []}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 own = self.rate_of(name) if self.rate_of is not None else None
-                found.setdefault((self.learning_rate if own is None else own, parameter.dtype), []).append(parameter)
+                found.setdefault((own or rest, parameter.dtype), []).append(parameter)
         by_type = sorted(found.items(), key=lambda group: group[0][1] != dtype)
-        return [{"params": parameters, "lr": rate} for (rate, _), parameters in by_type if parameters]
+        return [{"params": parameters, "lr": rate} for ((_, rate), _), parameters in by_type if parameters]
 
     @classmethod
     def from_config(cls, train: Training, learning_rate: float, updates: int) -> OptimizerSettings:

@@ -14,7 +14,8 @@ from .manifest import read_manifest
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 READ = ("config.json", "model_index.json", "scheduler_config.json")  # files that say what a model is
 SAMPLED = 1 << 16  # bytes of a weight file's beginning and end: other weights differ there too
-FORM = ("zero_stage", "bf16")  # what decides the form of DeepSpeed's files
+# What decides the form of DeepSpeed's files.
+FORM = ("zero_stage", "bf16", "lora_rank", "freeze_prefix", "trainable_models", "own_rates")
 
 
 def fingerprint(pretrain: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +61,9 @@ def _check(folder: Path, here: Mapping[str, Any], other_allowed: bool) -> None:
     names = [name for name in saved if name in here and differs(name, saved, here)]
     told = ", ".join(f"{name} {saved[name]!r} ({here[name]!r} here)" for name in names)
     way = "to put its weights into this run's model all the same, add --resume_other_model true"
-    if other_allowed or any(name in FORM for name in names):
-        names = [name for name in names if name in FORM]
+    fixed = [name for name in names if name in FORM or (name == "critic" and here[name])]  # a new one has no files
+    if other_allowed or fixed:
+        names = fixed
         way = "to train its exported model anew, name that by --pretrain: its optimizer cannot be read otherwise"
     if names:
         raise CheckpointError(f"{folder} was trained with {told}: resume with that, or, {way}")

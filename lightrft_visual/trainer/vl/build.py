@@ -54,6 +54,8 @@ from .updates import check_abilities, parts_of_loss
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", RunConfig, SFTRunConfig)
+# Of parts of the model; the projector first, which may be a part of the tower.
+OWN_RATES = "projector_learning_rate", "vision_learning_rate"
 
 
 def build_parts(config: RunConfig) -> VLParts:
@@ -226,6 +228,7 @@ def model_of(named: str, config: RunConfig | SFTRunConfig, checkpoint: Checkpoin
         "target_modules": model.target_modules if model.lora_rank else None,
         "freeze_prefix": model.freeze_prefix,
         "critic": critic,
+        "own_rates": ", ".join(name for name in OWN_RATES if getattr(config.train, name) is not None),
     } | {"zero_stage": config.distributed.zero_stage, "bf16": model.bf16}
     return fingerprint(named, None if named in registry.checkpoint_resolvers else checkpoint.path, settings)
 
@@ -289,20 +292,17 @@ def _actor_optimizer(
 ) -> OptimizerSettings:
     """With the learning rates of vision tower and projector. Raises ConfigError where one of them is of nothing."""
     train, names = config.train, [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # The projector first: it may be a part of the tower.
-    parts = {
-        "projector_learning_rate": (family.projectors, train.projector_learning_rate),
-        "vision_learning_rate": (family.towers, train.vision_learning_rate),
-    }
+    prefixes = family.projectors, family.towers
+    parts = {name: (own, getattr(train, name)) for name, own in zip(OWN_RATES, prefixes, strict=True)}
 
     def part_of(name: str) -> str | None:
         return next(
             (part for part, (prefixes, _) in parts.items() if any(f".{p}." in f".{name}" for p in prefixes)), None
         )
 
-    def rate_of(name: str) -> float | None:
-        part = part_of(name)
-        return None if part is None else parts[part][1]
+    def rate_of(name: str) -> tuple[str, float] | None:
+        rate = parts[part][1] if (part := part_of(name)) else None
+        return (part, rate) if part and rate is not None else None
 
     trained = {part_of(name) for name in names}
     for part, (_, rate) in parts.items():

@@ -71,24 +71,36 @@ def test_a_model_is_known_by_its_files_wherever_they_lie(tmp_path):
 
 def test_a_run_resumes_with_the_model_that_it_was_trained_from(tmp_path):
     one, other = model(tmp_path / "one"), model(tmp_path / "other", value=1.0)
-    path = saved(tmp_path / "run", model=fingerprint(str(one), str(one), {"lora_rank": 4}))
+    path = saved(tmp_path / "run", model=fingerprint(str(one), str(one), {"lora_alpha": 4}))
     moved = shutil.copytree(one, tmp_path / "moved")
-    check_model(path, fingerprint("moved", str(moved), {"lora_rank": 4, "new": 1}), False)
+    check_model(path, fingerprint("moved", str(moved), {"lora_alpha": 4, "new": 1}), False)
     check_model(None, HERE, False)
     for here, told in (
-        (fingerprint(str(other), str(other), {"lora_rank": 4}), rf"pretrain '{one}' \('{other}' here\)"),
-        (fingerprint(str(one), str(one), {"lora_rank": 8}), r"was trained with lora_rank 4 \(8 here\)"),
-        (fingerprint("hub/name", None, {"lora_rank": 4}), r"\('hub/name' here\).*--resume_other_model true"),
+        (fingerprint(str(other), str(other), {"lora_alpha": 4}), rf"pretrain '{one}' \('{other}' here\)"),
+        (fingerprint(str(one), str(one), {"lora_alpha": 8}), r"was trained with lora_alpha 4 \(8 here\)"),
+        (fingerprint("hub/name", None, {"lora_alpha": 4}), r"\('hub/name' here\).*--resume_other_model true"),
     ):
         with pytest.raises(CheckpointError, match=told):
             check_model(path, here, False)
         check_model(path, here, True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("zero_stage", 0), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("zero_stage", 3), ("zero_stage", 0), ("bf16", True), ("lora_rank", 8), ("freeze_prefix", "true"),
+        ("own_rates", "vision_learning_rate"), ("critic", True),
+    ],
+)  # fmt: skip
 def test_what_decides_the_form_of_the_optimizer_is_that_of_the_checkpoint(tmp_path, name, value):
-    path = saved(tmp_path, model=HERE | {"zero_stage": 2, "bf16": False})
-    check_model(path, HERE | {"zero_stage": 1, "bf16": False}, False)  # these two have one form
+    plain = HERE | {"zero_stage": 2, "bf16": False, "freeze_prefix": "", "own_rates": "", "critic": False}
+    path = saved(tmp_path, model=plain)
+    check_model(path, plain | {"zero_stage": 1}, False)  # these two have one form
     for other_allowed in (False, True):
-        with pytest.raises(CheckpointError, match=rf"trained with {name} .*\({value} here\).*--pretrain"):
-            check_model(path, HERE | {"zero_stage": 2, "bf16": False, name: value}, other_allowed)
+        with pytest.raises(CheckpointError, match=rf"trained with {name} .*\({value!r} here\).*--pretrain"):
+            check_model(path, plain | {name: value}, other_allowed)
+
+
+def test_what_a_critic_saved_may_be_left_where_it_is(tmp_path):
+    path = saved(tmp_path, model=HERE | {"critic": True})
+    check_model(path, HERE | {"critic": False}, True)

@@ -117,13 +117,18 @@ def test_sizes_that_ranks_cannot_share_are_refused_with_numbers_that_work(settin
         _check_ranks(RunConfig(rollout=sizes, train=TrainConfig(train_batch_size=update)))
 
 
-def rates(kind: str, root, **settings) -> dict[str, float]:
-    """Learning rate of each trained parameter of a tiny model."""
+def rate_groups(kind: str, root, **settings):
+    """A tiny model and its optimizer's groups."""
     checkpoint = checkpoint_of(root, kind)
     config = RunConfig()
     config.train = TrainConfig(actor_learning_rate=1e-6, **settings)
     model = actor_of(checkpoint)
-    groups = _actor_optimizer(config, checkpoint.family, model, 10).groups(model, torch.float32)
+    return model, _actor_optimizer(config, checkpoint.family, model, 10).groups(model, torch.float32)
+
+
+def rates(kind: str, root, **settings) -> dict[str, float]:
+    """Learning rate of each trained parameter of a tiny model."""
+    model, groups = rate_groups(kind, root, **settings)
     by_id = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
 
@@ -137,6 +142,15 @@ def test_tower_and_projector_have_learning_rates_of_their_own(tmp_path, kind, pr
     assert all("visual" in name or "vision_tower" in name for name in by_rate[1e-7])
     assert not any("visual" in name or "vision" in name for name in by_rate[1e-6])
     assert set(rates(kind, tmp_path).values()) == {1e-6}
+
+
+def test_groups_of_the_optimizer_are_the_same_whatever_the_rates(tmp_path):
+    """So a run may be resumed with others."""
+    sizes = []
+    for vision, projector in ((1e-7, 1e-5), (1e-5, 1e-5), (1e-6, 1e-6)):
+        _, groups = rate_groups("qwen2_5_vl", tmp_path, vision_learning_rate=vision, projector_learning_rate=projector)
+        sizes.append([len(group["params"]) for group in groups])
+    assert len(sizes[0]) == 3 and sizes[0] == sizes[1] == sizes[2]
 
 
 HERE = SimpleNamespace(loading=nullcontext, dtype=torch.float32, prepare_inference=lambda module: module, sequence=None)
