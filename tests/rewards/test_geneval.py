@@ -149,7 +149,11 @@ def test_sixty_drawn_scenes_have_the_published_verdicts():
     scorer, scenes, make = GenEval.__new__(GenEval), Scenes(), random.Random(3)
     scorer.threshold, scorer.counting_threshold, scorer.position_threshold = 0.3, 0.9, 0.1
     scorer.max_objects, scorer.max_overlap = 16, 1.0
-    scorer.detector, scorer.colours = scenes.detector, scenes.colours
+    scorer.detector, scorer.colours, scorer.names = (
+        scenes.detector,
+        scenes.colours,
+        ("cat", "dog", "clock", "tv remote"),
+    )
     images, rows, wanted = [], [], []
     for tag in ("single_object", "two_object", "counting", "colors", "position", "color_attr"):
         for number in range(10):
@@ -158,6 +162,11 @@ def test_sixty_drawn_scenes_have_the_published_verdicts():
             rows.append(row | {"tag": tag})
             wanted.append(float(number % 2 == 0))
     assert scorer(images, rows, "cpu") == wanted
+    parquet = [  # whose rows have all columns
+        {"exclude": None, **row, "include": [{"color": None, "position": None, **each} for each in row["include"]]}
+        for row in rows
+    ]
+    assert scorer(images, parquet, "cpu") == wanted
     both = [images[0][0], images[1][0]]
     assert scorer([both, [], both], [rows[0], rows[0], {"tag": "x"}], "cpu")[1:] == [None, None]
 
@@ -226,6 +235,17 @@ def test_colours_are_those_of_the_nearest_mean_sentence(detector_folder, clip_fo
         seen, said = scorer._clip.embed([cut_out(image, found)] * 3, texts, "cpu")
         means.append(float(torch.nn.functional.normalize(said.mean(0), dim=-1) @ seen[0]))
     assert scorer.colours(image, [found, found], "cpu") == [COLOURS[int(np.argmax(means))]] * 2
+
+
+def test_an_object_or_colour_that_no_model_names_is_a_failure_and_not_a_0(detector_folder, clip_folder):
+    scorer, image = GenEval(detector_folder, clip_folder), Image.new("RGB", (80, 60), "red")
+    cat, hot_dog = {"class": "cat", "count": 1}, {"class": "hot dog", "count": 1}
+    rows = [{"include": [cat]}, {"include": [cat, hot_dog]}, {"include": [cat], "exclude": [hot_dog]}]
+    found = scorer([[image]] * 4, [*rows, {"include": [cat | {"color": "grey"}]}], "cpu")
+    assert found[0] == 0 and [str(each.reason) for each in found[1:]] == [
+        *["geneval: the detector finds no hot dog"] * 2,
+        "geneval: no colour that it tells apart is grey",
+    ]
 
 
 def test_what_lies_around_an_object_is_grey():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from ...runtime.usercode.calls import Failed
 from .clip import CLIPPairs
 from .mask_detector import Found, MaskDetector
 
@@ -82,7 +83,8 @@ def verdict(
         position_threshold: of `relations`.
     """
     correct, groups = True, list[list[Found] | None]()
-    for wanted in asked.get("include", ()):
+    for row in asked.get("include") or ():
+        wanted = {name: value for name, value in row.items() if value is not None}  # a table's rows have all columns
         count = wanted["count"]
         own: list[Found] | None = objects.get(wanted["class"], [])[:count]
         if len(own or ()) < count or ("color" in wanted and colours(image, own or ()).count(wanted["color"]) < count):
@@ -97,12 +99,13 @@ def verdict(
         correct = correct and own is not None
         groups.append(own)
     return correct and not any(
-        len(objects.get(each["class"], [])) >= each["count"] for each in asked.get("exclude", ())
+        len(objects.get(each["class"], [])) >= each["count"] for each in asked.get("exclude") or ()
     )
 
 
 class GenEval:
-    """1 where the published rules hold, else 0; None for a sample without `include`. A video: the share of its frames.
+    """1 where the published rules hold, else 0; None for a sample without `include`, a failure where it asks for what
+    the models have no name for. A video: the share of its frames.
 
     detector: a Mask2Former checkpoint of COCO's objects; clip: of the colours. Thresholds are the published ones.
     """
@@ -123,13 +126,21 @@ class GenEval:
         self.threshold, self.counting_threshold = threshold, counting_threshold
         self.position_threshold, self.max_objects, self.max_overlap = position_threshold, max_objects, max_overlap
         self.detector = MaskDetector(detector, "geneval", offload, RENAMED)
+        self.names = self.detector.names
         self._clip = CLIPPairs(clip, None, "geneval", 16, offload)
         self._said: dict[str, torch.Tensor] = {}
 
-    def __call__(self, frames: list[list[Any]], metadata: list[dict[str, Any]], device: Any) -> list[float | None]:
-        def share(images: list[Any], asked: dict[str, Any]) -> float | None:
+    def __call__(
+        self, frames: list[list[Any]], metadata: list[dict[str, Any]], device: Any
+    ) -> list[float | Failed | None]:
+        def share(images: list[Any], asked: dict[str, Any]) -> float | Failed | None:
             if not images or not asked.get("include"):
                 return None
+            rows = [*asked["include"], *(asked.get("exclude") or ())]
+            if unknown := {row["class"] for row in rows} - {*self.names}:
+                return Failed(f"geneval: the detector finds no {', '.join(sorted(unknown))}")
+            if unknown := {row.get("color") for row in rows} - {*COLOURS, None}:
+                return Failed(f"geneval: no colour that it tells apart is {', '.join(sorted(unknown))}")
             return sum(self.judge(image, asked, device) for image in images) / len(images)
 
         return [share(*sample) for sample in zip(frames, metadata)]
