@@ -126,7 +126,7 @@ def test_choices_takes_a_setting_as_a_flag():
 
 
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "wandb") else "1.0")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in ("torch", "wandb") else "1.0")
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     lines = list(doctor.told())
     assert any(line.startswith("missing  torch: bash scripts/setup.sh") for line in lines)

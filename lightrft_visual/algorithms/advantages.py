@@ -269,9 +269,9 @@ class AdvantageCalculator:
         return {"running": asdict(self.running.seen), "running_drawn": asdict(self.running_drawn.seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, in which drawn images may be missing."""
+        """Go on from a `state_dict`."""
         self.running.load_state_dict(state["running"])
-        self.running_drawn.load_state_dict(state.get("running_drawn", {}))
+        self.running_drawn.load_state_dict(state["running_drawn"])
 
 
 class GAECalculator(AdvantageCalculator):

@@ -6,11 +6,10 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from .. import __version__
-from ..runtime.packages import OPTIONAL
+from ..runtime.packages import OPTIONAL, installed_version
 
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
 PROGRAMS = (
@@ -26,22 +25,15 @@ def told() -> Iterator[str]:
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         yield "missing  a supported Python: 3.11 to 3.13"
     for name in NEEDED:
-        found = _version(name)
+        found = installed_version(name)
         yield f"ok       {name} {found}" if found else f"missing  {name}: bash scripts/setup.sh, or pip install {name}"
     for name, (purpose, how) in OPTIONAL.items():
-        found = _version(name) or ("of another distribution" if find_spec(name) else None)
+        found = installed_version(name) or ("of another distribution" if find_spec(name) else None)
         yield f"ok       {name} {found}" if found else f"without  {name}, for {purpose}: {how}"
     for name, purpose, how in PROGRAMS:
         found = shutil.which(name)
         yield f"ok       {found}" if found else f"without  {name}, for {purpose}: {how}"
     yield from _devices()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> Iterator[str]:

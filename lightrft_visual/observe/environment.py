@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..errors import writable
 from ..runtime.masking import mask_command, mask_text
+from ..runtime.packages import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,8 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: own for package in PACKAGES if (own := installed_version(package)) is not None}
+    return {"python": platform.python_version(), **found}
 
 
 def cpu_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import Catalogue, check_scorer, find_scorer, split_list
-from .remote.client import check_url
+from .remote.client import check_url, token_from_env
 
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
@@ -61,8 +60,7 @@ def engine_arguments(
     labels and columns of the data, and whether any row has a reference, for a reward that these do not fit.
     labels_cut_away: see `Recipe.check_labels`.
     """
-    if config.reward_token_env and not os.environ.get(config.reward_token_env):
-        raise ConfigError(f"reward_token_env names {config.reward_token_env}, which is not set")
+    token_from_env(config.reward_token_env)
     functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
     recipe = compose_recipe(recipe, config.components, config.kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import ConfigError
 
@@ -23,6 +24,14 @@ OPTIONAL = {
     "scipy": ("the detector of the scorer geneval", "pip install 'lightrft_visual[diffusion-rewards]'"),
     "pytesseract": ("the scorer ocr by Tesseract", "pip install 'lightrft_visual[diffusion-rewards]'"),
 }
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def missing(name: str) -> ConfigError:

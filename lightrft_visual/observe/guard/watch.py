@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...config.shared import GuardConfig
@@ -101,9 +101,8 @@ class Parting:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> Parting:
-        """From a checkpoint's values; what earlier versions kept beside them has no use any more."""
-        pairs, known = ("last", "changes"), {each.name for each in fields(cls)}
-        return cls(**{key: tuple(value) if key in pairs else value for key, value in kept.items() if key in known})
+        """From a checkpoint's values."""
+        return cls(**{key: tuple(value) if key in ("last", "changes") else value for key, value in kept.items()})
 
     def noise(self, which: int) -> float:
         """Standard deviation of the running mean of the reward (0) or of gold (1) around its trend, from differences of
@@ -349,9 +348,8 @@ class Guard:
             for name, kept in state["bands"].items()
         }
         self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}
-        gains = state.get("gains", {})  # checkpoints of earlier versions have none
         for name, test in self.tests.items():
-            test.load_state_dict(gains.get(name, {"first": [], "last": []}))
+            test.load_state_dict(state["gains"].get(name, {"first": [], "last": []}))
         self.raised = set(state["raised"])
         self.best = (float(state["best"][0]), int(state["best"][1])) if state["best"] is not None else None
         self.base_diversity = float(state["base_diversity"])

@@ -123,7 +123,8 @@ def export_lora(
     config = model.peft_config[adapter_name]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(plain_tensors(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.items()}
+    save_file(copies, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     inference_mode, config.inference_mode = config.inference_mode, True
     try:
         config.save_pretrained(str(folder))
@@ -131,8 +132,3 @@ def export_lora(
         config.inference_mode = inference_mode
     follow_umask(folder)
     return folder
-
-
-def plain_tensors(weights: StateDict) -> dict[str, torch.Tensor]:
-    """Contiguous CPU copies that share no memory, as safetensors wants them."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}

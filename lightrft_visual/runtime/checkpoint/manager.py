@@ -8,7 +8,6 @@ file `latest` is a hint for people and other tools.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from typing import Any, TypeVar, cast
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
 from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
+from ..packages import installed_version
 from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
     MANIFEST,
@@ -450,12 +450,4 @@ def readable_manifest(path: Path) -> dict[str, Any] | None:
     try:
         return read_manifest(path)
     except CheckpointError:
-        return None
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None

@@ -138,7 +138,7 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])
         if self.parts.evaluation is not None:
-            self.parts.evaluation.base = state.get("base_images")  # earlier versions kept none
+            self.parts.evaluation.base = state["base_images"]
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         old = [state["old"] for state in states]
