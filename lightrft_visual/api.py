@@ -31,9 +31,10 @@ from .arguments import (
     reward_settings,
     saved,
 )  # fmt: skip
+from .config.constraints import together
 from .config.given_files import missing_files
 from .config.leaves import names_of
-from .config.load import parse_run, together
+from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError
 from .given import forget, give, names_given

@@ -230,7 +230,7 @@ def test_functions_are_named_by_text_and_found_again():
 
 def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").touch()
+    (tmp_path / "mine.py").write_text("def score(completions): ...\n")
     assert reward_of("http://host/reward").remote_rm_url == "http://host/reward"
     assert reward_of("mine.py:score").reward_fn == "mine.py:score"
     assert reward_of("org/judge").reward_pretrain == "org/judge"
@@ -238,6 +238,7 @@ def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
     assert reward_of({"exact": 0.8}).components == {"exact": 0.8}
     recipe = {"count": [["rule", "exact", 1.0]]}
     assert json.loads(reward_of(recipe).reward_recipe) == recipe
+    (tmp_path / "rewards.yaml").write_text(json.dumps(recipe))
     assert reward_of("rewards.yaml").reward_recipe == "rewards.yaml"
 
 

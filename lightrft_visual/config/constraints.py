@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from types import UnionType
@@ -149,6 +149,25 @@ def same_code(one: Any, other: Any) -> bool:
 
 
 PLUGINS = "lightrft_visual.plugins."
+
+
+class SeveralWrong(ConfigError):
+    """parts: what is wrong, one text each."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        super().__init__("\n  ".join([f"{len(parts)} settings are wrong:", *parts]))
+        self.parts = parts
+
+
+def parts_of(error: ConfigError) -> Sequence[str]:
+    """The texts of an error, several where it says several things."""
+    return error.parts if isinstance(error, SeveralWrong) else [str(error)]
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that says all of them, each once."""
+    texts = list(dict.fromkeys(text for error in errors for text in parts_of(error)))
+    return errors[0] if len(texts) == 1 else SeveralWrong(texts)
 
 
 class PluginMissing(ConfigError):
@@ -310,27 +329,37 @@ def _marks(hint: Any) -> Iterator[Constraint]:
 
 
 def check_fields(section: Any) -> None:
-    """Raise ConfigError for a field that breaks one of its constraints, or holds NaN or infinity.
+    """Raise ConfigError for the fields that break one of their constraints, or hold NaN or infinity.
 
     None is a value of optional fields and meets every constraint; what is typed Any is a user's own.
     """
+    wrong = []
     for item in fields(section):
-        value = getattr(section, item.name)
-        if value is None or is_dataclass(value):
-            continue
-        if "Any" not in str(item.type):
-            numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-            for number in numbers:
-                finite = not isinstance(number, float) or math.isfinite(number)
-                require(finite, f"{item.name} is {number}; it must be a finite number")
-        for constraint in constraints_of(type(section))[item.name]:
-            if constraint.meaning is not None:
-                setattr(section, item.name, value := constraint.meaning(value))
-            if not constraint.holds(value):
-                guessed = isinstance(value, str) and len(value) > 2  # a shorter one is near to anything
-                near = nearest_name(value, map(str, constraint.names())) if guessed else None
-                hint = f"did you mean {near!r}? " if near else ""
-                raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
+        try:
+            _check_field(section, item)
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong)
+
+
+def _check_field(section: Any, item: Field) -> None:
+    value = getattr(section, item.name)
+    if value is None or is_dataclass(value):
+        return
+    if "Any" not in str(item.type):
+        numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+        for number in numbers:
+            finite = not isinstance(number, float) or math.isfinite(number)
+            require(finite, f"{item.name} is {number}; it must be a finite number")
+    for constraint in constraints_of(type(section))[item.name]:
+        if constraint.meaning is not None:
+            setattr(section, item.name, value := constraint.meaning(value))
+        if not constraint.holds(value):
+            guessed = isinstance(value, str) and len(value) > 2  # a shorter one is near to anything
+            near = nearest_name(value, map(str, constraint.names())) if guessed else None
+            hint = f"did you mean {near!r}? " if near else ""
+            raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
 
 
 def _shown(value: Any) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Container
+import sys
+from collections.abc import Container, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import nearest
+from ..errors import did_you_mean, nearest
+from ..runtime.masking import shown_url
+from ..runtime.packages import OPTIONAL, missing
 from . import registry
 
 ROOT_VARIABLES = ("LIGHTRFT_DATA", "VRL_DATA_ROOT")  # folders for data outside the repository; ours, and VRL's
@@ -26,6 +31,7 @@ NO_REWARD = (
     "--reward_recipe"
 )
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
+NAMED = re.compile(r"([^,=:]+\.py):(\w+)")
 
 
 def located(path: str | Path) -> Path:
@@ -67,4 +73,60 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                 elif (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
                     seen_from = "" if part.startswith(("/", "~")) else f" in {Path.cwd()}"
                     found.append(f"--{name}: {part} does not exist{seen_from}")
-    return list(dict.fromkeys(found))
+                elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
+                    found.append(f"--{name}: {part} is a file; a model is a folder, or a name of the hub")
+                elif name in MODELS[:3] and hasattr(section, "embedded_family") and os.path.isdir(part):
+                    kept = {"config.json", "adapter_config.json"} & {*os.listdir(part)}
+                    told = "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
+                    told = told if "adapter_config.json" in kept else "has no config.json: name the model's own folder"
+                    found += [] if kept == {"config.json"} else [f"--{name}: {part} {told}"]
+            found += [] if name not in FUNCTIONS else [f"--{name}: {told}" for told in _unknown_functions(value)]
+    return list(dict.fromkeys([*found, *_missing_besides(config, names)]))
+
+
+def _unknown_functions(value: str) -> Iterator[str]:
+    """What files of functions, which are read and not run, do not define. A file that may define names as it runs is
+    left to the run."""
+    for path, name in NAMED.findall(value):
+        if not (file := Path(path).expanduser()).is_file():
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+            yield f"{path} is not Python: {error.args[0]}{where}"
+            continue
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.AST)]
+        bound = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
+        bound |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+        if not bound & {name, "*", "exec", "globals", "vars", "setattr", "__getattr__"}:
+            own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            yield f"{path} has no function or class {name!r}{did_you_mean(name, [n for n in own if n[0] != '_'])}"
+
+
+def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]:
+    """A checkpoint, a URL that is none, what recipes name, and packages that are not installed."""
+
+    def given(section: Any, name: str) -> Any:
+        return getattr(section, name, None) if names is None or name in names else None
+
+    folder = given(config.output, "resume_from") or "auto"
+    if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
+        yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
+    for url in filter(None, re.split(r"[,|]", given(config.reward, "remote_rm_url") or "")):
+        if "://" not in url and "=" not in url and not url.strip().endswith(".py"):
+            yield f"--remote_rm_url: {shown_url(url.strip())!r}: write it as http://host:port/path"
+    if given(config.reward, "reward_recipe") or given(config.reward, "components"):
+        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
+    if given(config.guard, "gold_recipe"):
+        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold)
+    packages = {
+        given(config.rollout if hasattr(config, "rollout") else None, "engine_type"): True,
+        "liger_kernel": given(config.model, "use_liger_kernel"),
+        "wandb": given(config.output, "use_wandb"),
+        "tensorboard": given(config.output, "use_tensorboard"),
+        "ray": config.distributed.split,
+    }
+    for package, used in packages.items():
+        if used and package in OPTIONAL and package not in sys.modules and find_spec(package) is None:
+            yield str(missing(package))

@@ -27,6 +27,7 @@ from ..errors import ConfigError, refused_as, writable
 from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
+from .constraints import parts_of, together
 from .given_files import missing_files
 from .leaves import KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
@@ -95,7 +96,12 @@ def parse_run(
             tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
     reader.check_swaps(line.swaps)
     notes = [f"{each.name} ({each.origin}): {names.needless(each)}" for each in chosen if names.needless(each)]
-    return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))
+    try:
+        return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))
+    except ConfigError:  # of the first wrong section
+        if wrong := _wrong_sections(tree, sources):
+            raise together(wrong) from None
+        raise
 
 
 def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
@@ -220,18 +226,10 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
             _unset_others(names, tree, path, sources)
 
 
-def together(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that says all of them, each once."""
-    texts = list(dict.fromkeys(str(error) for error in errors))
-    if len(texts) == 1:
-        return errors[0]
-    return ConfigError("\n  ".join([f"{len(texts)} settings are wrong:", *texts]))
-
-
 def _wrong_sections(tree: DictConfig, sources: dict[str, str]) -> list[ConfigError]:
     """What sections say by themselves of the values that were set."""
     found = []
-    for section in {path.partition(".")[0] for path in sources if "." in path}:
+    for section in dict.fromkeys(path.partition(".")[0] for path in sources if "." in path):
         try:
             build(tree[section], {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")})
         except ConfigError as error:
@@ -354,9 +352,13 @@ def build(tree: DictConfig, sources: Mapping[str, str]) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except ConfigError as error:
-        words = set(re.findall(r"\w+", str(error)))
-        origins = [f"{path}: {origin}" for path, origin in sources.items() if path.rpartition(".")[2] in words]
-        raise ConfigError(f"{error} ({'; '.join(origins)})" if origins else str(error)) from error
+        raise together([ConfigError(_with_origins(text, sources)) for text in parts_of(error)]) from error
+
+
+def _with_origins(text: str, sources: Mapping[str, str]) -> str:
+    words = set(re.findall(r"\w+", text))
+    origins = [f"{path}: {origin}" for path, origin in sources.items() if path.rpartition(".")[2] in words]
+    return f"{text} ({'; '.join(origins)})" if origins else text
 
 
 def resolved_yaml(config: Any) -> str:

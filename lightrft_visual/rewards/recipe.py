@@ -19,7 +19,9 @@ from typing import Any
 
 import yaml
 
+from ..config import registry
 from ..config.recipes import SUFFIXES, load_yaml
+from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
 from ..runtime.files import compose_yaml
 
@@ -192,6 +194,18 @@ def load_recipe(source: str) -> Recipe:
         return parse_recipe(raw)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def wrong_names(config: RewardConfig) -> list[str]:
+    """What is wrong with the recipe and the components of a run, as far as no code is loaded for them."""
+    try:
+        recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+        recipe = compose_recipe(recipe, config.components, config.kwargs)
+        for entry in recipe.components() if recipe else ():
+            _ = registry.scorers[entry.key] if entry.type == "rule" else None
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _inline(text: str) -> Any:

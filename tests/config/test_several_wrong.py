@@ -94,6 +94,7 @@ def test_a_built_in_name_with_a_slip_is_answered_with_the_nearest_before_a_hub_i
 def test_a_folder_whose_name_is_near_a_built_in_one_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "embeded").mkdir()
+    (tmp_path / "embeded/config.json").write_text("{}")
     assert missing_files(parse_run(argv=["--pretrain", "embeded", "--prompt_data", "embedded"]).config) == []
 
 
@@ -126,3 +127,56 @@ def test_file_in_place_of_an_output_folder_is_named_before_anything_loads(tmp_pa
     (tmp_path / "taken").touch()
     settings = ["--output_dir", str(tmp_path / "taken"), "--ckpt_path", str(tmp_path)]
     assert missing_files(parse_run(argv=settings).config) == [f"--output_dir: {tmp_path}/taken is a file, no folder"]
+
+
+def test_values_out_of_range_in_several_sections_are_all_said():
+    found = error_of("--rollout_batch_size", "0", "--temperature", "0", "--train_batch_size", "-4", "--zero_stage", "4")
+    assert found.startswith("4 settings are wrong:\n")
+    for text in ("rollout_batch_size is 0", "temperature is 0.0", "train_batch_size is -4", "zero_stage is 4"):
+        assert text in found
+    assert found.count("command line") == 4
+
+
+def missing(*argv: str) -> list[str]:
+    return missing_files(parse_run(argv=[*argv, "--prompt_data", "embedded"]).config)
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [("def score(completions): ...\n", "no function or class 'scor'; did you mean 'score'"),
+     ("def score(:\n", "is not Python: invalid syntax (line 1)"),
+     ("from other import *\n", ""), ("import x as scor\n", ""), ("if True:\n    scor = lambda a: a\n", "")],
+)  # fmt: skip
+def test_a_function_that_its_file_does_not_define_is_named_without_running_it(tmp_path, text, told):
+    (tmp_path / "mine.py").write_text(text)
+    found = missing("--reward_fn", f"{tmp_path}/mine.py:scor")
+    assert [told in line for line in found] == ([True] if told else [])
+
+
+def test_a_recipe_a_scorer_a_checkpoint_and_a_url_that_are_none_are_named():
+    assert missing("--reward_recipe", "none.yaml") == ["reward recipe none.yaml does not exist"]
+    assert "did you mean 'numeric'" in missing("--reward_recipe", "{'*': [[rule, numerc, 1.0]]}")[0]
+    assert "did you mean 'exact'" in missing("--components.exct", "1")[0]
+    assert missing("--components.exact", "1") == []
+    assert "no folder gone" in missing("--resume_from", "gone")[0]
+    assert "write it as http://" in missing("--remote_rm_url", "localhost:5000/score")[0]
+    assert missing("--remote_rm_url", "http://localhost:5000/score|http://other/x,judge=http://a") == []
+
+
+def test_a_model_folder_that_holds_no_model_is_named(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    assert "has no config.json" in missing("--pretrain", str(tmp_path))[0]
+    assert "adapter of peft" in missing("--pretrain", str(tmp_path / "adapter"))[0]
+    (tmp_path / "rows.jsonl").touch()
+    assert "is a file; a model is a folder" in missing("--pretrain", str(tmp_path / "rows.jsonl"))[0]
+
+
+def test_packages_that_settings_need_and_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setattr("lightrft_visual.config.given_files.find_spec", lambda name: None)
+    for name in ("sglang", "wandb", "liger_kernel"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = missing("--engine_type", "sglang", "--use_wandb", "--use_liger_kernel")
+    assert [next(word for word in ("sglang", "wandb", "liger") if f"[{word}]" in line) for line in found] == [
+        "sglang", "liger", "wandb",
+    ]  # fmt: skip
