@@ -2,7 +2,7 @@
 
 A mask over a packed row of T tokens has T * T entries, nearly all of them false. Here attention runs over the segments:
 on an accelerator with a kernel for sequences of several lengths (FlashAttention 2, arXiv 2307.08691, where its package
-is installed, else PyTorch's own `varlen_attn`), elsewhere by one call of PyTorch's attention for each segment.
+is installed, else PyTorch's own `varlen_attn`), elsewhere by PyTorch's attention over padded batches of segments.
 
 A segment may continue another one, as the completions of one prompt do: its tokens attend to all of that prompt and to
 those before them in their own segment. The prompt's keys and values are then computed once and read by each of them.
@@ -21,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Segments:
     continues: list[int | None] | None = None
     group: SequenceGroup | None = None
     used: bool = False
-    _masks: dict[tuple[int, int, int | None], T] = field(default_factory=dict, repr=False)
+    _batches: dict[int | None, tuple[list[tuple[T, T, T | None]], T]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ends(self) -> T:
@@ -120,15 +121,39 @@ class Segments:
     def _ends(self, lengths: list[int]) -> T:
         return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
 
-    def mask_of(self, queries: int, keys: int, window: int | None) -> T:
-        """(queries, keys) bool: the last queries tokens of keys each see themselves and those before, window in all.
+    def batches(self, window: int | None) -> tuple[list[tuple[T, T, T | None]], T]:
+        """The segments in few padded batches: of such as read equally many tokens before their own, and of like length.
 
-        Kept for the other layers of the forward and for other segments of these lengths."""
-        if (queries, keys, window) not in self._masks:
-            before = keys - queries
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=self.device).tril(before)
-            self._masks[queries, keys, window] = mask if window is None else mask.triu(before + 1 - window)
-        return self._masks[queries, keys, window]
+        Of each batch (segments, longest) long, which tokens of the row ask, (segments, before + longest) long, which
+        are read, and (longest, before + longest) bool, which of these each sees: window in all, None for all up to
+        itself. Then (tokens) long: where in the flattened batches each token of the row is. Padding is behind the
+        tokens of its segment, so that none of them sees it, and reads the tokens that follow in the row.
+        """
+        if window in self._batches:
+            return self._batches[window]
+        starts, last, order = list(accumulate(self.lengths, initial=0)), (-1, 0), []
+        alike: list[tuple[tuple[int, int], list[tuple[int, ...]]]] = []
+        for start, length, of in zip(starts, self.lengths, self.continues or [None] * len(starts)):
+            order.append((0, length, start, 0) if of is None else (self.lengths[of], length, start, starts[of]))
+        for before, length, *places in sorted(order, reverse=True):
+            # A fifth of padding, or 32 tokens for each segment, costs less than a further call.
+            if before != last[0] or last[1] > 1.25 * length + 32:
+                last = before, length
+                alike.append((last, []))
+            alike[-1][1].append((length, *places))
+        found, back, done = [], torch.empty(starts[-1], dtype=torch.long), 0
+        for (before, longest), batch in alike:
+            lengths, first, continued = torch.tensor(batch).T[..., None]
+            own = (first + torch.arange(longest)).clamp(max=starts[-1] - 1)
+            real = torch.arange(longest) < lengths
+            back[own[real]] = torch.arange(done, done + own.numel()).view_as(own)[real]
+            read, mask, done = torch.cat([continued + torch.arange(before), own], dim=1), None, done + own.numel()
+            if before or window is not None:
+                mask = torch.ones(longest, before + longest, dtype=torch.bool).tril(before)
+                mask = (mask if window is None else mask.triu(before + 1 - window)).to(self.device)
+            found.append((own.to(self.device), read.to(self.device), mask))
+        self._batches[window] = found, back.to(self.device)
+        return self._batches[window]
 
     @property
     def mask(self) -> T:
@@ -176,7 +201,7 @@ def _attend(query: T, key: T, value: T, segments: Segments, given: dict[str, Any
         window = None
     if not dropout and takes_varlen(query):
         return _varlen(query, key, value, segments, scale, window)
-    return _one_by_one(query, key, value, segments, scale, dropout, window)
+    return _by_batches(query, key, value, segments, scale, dropout, window)
 
 
 def _over_ranks(query: T, key: T, value: T, segments: Segments, given: dict[str, Any]) -> T:
@@ -200,23 +225,21 @@ def _over_ranks(query: T, key: T, value: T, segments: Segments, given: dict[str,
     return exchange(*(each.transpose(1, 2) for each in (query, key, value)), batch_dim_idx=0)
 
 
-def _one_by_one(
+def _by_batches(
     query: T, key: T, value: T, segments: Segments, scale: float | None, dropout: float, window: int | None
 ) -> T:
-    queries, keys, values = (each.split(segments.lengths, dim=2) for each in (query, key, value))
-    grouped, parts = query.shape[1] != key.shape[1], []
-    for q, k, v, of in zip(queries, keys, values, segments.continues or [None] * len(queries)):
-        if of is not None:
-            k, v = torch.cat([keys[of], k], dim=2), torch.cat([values[of], v], dim=2)
-        mask = None
-        if window is not None or of is not None:
-            mask = segments.mask_of(q.shape[2], k.shape[2], window)
-        parts.append(
-            F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
-            )
+    """A call of PyTorch's attention for each batch of segments: many calls of few tokens cost more than padding."""
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    grouped, made, (batches, back) = query.shape[1] != key.shape[1], [], segments.batches(window)
+    for own, read, mask in batches:
+        q = query.index_select(0, own.flatten()).unflatten(0, own.shape).transpose(1, 2)
+        k = key.index_select(0, read.flatten()).unflatten(0, read.shape).transpose(1, 2)
+        v = value.index_select(0, read.flatten()).unflatten(0, read.shape).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+        made.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made).index_select(0, back).unsqueeze(0)
 
 
 def _varlen(query: T, key: T, value: T, segments: Segments, scale: float | None, window: int | None) -> T:
@@ -284,16 +307,16 @@ def has_varlen_kernel(device_type: str, dtype: torch.dtype) -> bool:
     try:
         made = _varlen(*tried, segments, None, None), attend_to_all(*[probe] * 3, segments.ends, 12, None)
     except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:  # no such kernel, or one too old
-        logger.warning(f"no varlen attention kernel: {error}; each packed sample is a call of its own, which is slower")
+        logger.warning(f"no varlen attention kernel: {error}; packed samples are padded for attention, which is slower")
         return False
     parts = [F.scaled_dot_product_attention(part, part, part) for part in probe.float().split(segments.lengths, dim=2)]
     wanted = (
-        _one_by_one(*(each.float() for each in tried), segments, None, 0.0, None),
+        _by_batches(*(each.float() for each in tried), segments, None, 0.0, None),
         torch.cat(parts, dim=2).transpose(1, 2),
     )
     right = all(bool((ours - theirs).abs().max() < _PROBE_TOLERANCE) for ours, theirs in zip(made, wanted))
     if not right:
-        logger.warning("the varlen attention kernel reads other keys than it should; each packed sample is a call")
+        logger.warning("the varlen attention kernel reads other keys than it should; packed samples are padded")
     return right
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import actor_of, checkpoint_of, inputs_of, load, prompts_for, rollouts_of, text_prompts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
@@ -31,12 +33,12 @@ def qkv():
     return [torch.randn(1, heads, TOTAL, 16, generator=generator) for heads in (4, 2, 2)]
 
 
-def dense(query, key, value, window: int | None = None, scale: float | None = None, continues=ALONE):
+def dense(query, key, value, window: int | None = None, scale: float | None = None, continues=ALONE, lengths=LENGTHS):
     """The definition: one mask of the whole row."""
-    sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    before = torch.tensor([-1 if of is None else of for of in continues or [None] * len(LENGTHS)])[sample]
-    place = torch.cat([torch.arange(length) for length in LENGTHS])
-    place += torch.where(before < 0, 0, torch.tensor(LENGTHS)[before])  # as if each stood behind what it goes on from
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    before = torch.tensor([-1 if of is None else of for of in continues or [None] * len(lengths)])[sample]
+    place = torch.cat([torch.arange(length) for length in lengths])
+    place += torch.where(before < 0, 0, torch.tensor(lengths)[before])  # as if each stood behind what it goes on from
     mask = ((sample[:, None] == sample) & (place[:, None] >= place)) | (before[:, None] == sample)
     if window is not None:
         mask &= place[:, None] - place < window
@@ -57,6 +59,34 @@ def test_segments_equal_a_dense_mask(qkv, window, continues):
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_segments_of_any_lengths_equal_a_dense_mask_with_their_gradients(data):
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=9))
+    starts = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    first, continues = None, []
+    for index, alone in enumerate(starts):
+        continues.append(None if alone else first)
+        first = index if alone else first
+    window = data.draw(st.none() | st.integers(1, 120))
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, heads, sum(lengths), 6, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    segments = Segments(lengths, torch.device("cpu"), continues)
+    ours, _ = segment_attention(None, *qkv, segments.mask, segments, sliding_window=window)
+    wanted = dense(*qkv, window, None, continues, lengths)
+    torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-5)
+    weights = torch.randn(ours.shape, generator=generator)
+    gradients = [torch.autograd.grad((made * weights).sum(), qkv) for made in (ours, wanted)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_segments_of_like_lengths_are_one_call_and_of_others_few_with_little_padding():
+    alike = Segments([60, *[33] * 8, 60, *[32, 31, 30, 9]], torch.device("cpu"), [None, *[0] * 8, None, *[9] * 4])
+    assert [tuple(own.shape) for own, _, _ in alike.batches(None)[0]] == [(12, 33), (2, 60)]
+    apart = Segments([1000, 990, 800, 100, 90], torch.device("cpu"))
+    assert [tuple(own.shape) for own, _, _ in apart.batches(None)[0]] == [(3, 1000), (2, 100)]
+
+
 @pytest.mark.parametrize("continues", [ALONE, CONTINUED])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("old", [False, True])
@@ -71,7 +101,8 @@ def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, old
         for queries, keys, values in zip(
             *(x.split(e.diff().tolist()) for x, e in ((q, ends_q), (k, ends_k), (v, ends_k)))
         ):
-            mask = Segments([len(queries)], q.device).mask_of(len(queries), len(keys), left)
+            mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
+            mask = mask if left is None else mask.triu(len(keys) - len(queries) + 1 - left)
             rows = [each.transpose(0, 1).unsqueeze(0) for each in (queries, keys, values)]
             made.append(F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=True).squeeze(0))
         return torch.cat(made, dim=1).transpose(0, 1)

@@ -28,8 +28,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...models import attention as own_attention
-from ...models.attention import Segments
 from ...models.routing import count_experts
 from ...runtime.files import cache_root
 
@@ -159,42 +157,22 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def fused_attention(live: LiveBytes) -> Iterator[None]:
-    """Inside it, counting stand-ins take the place of PyTorch's attention, which would write scores on meta tensors,
-    and of our loop over the segments of a row, which takes seconds for hundreds of them.
+    """Inside it, a counting stand-in takes the place of PyTorch's attention, which would write scores on meta tensors.
 
     By the name in PyTorch's module and not by a mode: backward, where checkpointing computes again, runs outside modes.
     """
-    own, own_by_segments = F.scaled_dot_product_attention, own_attention._one_by_one
+    own = F.scaled_dot_product_attention
 
     def attention(query: T, key: T, value: T, *_: Any, is_causal: bool = False, **__: Any) -> T:
         pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if is_causal else 1.0)  # causal kernels skip half
         flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
         return _Attention.apply(query, key, value, live, flops)
 
-    def by_segments(query: T, key: T, value: T, segments: Segments, *given: Any) -> T:
-        """All segments in one call: what the loop over them holds, in the time of one."""
-        window, further = given[-1], len(segments.lengths) - 1
-        # As many calls as the loop has: each segment's own, and the joining of keys, which backward takes apart again.
-        live.calls += further * (7 if torch.is_grad_enabled() else 1)
-        if segments.keys is not None:
-            key, value = (each.index_select(2, segments.keys) for each in (key, value))
-            joined = sum(of is not None for of in segments.continues or ())
-            again = torch._C._current_graph_task_id() != -1
-            live.calls += joined * (8 if torch.is_grad_enabled() and not again else 2)
-        pairs = sum(
-            own * keys * (0.5 if window is None and keys == own else 1.0)
-            for own, keys in zip(segments.lengths, segments.key_lengths)
-        )
-        flops = 2 * query.shape[:2].numel() * pairs * (query.shape[-1] + value.shape[-1])
-        cut = (each.split([each.shape[2]], dim=2)[0] for each in (query, key, value))
-        output = _Attention.apply(*cut, live, flops)
-        return torch.cat([output], dim=2).transpose(1, 2).contiguous()
-
-    F.scaled_dot_product_attention, own_attention._one_by_one = attention, by_segments
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, own_attention._one_by_one = own, own_by_segments
+        F.scaled_dot_product_attention = own
 
 
 def through_active_experts(model: PreTrainedModel) -> None:

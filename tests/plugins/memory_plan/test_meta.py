@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2Config, Qwen2Model
 
-from lightrft_visual.models import attention as own_attention
-from lightrft_visual.plugins.memory_plan.meta import Held, LiveBytes, held_bytes, on_meta, weights_bytes
+from lightrft_visual.plugins.memory_plan.meta import LiveBytes, held_bytes, on_meta, weights_bytes
 
 WIDTH, ROWS = 64, 32
 LAYER = ROWS * WIDTH * 4  # bytes of one activation
@@ -105,41 +103,3 @@ def test_nothing_is_allocated(backward: bool) -> None:
     module = on_meta(lambda: nn.Linear(100_000, 100_000))
     x = torch.zeros(1, 100_000, device="meta")
     assert held_bytes(module, lambda: module(x), backward=backward).kept == 4 * 100_000
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "continues", "window", "off"),
-    [([77] * 9, None, None, 0.0), ([5, 130, 1, 88], None, None, 0.0), ([77] * 9, None, 32, 0.05),
-     (([200] + [33] * 7) * 2, [None, *[0] * 7, None, *[8] * 7], None, 0.3)],
-)  # fmt: skip
-def test_segments_in_one_call_count_as_the_loop_over_them(
-    lengths: list[int], continues: list | None, window: int | None, off: float, backward: bool, checkpointed: bool
-) -> None:
-    """off: what joined keys of all segments at once hold otherwise than those of one after the other."""
-    layers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 0}
-    windows = {"use_sliding_window": window is not None, "sliding_window": window}
-    model = on_meta(lambda: Qwen2Model(Qwen2Config(**layers, **heads, **windows))).train()
-    own_attention.attend_by_segments(model)
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.zeros(1, sum(lengths), dtype=torch.long, device="meta")
-    loop = own_attention._one_by_one
-
-    def counted(by_loop: bool) -> Held:
-        segments = own_attention.Segments(lengths, ids.device, continues)
-
-        def run() -> torch.Tensor:
-            if by_loop:
-                own_attention._one_by_one = loop
-            return model(ids, attention_mask=segments.mask, segments=segments, use_cache=False).last_hidden_state
-
-        return held_bytes(model, run, backward=backward)
-
-    one, each = counted(False), counted(True)
-    assert own_attention._one_by_one is loop
-    assert one.flops == each.flops and one.again == each.again
-    assert one.calls == pytest.approx(each.calls, rel=0.03)
-    assert (one.kept, one.peak, one.moved) == pytest.approx((each.kept, each.peak, each.moved), rel=off)
