@@ -374,6 +374,16 @@ def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts
         torch.testing.assert_close(given, family.default_schedule(3, shape, None))
 
 
+def test_a_number_of_steps_for_which_the_scheduler_has_no_schedule_is_refused():
+    """Stretched to its last sigma, one step is 0 / 0."""
+    pipeline = pipeline_of("qwen_image")
+    pipeline.scheduler = tiny_families.euler(use_dynamic_shifting=True, shift_terminal=0.02)
+    family = family_of(pipeline, 5)
+    assert torch.isfinite(family.default_schedule(2, family.latent_shape(32, 32, 1), None)[1]).all()
+    with pytest.raises(ConfigError, match="num_steps 1: FlowMatchEulerDiscreteScheduler has no such schedule"):
+        family.default_schedule(1, family.latent_shape(32, 32, 1), None)
+
+
 def test_the_cosmos_ode_matches_the_stock_pipeline_from_its_first_noise_on():
     policy, start = DiffusionPolicy(family_of(pipeline_of("cosmos"), 5)), torch.randn(1, 16, 1, 4, 4)
     timesteps, sigmas = policy.default_schedule(4, start.shape[1:], None)

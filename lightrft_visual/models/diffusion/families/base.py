@@ -227,6 +227,8 @@ class DiffusionFamily(ABC):
             scheduler = self.shifted(scheduler, flow_shift)
         steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
         scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
+        if not torch.isfinite(scheduler.sigmas).all():
+            raise ConfigError(f"num_steps {num_steps}: {type(scheduler).__name__} has no such schedule; take more")
         if (first := float(scheduler.sigmas[0])) > 1.001:
             told = f"{type(scheduler).__name__} begins at sigma {first:.3g}, and flow matching at 1 at most"
             raise ConfigError(f"the pipeline's scheduler is of other models: {told}")
