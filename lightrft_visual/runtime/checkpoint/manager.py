@@ -257,7 +257,7 @@ class CheckpointManager:
         for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
             logger.warning("removing %s, left by a save that was cut off", leftover)
             shutil.rmtree(leftover)
-        for content in [*self._complete().values()][:1]:
+        for content in [*self._complete().values()][:1] if numbered else ():  # an export is smaller
             self._check_space(content)
         staging.mkdir()
 

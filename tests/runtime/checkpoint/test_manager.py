@@ -222,6 +222,9 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="MiB free"):
         manager.save(2, lambda folder: pytest.fail("must not write"))
     assert folders(tmp_path) == ["checkpoint-000001"]
+    # An exported model has no optimizer: what a checkpoint takes says nothing of it.
+    manager.save(2, lambda folder: (folder / "a").write_text("a"), name="checkpoint-final")
+    assert folders(tmp_path) == ["checkpoint-000001", "checkpoint-final"]
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
