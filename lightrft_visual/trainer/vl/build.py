@@ -292,8 +292,8 @@ def _actor_optimizer(
 ) -> OptimizerSettings:
     """With the learning rates of vision tower and projector. Raises ConfigError where one of them is of nothing."""
     train, names = config.train, [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    prefixes = family.projectors, family.towers
-    parts = {name: (own, getattr(train, name)) for name, own in zip(OWN_RATES, prefixes, strict=True)}
+    rates = train.projector_learning_rate, train.vision_learning_rate
+    parts = dict(zip(OWN_RATES, zip((family.projectors, family.towers), rates), strict=True))
 
     def part_of(name: str) -> str | None:
         return next(
