@@ -30,10 +30,10 @@ def late_rewards() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory, cache_root, made_elsewhere, late_rewards) -> Path:
-    own = [make(made_elsewhere) for make in (elsewhere.bad, elsewhere.good, elsewhere.bad_rewards)]
+    own = elsewhere.bad(made_elsewhere) | elsewhere.good(made_elsewhere)
     folder = tmp_path_factory.mktemp("one_rank")
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root)}
-    runs = own[0] | own[1] | own[2] | filled(ONE_RANK, **others, **late_rewards)
+    runs = own | filled(ONE_RANK, **others, **late_rewards)
     for name in ("base", "kl_loss_lora"):  # what a run has exported is loaded by vLLM and trained on
         exported = str(folder / name / "checkpoint-final")
         runs[f"reloaded_{name}"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]

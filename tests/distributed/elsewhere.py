@@ -14,12 +14,6 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")
 REWARDS = """
 def score(prompts, completions, reference, images):
     return [float(str(answer) in text) + 0.01 * len(text) for text, answer in zip(completions, reference)]
-
-def short(completions):
-    return [0.0] * (len(completions) - 1)
-
-def nan(completions):
-    return [float("nan")] * len(completions)
 """
 
 
@@ -50,11 +44,11 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def settings(folder: Path, family: str, data: str, reward: str = "score") -> list[str]:
+def settings(folder: Path, family: str, data: str) -> list[str]:
     own = (
         f"--pretrain {folder}/models/{family} --prompt_data {folder}/data/{data} --max_steps 2 --generate_max_len 8 "
         f"--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0 --no_reward_probe "
-        f"--reward_fn {folder}/my_reward.py:{reward}"
+        f"--reward_fn {folder}/my_reward.py:score"
     )
     return [*SMALL, *own.split()]
 
@@ -69,17 +63,8 @@ def bad(folder: Path) -> dict[str, list[str]]:
     """Runs that must fail before any model loads."""
     rows = settings(folder, "qwen2_5_vl", "rows.jsonl")
     return {
-        "no_model": [*rows, "--pretrain", f"{folder}/models/none"],
-        "no_file": settings(folder, "qwen2_5_vl", "none.jsonl"),
-        "no_column": [*rows, "--input_key", "question"],
         "no_image": settings(folder, "qwen2_5_vl", "no_image.jsonl"),
-        "no_function": settings(folder, "qwen2_5_vl", "rows.jsonl", "scor"),
         "no_checkpoint": [*rows, "--resume_from", "auto"],
         "long_prompt": [*rows, "--prompt_max_len", "8"],
-        "best_metric": [*rows, "--best_metric", "eval_reward"],
         "save_path": [*rows, "--save_path", f"{folder}/data"],
     }
-
-
-def bad_rewards(folder: Path) -> dict[str, list[str]]:
-    return {name: settings(folder, "qwen2_5_vl", "rows.jsonl", name) for name in ("short", "nan")}
