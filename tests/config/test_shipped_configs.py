@@ -82,7 +82,10 @@ LAYERS = {
         "num_steps": 14, "guidance_scale": 1.0, "awm_power": 0.25, "clip_range": 1.0, "global_std": True, "beta": 1e-3,
         "old_beta": 1.0, "adv_clip_max": 5.0,
     },
-    "dgpo": {"num_steps": 10, "guidance_scale": 4.5, "dpo_beta": 100.0, "beta": 1e-3, "cfg_in_training": False},
+    "dgpo": {
+        "num_steps": 10, "guidance_scale": 4.5, "dpo_beta": 100.0, "beta": 0.02, "global_std": True,
+        "n_samples_per_prompt": 16, "cfg_in_training": False,
+    },
     "crd": {
         "num_steps": 10, "guidance_scale": 1.0, "crd_beta": 1.0, "beta": 0.1, "adv_clip_max": 5.0, "global_std": True,
     },
