@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
@@ -130,3 +131,30 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
     for package, used in packages.items():
         if used and package in OPTIONAL and package not in sys.modules and find_spec(package) is None:
             yield str(missing(package))
+
+
+def refused_resume(config: Any) -> list[str]:
+    """A line where there is no checkpoint to resume from, or where the newest one, by its manifest, has an optimizer
+    that this run cannot read. Its files are looked at later."""
+    output = config.output
+    named = output.resume_from or ("auto" if output.load_checkpoint else None)
+    root = Path((output.ckpt_path or output.output_dir) if named == "auto" else named or os.devnull)
+    if named == "auto" and not any(root.glob("*checkpoint-*")):
+        return [f"--resume: no complete checkpoint in {root} (a run saves some with save_steps)"]
+    manifests = map(_content, [root / "manifest.json", *root.glob("*checkpoint-*/manifest.json")])
+    known = [(content["sequence"], content["model"] or {}) for content in manifests if content.get("resumable")]
+    saved = max(known, key=lambda each: each[0], default=(0, {}))[1]
+    here = {"zero_stage": config.distributed.zero_stage, "lora_rank": config.model.lora_rank, "bf16": config.model.bf16}
+    apart = [n for n in here if saved.get(n, here[n]) != here[n] and (n, {saved[n], here[n]}) != ("zero_stage", {1, 2})]
+    told = ", ".join(f"{name} {saved[name]!r} ({here[name]!r} here)" for name in apart)
+    way = "resume with that, or name its exported model by --pretrain"
+    return [f"--resume: the newest checkpoint of {root} was trained with {told}: {way}"] if apart else []
+
+
+def _content(manifest: Path) -> dict[str, Any]:
+    """Empty for one that cannot be read, which is said where the files are looked at."""
+    try:
+        content = json.loads(manifest.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and {"sequence", "model"} <= content.keys() else {}

@@ -28,7 +28,7 @@ from ..runtime.masking import mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
-from .given_files import missing_files
+from .given_files import missing_files, refused_resume
 from .leaves import KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
 from .shared import EMBEDDED, REWARDS
@@ -159,7 +159,7 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         if run.dry_run:
             _print_once(resolved_yaml(run.config).removesuffix("\n"))
             raise SystemExit(_show_plan(run.config))
-        if missing := missing_files(run.config):
+        if missing := missing_files(run.config) + refused_resume(run.config):
             raise together([ConfigError(line) for line in missing])
         return run.config
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """All that is wrong with a command is said in one answer."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.given_files import missing_files
+from lightrft_visual.config.given_files import missing_files, refused_resume
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
@@ -180,3 +181,25 @@ def test_packages_that_settings_need_and_that_are_not_installed_are_named(monkey
     assert [next(word for word in ("sglang", "wandb", "liger") if f"[{word}]" in line) for line in found] == [
         "sglang", "liger", "wandb",
     ]  # fmt: skip
+
+
+def test_what_cannot_resume_is_refused_by_the_manifests(tmp_path):
+    def refused(*argv: str) -> str:
+        told = refused_resume(parse_run(argv=["--output_dir", str(tmp_path), *argv]).config)
+        return told[0] if told else ""
+
+    assert refused() == "" and f"no complete checkpoint in {tmp_path}" in refused("--resume")
+    for step, stage in ((1, 3), (2, 1)):
+        folder = tmp_path / f"checkpoint-00000{step}"
+        folder.mkdir()
+        model = {"zero_stage": stage, "lora_rank": 0, "bf16": False}
+        content = {"sequence": step, "resumable": True, "model": model}
+        (folder / "manifest.json").write_text(json.dumps(content))
+    (tmp_path / "checkpoint-000003").mkdir()
+    (tmp_path / "checkpoint-000003" / "manifest.json").write_text("[")
+    assert refused("--resume") == refused("--resume", "--zero_stage", "1") == ""  # ZeRO 1 and 2 have one form
+    assert "was trained with lora_rank 0 (1 here)" in refused("--resume", "--lora_rank", "1")
+    assert "zero_stage 1 (3 here), bf16 False (True here)" in refused("--resume", "--zero_stage", "3", "--bf16")
+    first = str(tmp_path / "checkpoint-000001")
+    assert "zero_stage 3 (2 here)" in refused("--resume_from", first)
+    assert refused("--resume_from", first, "--zero_stage", "3") == refused("--resume_from", f"{first}9") == ""
