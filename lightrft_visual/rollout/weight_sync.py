@@ -34,6 +34,8 @@ T = torch.Tensor
 Item = TypeVar("Item")
 # Of weights that ZeRO-3 gathers at once. Each gathering ends with a wait for the device, so many small ones are slow.
 BUCKET_BYTES = 512 * 2**20
+# model -> {a weight's name: that in the files of its checkpoint}, of weights that are only renamed.
+_renamed: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,22 @@ def _as_in_files(model: PreTrainedModel, weights: Iterable[tuple[str, T]]) -> It
     """By the names, and in the parts, that the files had which transformers loaded: what engines know.
 
     transformers renames modules of older checkpoints, and holds the experts of a layer in one tensor. Where it takes
-    several tensors to make one of a file's, or the engine turns them itself, names stay as they are."""
+    several tensors to make one of a file's, or the engine turns them itself, names stay as they are. Of weights that
+    are renamed and no more it is asked once: hundreds of names at every sync cost a tenth of a second."""
     changes = getattr(model, "_weight_conversions", None) or []
     if any(isinstance(each, WeightConverter) and len(each.target_patterns) > 1 for each in changes):
         changes = []
     if model.config.model_type in TRANSPOSED:
         changes = []
+    renamed = _renamed.setdefault(model, {})
     for name, tensor in weights:
-        yield from revert_weight_conversion(model, {name: tensor}).items() if changes else [(name, tensor)]
+        if not changes or name in renamed:
+            yield renamed.get(name, name), tensor
+            continue
+        made = revert_weight_conversion(model, {name: tensor})
+        if [part is tensor for part in made.values()] == [True]:
+            renamed[name] = next(iter(made))
+        yield from made.items()
 
 
 def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:

@@ -123,3 +123,10 @@ def test_an_engine_that_reads_files_gets_their_names_and_parts(tmp_path, name):
     held = load_file(tmp_path / "model.safetensors")
     assert sent.keys() == held.keys()
     assert all(torch.equal(sent[key], held[key]) for key in held)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.mul_(2)
+    later = dict(EngineWeights(SimpleNamespace(file_names=True), engine_of(actor)))
+    # Buffers, such as the bounds of a clipped layer, have not changed.
+    doubled = [key for key in held if torch.equal(later[key], 2 * held[key])]
+    assert later.keys() == held.keys() and len(doubled) >= len([*actor.parameters()])
