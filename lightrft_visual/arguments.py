@@ -64,6 +64,9 @@ def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
         found["environment"] = os.fspath(environment) if plain else give(name_of(environment), environment)
     if tools is not None:
         listed = tools if isinstance(tools, list | tuple) else [tools]
+        for each in listed:
+            if not isinstance(each, str) and not callable(each):
+                raise ConfigError(f"tools has a {type(each).__name__}: give functions, or path.py:function")
         found["tools"] = ",".join(each if isinstance(each, str) else give(name_of(each), each) for each in listed)
     return found
 
@@ -131,6 +134,8 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dict[str, Any]:
     """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
+    if rewards is None:
+        raise ConfigError("reward_weights are those of reward_funcs: give the rewards too")
     listed_alone = isinstance(rewards, Mapping) or (isinstance(rewards, str) and rewards.endswith(SUFFIXES))
     if listed_alone and weights is not None:
         raise ConfigError("reward_weights belong to a list of rewards: a mapping or a recipe has weights of its own")

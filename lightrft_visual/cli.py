@@ -162,7 +162,7 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 @cli.command(context_settings={"ignore_unknown_options": True})
 @click.argument("checkpoint")
 @click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat.")
-@click.option("--image", "images", multiple=True, help="An image of the prompt; repeat.")
+@click.option("--image", "images", multiple=True, type=click.Path(exists=True), help="An image of the prompt; repeat.")
 @click.option("--draw", is_flag=True, help="Ask a model that both answers and draws for images.")
 @click.option("-n", "--n", "count", default=1, help="Samples of each prompt.")
 @click.option("--seed", default=0)

@@ -19,7 +19,6 @@ from .arguments import data_of, saved
 from .config import registry
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, nearest, refused_as
-from .runtime.checkpoint.manifest import read_manifest
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
 SETTINGS = "config.resolved.yaml"  # of a run
@@ -140,6 +139,8 @@ def _configured(
             tree = dict(checkpoint.run)
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
+            from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
+
             named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
             own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
@@ -221,12 +222,13 @@ def evaluation(
 ) -> dict[str, Any]:  # fmt: skip
     """`evaluate` with what its `metrics` were made with: `observe.conditions`, `checkpoint` and `suite`."""
     from .launch import started
-    from .observe.conditions import conditions
-    from .trainer.features.conditions import held_out
 
     with _on_disk(model) as checkpoint:
         with _configured(Checkpoint.of(checkpoint, base), eval_dataset, reward_funcs, settings, suite) as config:
             with started(config) as trainer:
+                from .observe.conditions import conditions
+                from .trainer.features.conditions import held_out
+
                 found = conditions(config, held_out(trainer.parts.evaluation))
                 own = {"checkpoint": os.fspath(checkpoint), "suite": suite}
                 return {"metrics": dict(trainer.evaluate()), **own, **found}

@@ -17,13 +17,9 @@ from typing import Any
 
 import yaml
 
+from .config import registry
 from .config.recipes import yaml_value
 from .errors import ConfigError
-from .rewards.local.callables import CallableSource
-from .rewards.registry import build_scorer
-from .rewards.remote.client import token_from_env
-from .rewards.remote.server import ServerSettings, create_app, serve
-from .runtime.usercode.calls import load_reward_fn
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,6 +66,10 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 def build(arguments: argparse.Namespace) -> Any:
     """What is served. Raises ConfigError."""
+    from .rewards.local.callables import CallableSource
+    from .rewards.registry import build_scorer
+    from .runtime.usercode.calls import load_reward_fn
+
     settings = parse_settings(arguments.kwargs)
     if arguments.reward_fn:
         if settings:
@@ -85,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the process is ended; the exit code is 2 where the settings are wrong."""
     arguments = build_parser().parse_args(argv)
     try:
+        _ = registry.scorers[arguments.scorer]  # names are checked before torch is loaded
+        from .rewards.remote.client import token_from_env
+        from .rewards.remote.server import ServerSettings, create_app, serve
+
         settings = ServerSettings(
             max_batch=arguments.max_batch,
             max_wait=arguments.max_wait,

@@ -65,6 +65,26 @@ def test_settings_that_cannot_work_end_the_command_before_torch():
     )
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["eval", "org/model", "--data", "embedded", "--temprature", "0"], "did you mean 'temperature'"),
+        (["eval", "org/model", "--data", "none.jsonl"], "none.jsonl does not exist"),
+        (["sample", "org/model", "--prompt", "a", "--temperature", "warm"], "give 0, which is greedy"),
+        (["sample", "org/model", "--prompt", "a", "--image", "none.png"], "'none.png' does not exist"),
+        (["serve-reward", "--scorer", "exat"], "did you mean 'exact'"),
+    ],
+)
+def test_what_is_wrong_with_other_verbs_is_said_before_torch(words, told):
+    code = (
+        f"import sys\nsys.argv[1:] = {words}\nfrom lightrft_visual.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as left:\n    print(left.code, 'torch' in sys.modules)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"] and told in done.stderr
+
+
 def test_unknown_algorithm_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="no algorithm 'grop'; did you mean 'grpo'"):
         command("train", "grop")

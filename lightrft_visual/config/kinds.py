@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from .constraints import Choice, load_target
 
 TRAINER = "lightrft_visual.trainer"
@@ -197,6 +197,9 @@ def check_hooks(hooks: Iterable[Any]) -> None:
         if isinstance(hook, type) or not any(hasattr(hook, name) for name in MOMENTS):
             told = f"the class {hook.__name__}: give an object of it" if isinstance(hook, type) else type(hook).__name__
             raise ConfigError(f"no hook is {told}; one has some of the methods {', '.join(MOMENTS)}")
+        for name in (name for name in dir(hook) if name.startswith("on_") and name not in MOMENTS):
+            if near := nearest(name, MOMENTS):
+                raise ConfigError(f"{type(hook).__name__}.{name} would never be called; did you mean {near!r}?")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def test_numbers_that_json_lacks_are_null():
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(serve_reward, "serve", lambda app, host, port, settings: bind(host, 0, settings).close())
+    there = "lightrft_visual.rewards.remote.server.serve"
+    monkeypatch.setattr(there, lambda app, host, port, settings: bind(host, 0, settings).close())
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
 
