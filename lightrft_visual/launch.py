@@ -210,7 +210,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
     in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
     log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
-    if log is None and not in_use and disk_problem(error) is None:
+    if log is None and not in_use and disk_problem(error) is None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []

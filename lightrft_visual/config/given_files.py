@@ -53,6 +53,11 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
     default all."""
     outputs = {name: getattr(config.output, name) for name in OUTPUTS if names is None or name in names}
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
+    for name, each in outputs.items():
+        there = next((folder for folder in Path(each or ".").absolute().parents if folder.exists()), None)
+        there = Path(each) if each and os.path.isdir(each) else there
+        if there is not None and there.is_dir() and not os.access(there, os.W_OK):
+            found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
     sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)

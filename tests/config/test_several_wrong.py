@@ -203,3 +203,11 @@ def test_what_cannot_resume_is_refused_by_the_manifests(tmp_path):
     first = str(tmp_path / "checkpoint-000001")
     assert "zero_stage 3 (2 here)" in refused("--resume_from", first)
     assert refused("--resume_from", first, "--zero_stage", "3") == refused("--resume_from", f"{first}9") == ""
+
+
+def test_an_output_folder_that_cannot_be_written_is_named_before_anything_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightrft_visual.config.given_files.os.access", lambda path, mode: Path(path) != tmp_path)
+    (found,) = missing("--output_dir", str(tmp_path / "new/run"))
+    assert f"since {tmp_path} may not be" in found
+    monkeypatch.undo()
+    assert missing("--output_dir", str(tmp_path / "new/run")) == []

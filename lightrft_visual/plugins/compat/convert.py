@@ -114,7 +114,7 @@ def _named_file(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def _settings_elsewhere(file: Path, read: Mapping[str, Any], left_out: dict[str, str]) -> bool:
     """Whether a part of the settings is not in the file, so that what it lacks is not its system's default."""
-    if file.suffix == ".py" and not re.search(r"(GRPO|RLOO|PPO|SFT)Config\(", file.read_text()):
+    if file.suffix == ".py" and not re.search(r"(GRPO|RLOO|PPO|SFT)Config\(", file.read_text("utf-8-sig")):
         left_out["args"] = "they come from the command line of this script: convert the shell script that starts it"
         return True
     return any(name.replace("-", "_") in OF_FILES for name in read)
@@ -131,7 +131,7 @@ def _add_unset(system: str, verb: str, names: Names, taken: dict[str, Any]) -> l
 
 def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
     """The algorithm of the command. Raises ConfigError for a kind of training that has no counterpart."""
-    kinds = [next(filter(None, each.groups())).lower() for each in KINDS.finditer(file.read_text())]
+    kinds = [next(filter(None, each.groups())).lower() for each in KINDS.finditer(file.read_text("utf-8-sig"))]
     known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]
     if not known and (other := [kind for kind in kinds if kind.endswith(OTHER_KINDS)]):
         raise ConfigError(
@@ -214,7 +214,7 @@ def _shell(value: Any) -> str:
 
 def _settings(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8-sig")
         if file.suffix in (".yaml", ".yml", ".json"):
             tree = yaml.safe_load(text)
             yield from _flat(_resolved(tree) if isinstance(tree, Mapping) else {})

@@ -304,6 +304,10 @@ ALIASES_OF["DiffusionRunConfig"] = {  # Flow-GRPO
     "train.cfg": "cfg_in_training",
     "train.ema": "enable_ema",
     "train.learning_rate": "learning_rate",
+    "train.adam_weight_decay": "l2",
+    "pretrained.model": "pretrain",
+    "save_freq": "save_steps",  # epochs there, each of which is a rollout and its updates
+    "eval_freq": "eval_steps",
 }
 
 # As in config/spellings.py.
@@ -466,6 +470,27 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
     ),
     "use_flash_attn": "write --attn_implementation flash_attention_2",
     "resolution": "write --height and --width (pixels)",
+    "sample.train_batch_size": "images that a rank draws at once are --micro_rollout_batch_size",
+    "sample.num_batches_per_epoch": "prompts of a rollout are --rollout_batch_size: batches of all ranks, times images "
+    "of a batch, by images of a prompt",
+    "sample.test_batch_size": "images that a rank draws at once are --micro_rollout_batch_size",
+    "per_prompt_stat_tracking": "leave it out: images are compared with those of their prompt; --global_std divides by "
+    "the standard deviation of all",
+    "prompt_fn": "write --prompt_data FILE, of prompts in a text file, or of rows",
+    **{
+        f"reward_fn.{there}": f"write --components.{here} WEIGHT"
+        for there, here in (
+            ("pickscore", "pick_score"),
+            ("imagereward", "image_reward"),
+            ("clipscore", "clip_score"),
+            ("ocr", "ocr"),
+            ("geneval", "geneval"),
+            ("aesthetic", "aesthetic"),
+            ("unifiedreward", "unified_reward"),
+            ("jpeg_compressibility", "jpeg_compressibility"),
+        )
+    },
+    "lora_base_model": "write --trainable_models NAMES",
     "use_vllm": "leave it out: images are drawn by diffusers",
     **dict.fromkeys(
         ("colocate_all_models", "colocate_actor_ref", "train.colocate_all"),
@@ -588,6 +613,8 @@ NEEDLESS = {
     "logging_strategy": _so_anyway("pretrain", "", "not needed, every step is logged"),
     "log_completions": _so_anyway("bf16", "", "not needed, rollouts/ has the completions of every step"),
     "remove_unused_columns": _so_anyway("bf16", "", "not needed, a reward gets the columns that it names"),
+    "per_device_eval_batch_size": _so_anyway("pretrain", "", "not needed, evaluations take --micro_rollout_batch_size"),
+    "dataloader_num_workers": _so_anyway("pretrain", "", "not needed, a run reads its rows itself"),
     "colocate_all_models": _so_anyway(
         "bf16", "true", "not needed, every rank trains and generates", "write --placement split"
     ),

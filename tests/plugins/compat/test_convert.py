@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -447,6 +451,16 @@ GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
     assert settings(found).model.lora_rank == 0 and "use_peft" in found.left_out["lora_rank"]
     algorithm = settings(converted("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1))")).algorithm
     assert (algorithm.init_kl_coef, algorithm.use_kl_loss) == (0.1, False)
+
+
+def test_file_in_utf_8_is_read_wherever_it_is_run(tmp_path):
+    (tmp_path / "t.py").write_bytes("\ufeffGRPOTrainer('m', args=GRPOConfig(run_name='läuft'))".encode())
+    code = f"from pathlib import Path\nfrom {convert.__module__} import convert\n"
+    code += "print(ascii(convert('trl', Path('t.py')).command))"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment |= {"PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "l\\xe4uft" in done.stdout, done.stderr
 
 
 def test_trl_script_whose_settings_come_from_its_command_line_has_no_defaults(converted):
