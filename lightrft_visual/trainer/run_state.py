@@ -83,6 +83,7 @@ class RunState:
         self._stop, self._launchers = StopRequest(), LauncherWatch()
         self._interrupt, self._interrupted = Interrupt(), False
         self._between_steps: dict[str, Any] = {}
+        self._last = -1, Path()  # the last checkpoint and its step; -1: it was said to be missing
         self._optional = False  # whether nobody asked for the checkpoint that is being written
 
     @contextmanager
@@ -130,6 +131,7 @@ class RunState:
         self._say_saved()
 
     def _missing(self, error: CheckpointError) -> None:
+        self._last = -1, Path()
         if not self._optional:
             raise error
         where = "save_steps says how often one is saved, ckpt_path where"
@@ -152,8 +154,10 @@ class RunState:
         return self.save_marked()
 
     def save_marked(self) -> Path:
-        """A checkpoint as of the last `mark`; nothing may have been trained since."""
-        return self.save(self._between_steps)
+        """A checkpoint as of the last `mark`, unless the step has one; nothing may have been trained since."""
+        self.settle()
+        step, path = self._last
+        return path if step == self.trainer.step else self.save(self._between_steps)
 
     def save(self, changing: Mapping[str, Any] | None = None, behind: bool = False) -> Path:
         """A checkpoint of this step, with the metrics of the evaluation that these very weights had, if any.
@@ -164,6 +168,7 @@ class RunState:
         trainer = self.trainer
         metrics = trainer.latest_eval if trainer.evaluated_step == trainer.step else {}
         path = self._save(changing, behind and self.output.save_steps is None, metrics=metrics, behind=behind)
+        self._last = trainer.step, path
         self._say_saved()
         return path
 

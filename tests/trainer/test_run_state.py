@@ -157,6 +157,19 @@ def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
     assert state.exit_code == 75
 
 
+def test_a_stop_behind_a_checkpoint_of_its_step_writes_none_again(tmp_path):
+    """The time until a scheduler's SIGKILL is short, and a checkpoint may be large."""
+    trainer, writes = Trainer(), []
+    state = RunState(trainer, output(tmp_path))
+    trainer.save_engines = lambda folder: writes.append((folder / "weights.bin").write_bytes(b"w"))
+    trainer.step = 3
+    assert state.save() == state.stop() and len(writes) == 1
+    state.mark()
+    assert state.stop(rewound=True).name == "checkpoint-000003" and len(writes) == 1
+    trainer.step = 4
+    assert state.stop().name == "checkpoint-000004" and len(writes) == 2
+
+
 def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_taken_over(tmp_path):
     trainer = Trainer()
     folder = RunState(trainer, output(tmp_path)).save()
