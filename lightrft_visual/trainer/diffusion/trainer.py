@@ -12,6 +12,7 @@ from typing import Any
 
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
+from ...errors import DataError
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
@@ -127,6 +128,7 @@ class DiffusionTrainer(PolicyTrainer):
         old, evaluation = self.parts.old, self.parts.evaluation
         return {
             "updates": self.updates,
+            "seed": self.config.train.seed,
             "data": self.prompts.dataset.fingerprint,
             "old": old.state_dict() if old is not None else None,
             "base_images": evaluation.base if evaluation is not None else None,
@@ -134,6 +136,10 @@ class DiffusionTrainer(PolicyTrainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts.dataset.check_resumed(state.get("data"))
+        was, seed = state.get("seed"), self.config.train.seed  # earlier versions kept none
+        if was not in (None, seed):
+            told = "a new run takes the exported one: --pretrain"
+            raise DataError(f"cannot resume the prompt order: seed was {was}, now it is {seed}; {told}")
         self.updates = int(state["updates"])
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])

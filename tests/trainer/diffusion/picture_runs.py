@@ -93,6 +93,7 @@ RUNS = {
             "moved": "--pretrain {folder}/moved",
             "other_model": "--pretrain {folder}/other",
             "other_rank": "--lora_rank 8",
+            "other_seed": "--seed 7",
             "other_model_allowed": "--pretrain {folder}/other --resume_other_model true",
         }.items()
     },

@@ -209,7 +209,12 @@ def test_prompts_that_the_reward_does_not_know_are_counted_where_they_are_few_en
 
 def test_a_run_resumes_with_its_own_model_wherever_that_lies(folder):
     assert facts(folder, "moved")["steps"] == 1 and "figures" in facts(folder, "moved")
-    for name, told in (("other_model", "trained with pretrain '"), ("other_rank", "trained with lora_rank 4 (8 here)")):
-        assert facts(folder, name)["error"] == "CheckpointError" and facts(folder, name)["steps"] == 0
-        assert told in facts(folder, name)["text"] and "--resume_other_model true" in facts(folder, name)["text"]
+    for name, error, told, way in (
+        ("other_model", "CheckpointError", "trained with pretrain '", "--resume_other_model true"),
+        ("other_rank", "CheckpointError", "trained with lora_rank 4 (8 here)", "name that by --pretrain"),
+        ("other_seed", "DataError", "seed was 42, now it is 7", "--pretrain"),
+    ):
+        found = facts(folder, name)
+        assert found["error"] == error and found["steps"] == 0
+        assert told in found["text"] and way in found["text"]
     assert facts(folder, "other_model_allowed")["steps"] == 1
