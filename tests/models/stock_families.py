@@ -33,6 +33,7 @@ from lightrft_visual.models.tiny.vlm import (
     tiny_config,
 )
 from lightrft_visual.models.vlm import probe
+from lightrft_visual.runtime.checkpoint.export import TRANSPOSED, as_published
 
 IMAGE_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
@@ -368,7 +369,12 @@ def stock(model_type: str, attention: str = "sdpa", **text) -> Stock:
 def stock_checkpoint(folder: Path, model_type: str, **text) -> Checkpoint:
     """The same as a folder, opened as a run opens one."""
     built = stock(model_type, **text)
-    built.model.save_pretrained(folder)
+    kind, weights = built.model.config.model_type, built.model.state_dict()
+    if kind in TRANSPOSED:  # transformers reads either form, but where ranks divide the weights this one alone
+        weights = {name: as_published(kind, name, weight) for name, weight in weights.items()}
+        built.model.save_pretrained(folder, state_dict=weights, save_original_format=False)
+    else:
+        built.model.save_pretrained(folder)
     renamed = transformers.CLIPVisionModel, transformers.SiglipVisionModel
     if isinstance(getattr(built.model.model, "vision_tower", None), renamed):
         _rename(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
