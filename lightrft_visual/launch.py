@@ -25,6 +25,7 @@ from .config.vl import RunConfig
 from .errors import ConfigError, FolderInUse, LightRFTVisualError, StoppedBySignal
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
+from .runtime.packages import wrong_torchvision
 from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import (
     foreign_lines_aside,
@@ -180,6 +181,8 @@ def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     quiet_libraries()
     log_stage("importing libraries")
     with importing():
+        if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
+            raise ConfigError(told)
         from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from .. import __version__
-from ..runtime.packages import OPTIONAL, installed_version
+from ..runtime.packages import OPTIONAL, installed_version, wrong_torchvision
 
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
 PROGRAMS = (
@@ -41,6 +41,8 @@ def _devices() -> Iterator[str]:
         import torch
     except ImportError:
         return
+    if told := wrong_torchvision():
+        yield f"missing  {told}"
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
         yield f"device   CPU, {torch.get_num_threads()} threads; no CUDA device (torch is {built})"

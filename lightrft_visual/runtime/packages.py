@@ -34,6 +34,20 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def wrong_torchvision() -> str | None:
+    """Why torchvision cannot be imported beside this torch, and what to install; None where it can."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        torch, own = installed_version("torch") or "", installed_version("torchvision")
+        told = (
+            f"torchvision {own} does not work with torch {torch} ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
+        plain = f"pip install 'torch==={torch.partition('+')[0]}' takes the one without"
+        return f"{told}: builds with +cpu and others do not mix, so install both from one index; {plain}"
+    return None
+
+
 def missing(name: str) -> ConfigError:
     """The error for a package of OPTIONAL that is not there."""
     purpose, how = OPTIONAL[name]
