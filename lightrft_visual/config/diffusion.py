@@ -57,6 +57,7 @@ from .shared import (
     RewardConfig,
     WeightDecay,
     accumulated,
+    default_held_out,
 )
 
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
@@ -196,6 +197,10 @@ class DiffusionDataConfig(Section):
     image_root: str | None = None  # folder of images that data name by relative paths
     on_bad_row: BadRows = "error"  # skipped rows are counted by cause and listed in bad_rows.jsonl
     max_bad_share: BadShare = 0.05  # a larger share of skipped rows ends the run
+
+    def check(self) -> None:
+        """Held-out prompts of a built-in task."""
+        default_held_out(self, registry.drawing_tasks)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -47,6 +47,15 @@ Checkpointing = Annotated[bool | str, _words]
 def accumulated(steps: int, micro_batch_size: int) -> int:
     """Samples of an update that is `steps` micro-batches on each rank, as many as the launcher started."""
     return steps * micro_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def default_held_out(data: Any, tasks: Container[str | None]) -> None:
+    """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError for
+    another task's."""
+    if data.eval_data is not None and data.eval_data in tasks:
+        told = f"eval_data {data.eval_data} is a built-in task, whose held-out prompts go with prompt_data of that name"
+        require(data.eval_data == data.prompt_data, f"{told}: name a file of prompts")
+        data.eval_data = None
 
 
 REWARDS = ("reward_fn", "reward_pretrain", "remote_rm_url", "components", "reward_recipe")  # settings that name one

@@ -48,6 +48,7 @@ from .shared import (
     RewardConfig,
     WeightDecay,
     accumulated,
+    default_held_out,
 )
 
 SamplingTemperature = Constraint(lambda value: value > 0, "log-probs need a positive temperature")
@@ -153,6 +154,7 @@ class DataConfig(Section):
     def check(self) -> None:
         """Mixing probabilities, and the order of the sizes."""
         mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
+        default_held_out(self, registry.tasks)
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
 

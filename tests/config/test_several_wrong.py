@@ -211,3 +211,12 @@ def test_an_output_folder_that_cannot_be_written_is_named_before_anything_loads(
     assert f"since {tmp_path} may not be" in found
     monkeypatch.undo()
     assert missing("--output_dir", str(tmp_path / "new/run")) == []
+
+
+@pytest.mark.parametrize("schema, options", [(None, {}), (DiffusionRunConfig, {"preset": DIFFUSION_PRESET})])
+def test_held_out_prompts_of_a_built_in_task_are_the_default_and_of_another_are_refused(schema, options):
+    read = [schema] if schema else []
+    run = parse_run(*read, argv=["--prompt_data", "embedded", "--eval_data", "embedded"], **options)
+    assert run.config.data.eval_data is None
+    with pytest.raises(ConfigError, match="eval_data embedded is a built-in task"):
+        parse_run(*read, argv=["--prompt_data", "mine.jsonl", "--eval_data", "embedded"], **options)
