@@ -108,6 +108,9 @@ def _help(root: Root, words: Sequence[str]) -> None:
     names = names_of(root.schema)
     sections = sorted({leaf.section for leaf in names.leaves.values()} - {""})
     asked = [section for section in sections if section in words]
+    after = next((word for flag, word in zip(words, words[1:]) if flag in ("-h", "--help")), "-")
+    if not asked and not after.startswith("-"):
+        raise ConfigError(f"there is no section {after!r}{did_you_mean(after, sections)}")
     if {"--help-all", "--help_all"} & set(words):
         click.echo(help_text(names))
         return

@@ -50,6 +50,11 @@ def test_help_of_a_section_has_its_settings_and_help_all_everything():
     assert "--gold_fn" in everything and "--n_samples_per_prompt int (8)" in everything
 
 
+def test_help_of_a_section_that_is_not_there_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="no section 'rollouts'; did you mean 'rollout'"):
+        command("train", "grpo", "--help", "rollouts")
+
+
 def test_settings_that_cannot_work_end_the_command_before_torch():
     code = (
         "import sys\nfrom lightrft_visual.cli import cli\n"
