@@ -80,7 +80,8 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
         _of_verl(found, left_out)
         found.setdefault("bf16", True)
     if verb != "sft" and system in ("verl", "easyr1"):
-        _kl_of_verl(found, left_out, reward=system == "easyr1")
+        if whole or found.keys() & {*KL_SWITCHES}:
+            _kl_of_verl(found, left_out, whole, reward=system == "easyr1")
     elif system == "openrlhf":
         _of_openrlhf(verb, found)
     elif system == "trl":
@@ -110,6 +111,7 @@ def _drop(found: Found, left_out: dict[str, str], names: Names, why: str) -> Non
 # -- verl and EasyR1 -------------------------------------------------------------------------------------------------
 
 ACTOR = "actor_rollout_ref.actor."
+KL_SWITCHES = ("algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss")
 # Losses that average in a way of their own, whatever loss_agg_mode says.
 AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
 
@@ -153,7 +155,7 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
             _drop(found, left_out, (*rest, "algorithm.kl_horizon"), f"{name} says that it does not count there")
 
 
-def _kl_of_verl(found: Found, left_out: dict[str, str], reward: bool) -> None:
+def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: bool) -> None:
     """Both systems hold weights and forms of a KL that other settings turn off. reward: EasyR1, whose KL is in the
     reward unless it is in the loss."""
     off = _is(found, "algorithm.disable_kl", "true")
@@ -181,8 +183,9 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], reward: bool) -> None:
     found["use_kl_loss"] = in_loss
     weight = "algorithm.kl_coef" if reward else of_loss[0] if in_loss else of_reward[0]
     form = "algorithm.kl_penalty" if reward or not in_loss else of_loss[1]
-    found.setdefault(weight, 0.001)
-    found.setdefault(form, "low_var_kl" if in_loss and not reward else "kl")
+    if whole:
+        found.setdefault(weight, 0.001)
+        found.setdefault(form, "low_var_kl" if in_loss and not reward else "kl")
 
 
 # -- OpenRLHF --------------------------------------------------------------------------------------------------------

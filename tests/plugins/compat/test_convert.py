@@ -359,6 +359,7 @@ def test_easyr1_defaults_and_the_file_that_a_script_names(converted, tmp_path):
     assert (config.algorithm.init_kl_coef, config.algorithm.use_kl_loss) == (0.001, False)
     found = converted("easyr1", "run.sh", "python3 -m verl.trainer.main config=gone.yaml trainer.total_epochs=2\n")
     assert not found.unset and "convert it as well" in found.left_out["config"]
+    assert "kl" not in found.command  # which that file may set
 
 
 def test_losses_of_verl_and_easyr1_are_averaged_as_they_do(converted):
