@@ -195,10 +195,10 @@ def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_dev
         assert any(span["reads"] for span in spans)
 
 
-@pytest.mark.parametrize("name,phase", [("counted_kl", "score"), ("counted_flow_grpo", "sample")])
-def test_scoring_and_drawing_wait_for_the_device_once(simulated, name, phase):
+@pytest.mark.parametrize("name,phase,most", [("counted_kl", "score", 1), ("counted_flow_grpo", "sample", 2)])
+def test_scoring_and_drawing_wait_for_the_device_once_and_once_for_new_prompts(simulated, name, phase, most):
     for (span,) in waits(simulated[2], name, phase):
-        assert not span["collectives"] and sum(span["reads"].values()) == 1, span
+        assert not span["collectives"] and 1 <= sum(span["reads"].values()) <= most, span
 
 
 def test_a_read_in_the_loop_over_micro_batches_is_counted_by_its_line(simulated):

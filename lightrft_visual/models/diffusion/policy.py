@@ -30,6 +30,7 @@ from ...config.shared import FULL
 from ...errors import ConfigError, did_you_mean, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
+from ...runtime.host_copies import HostCopies
 from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
 from ...runtime.vendor_patches import program_limit
@@ -159,12 +160,15 @@ class DiffusionPolicy(nn.Module):
         """
         known = {text: self._encoded.find(text) for text in dict.fromkeys(texts)}
         new = [text for text, conditions in known.items() if conditions is None]
-        size = self.family.texts_at_once
+        size, copies, made = self.family.texts_at_once, HostCopies(), []
         with self._at_work(*TEXT_ENCODERS) if new else nullcontext():
             for start in range(0, len(new), size):
-                part = new[start : start + size]
-                encoded = separate(self.family.encode_prompts(part))
-                known |= {text: self._encoded.get(text, lambda own=own: own) for text, own in zip(part, encoded)}
+                encoded = separate(self.family.encode_prompts(new[start : start + size]))
+                made += [{name: copies.of(value) for name, value in each.items()} for each in encoded]
+            copies.wait()  # once for all texts
+        for text, each in zip(new, made, strict=True):
+            own = {name: value.clone() for name, value in each.items()}  # neither page-locked nor a part of a batch
+            known[text] = self._encoded.get(text, lambda own=own: own)
         return known
 
     def compile_blocks(self, backend: str = "inductor") -> None:
