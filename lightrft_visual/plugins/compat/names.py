@@ -42,7 +42,6 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "eval_n_samples_per_prompt": "eval_samples_per_prompt",  # OpenRLHF
     "train_max_tokens_per_gpu": "max_tokens_per_batch",
     "overlong_penalty_factor": "overlong_buffer_penalty_factor",
-    "normalize_reward": "reward_running_norm",
 }
 
 ALIASES_OF: dict[str, dict[str, str]] = {
@@ -366,6 +365,8 @@ LIGHTRFT: dict[str, str | tuple[str, ...]] = {
 }
 
 DIFFERENT: dict[str, str | tuple[str, ...]] = {
+    "normalize_reward": "leave it out: OpenRLHF takes mean and deviation from the reward model's file; "
+    "--reward_running_norm those of this run's rewards",
     "beta": "TRL's beta weighs a KL term in the loss: write --init_kl_coef X --use_kl_loss --kl_estimator k3; "
     "for a beta of 0 --init_kl_coef 0 alone",
     "kl_loss_coef": (
