@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -147,6 +148,7 @@ def _line(leaf: Leaf) -> str:
 def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite: str | None, out: str,
              settings: tuple[str, ...]) -> None:  # fmt: skip
     """Metrics of CHECKPOINT on held-out prompts; SETTINGS of a run as --name value."""
+    _without_greeting()
     from .inference import evaluation
 
     found = evaluation(checkpoint, data, list(rewards) or None, suite=suite, **_pairs(settings))
@@ -174,6 +176,7 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], draw: bool, count: int, seed: int,
            out: str, settings: tuple[str, ...]) -> None:  # fmt: skip
     """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
+    _without_greeting()
     from .inference import sample as made
     from .observe.images import write_mp4
 
@@ -213,6 +216,11 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def _without_greeting() -> None:
+    """DeepSpeed warns at its import that it has found no accelerator; a run has that line in its log.txt."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+
+
 @cli.command()
 @click.argument("runs", nargs=-1, required=True)
 @click.option("-o", "--output", default="report.html", show_default=True)
@@ -222,6 +230,7 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
 )
 def report(runs: tuple[str, ...], output: str, title: str | None, by_seed: bool | None) -> None:
     """A page with curves and samples of a run, of several side by side, or of groups of seeds with mean and band."""
+    _without_greeting()
     from .observe.report.page import write_report
 
     path = write_report(runs, output, title, by_seed)

@@ -33,6 +33,12 @@ def process(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, **options)
 
 
+def test_a_report_says_its_own_lines_alone(tmp_path):
+    done = process("report", str(tmp_path / "none"))
+    assert done.returncode == 1 and not done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: ") and "none" in done.stderr
+
+
 @pytest.mark.parametrize("name", cli.ALGORITHMS)
 def test_help_is_25_lines_of_settings_that_exist(name):
     lines = command("train", name, "--help").splitlines()
