@@ -30,7 +30,6 @@ from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
-    log_stage,
     say_last,
     screen,
     seldom_collecting,
@@ -179,7 +178,6 @@ def _end_at_once(number: int, _: object) -> None:
 def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     bound_spinning()  # before anything loads torch
     quiet_libraries()
-    log_stage("importing libraries")
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
             raise ConfigError(told)

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
-exec deepspeed examples/train_grpo_vl.py "$@"
+exec deepspeed --quiet examples/train_grpo_vl.py "$@" # DeepSpeed would speak before the run and after it

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
@@ -90,3 +92,17 @@ def test_program_trains_is_told_of_errors_and_goes_on(tmp_path):
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all well", done.stdout + done.stderr
+
+
+def test_a_command_says_at_most_12_lines_before_its_first_step_and_a_summary_at_last(tmp_path):
+    build_tiny_checkpoint(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "what?", "reference": "1"}\n' * 4)
+    files = "--pretrain model --prompt_data rows.jsonl --eval_data rows.jsonl --output_dir out --engine_type hf"
+    sizes = "--rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4 --generate_max_len 4 --max_steps 1"
+    words = f"-m lightrft_visual train grpo {files} {sizes} --reward.components.exact 1.0".split()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command, pipe = [sys.executable, *words], subprocess.PIPE
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, timeout=300)
+    lines = done.stdout.decode().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/1"))
+    assert first <= 12 and lines[-1].startswith("done: 1 steps in"), lines

@@ -74,11 +74,10 @@ def build_parts(config: RunConfig) -> VLParts:
 def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[FolderLock]) -> VLParts:
     resume_folder = check_output(config.output)
     named, judged = config.model.pretrain, config.gold
-    log_stage("reading tokenizer and processor, checking the engine's settings")
+    log_stage("reading tokenizer, processor and data, checking the engine's settings")
     config, checkpoint = _open(config)
     model = model_of(named, config, checkpoint, config.algorithm.estimator.critic)
     check_model(resume_folder, model, config.output.resume_other_model)
-    log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)

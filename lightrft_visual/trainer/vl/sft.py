@@ -201,13 +201,12 @@ def build_supervised(config: SFTRunConfig, callbacks: Sequence[Any] = ()) -> Sup
 
 def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTParts:
     resume_folder, named = check_output(config.output), config.model.pretrain
-    log_stage("reading tokenizer and processor")
+    log_stage("reading tokenizer, processor and data")
     config, checkpoint = open_model(config)
     if config.train.packing_samples:
         checkpoint.family.require_packing()
     model = model_of(named, config, checkpoint, critic=False)
     check_model(resume_folder, model, config.output.resume_other_model)
-    log_stage("reading the data")
     with refused_data_listed(config.output.output_dir):
         checks = RowChecks(
             model_input=checkpoint.processor or checkpoint.tokenizer,
