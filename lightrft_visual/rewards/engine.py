@@ -290,8 +290,8 @@ class RewardComputationEngine:
             if self.aggregator is not None:
                 score, valid, named = self._aggregate_by_hand(batch, columns, call, reasons)
             else:
-                may_be_empty = torch.zeros(len(batch), dtype=torch.bool)
-                may_be_empty = self._may_be_empty(batch) if self.recipe or batch.episodes else may_be_empty
+                none = torch.zeros(len(batch), dtype=torch.bool)
+                may_be_empty = self._may_be_empty(batch) if self.recipe or batch.episodes else none
                 score, valid = weighted_sum(columns, len(batch), may_be_empty)
                 named = named_components(columns)
         if self.recipe is not None and self.recipe.average:

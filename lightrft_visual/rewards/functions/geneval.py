@@ -83,8 +83,8 @@ def verdict(
         position_threshold: of `relations`.
     """
     correct, groups = True, list[list[Found] | None]()
-    for row in asked.get("include") or ():
-        wanted = {name: value for name, value in row.items() if value is not None}  # a table's rows have all columns
+    for given in asked.get("include") or ():
+        wanted = {name: value for name, value in given.items() if value is not None}  # a table's rows have all columns
         count = wanted["count"]
         own: list[Found] | None = objects.get(wanted["class"], [])[:count]
         if len(own or ()) < count or ("color" in wanted and colours(image, own or ()).count(wanted["color"]) < count):
@@ -136,10 +136,10 @@ class GenEval:
         def share(images: list[Any], asked: dict[str, Any]) -> float | Failed | None:
             if not images or not asked.get("include"):
                 return None
-            rows = [*asked["include"], *(asked.get("exclude") or ())]
-            if unknown := {row["class"] for row in rows} - {*self.names}:
+            objects = [*asked["include"], *(asked.get("exclude") or ())]
+            if unknown := {each["class"] for each in objects} - {*self.names}:
                 return Failed(f"geneval: the detector finds no {', '.join(sorted(unknown))}")
-            if unknown := {row.get("color") for row in rows} - {*COLOURS, None}:
+            if unknown := {each.get("color") for each in objects} - {*COLOURS, None}:
                 return Failed(f"geneval: no colour that it tells apart is {', '.join(sorted(unknown))}")
             return sum(self.judge(image, asked, device) for image in images) / len(images)
 
