@@ -202,7 +202,7 @@ def _load(name: str) -> ModuleType:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        with put_back(f"plugin {name}", importing=True):
+        with put_back(f"plugin {name}"):
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"plugin {name} fails on import: {describe_error(error).removeprefix('raised ')}") from error

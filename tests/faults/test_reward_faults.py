@@ -51,7 +51,7 @@ def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_pat
     monkeypatch.setenv("RUN_FOLDER", str(tmp_path / "run"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(surroundings, "_said", set())
-    monkeypatch.setattr(surroundings, "_users", {})
+    monkeypatch.setattr(surroundings, "_users_states", {})
     monkeypatch.setattr(threading, "excepthook", lambda args: logging.error("", exc_info=args[:3]))
     fault, path, told = FAULTS[name], tmp_path / "mine.py", ""
     path.write_text(fault.source)

@@ -216,11 +216,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     """
     what = f"reward function {name}"
     with AsRewardError(what), put_back(what), watched(what):
-        limit = sys.getrecursionlimit()
-        try:
-            return invoke(function, arguments)
-        finally:  # with a lower one nothing could be put back
-            sys.setrecursionlimit(max(limit, sys.getrecursionlimit()))
+        return invoke(function, arguments)
 
 
 @dataclass
@@ -460,7 +456,7 @@ def load_module(path_text: str, what: str = "reward file") -> Any:
     module = importlib.util.module_from_spec(specification)
     sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
     try:
-        with put_back(f"{what} {path_text}", importing=True), _beside(path.parent):
+        with put_back(f"{what} {path_text}"), _beside(path.parent):
             specification.loader.exec_module(module)
     except KeyboardInterrupt:
         raise

@@ -1,18 +1,11 @@
-"""What a user's function changes around itself is put back: streams, folder, warnings, torch's modes, signals,
-umask, decimal numbers, garbage collector, NumPy's errors, locale, random states, recursion limit, environment, module
-path.
-
-A reward function may do all of this for its own good. The run that called it still needs its output, its folder and
-its gradients afterwards. What is named from decimal numbers on is users' code's own: its next call finds it as it was
-left.
+"""What a run needs to go on, and to give the same numbers, is put back after a call of a user's function: random
+states, torch's modes, the working folder, stdout and stderr, handlers of signals. All else that a function changes,
+such as the environment or filters of warnings, stays as it leaves it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import decimal
-import gc
-import locale
 import logging
 import os
 import random
@@ -20,7 +13,6 @@ import signal
 import sys
 import sysconfig
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +20,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
-STREAMS = {"stdout": 1, "stderr": 2}
 FORKED = 70  # exit code of a child that a user's function made by os.fork and let run on (EX_SOFTWARE)
 LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
-EVERY_WARNING = (None, Warning, None, 0)  # of a filter: message, category, module, line
 _one_at_a_time = threading.Lock()
 _said: set[str] = set()
-_users: dict[str, Any] = {}  # what users' code left for its next call
+_users_states: dict[str, Any] = {}  # random states that users' code left for its next call
 
 
 def is_users(filename: str) -> bool:
@@ -43,18 +33,16 @@ def is_users(filename: str) -> bool:
 
 
 @contextlib.contextmanager
-def put_back(what: str, importing: bool = False) -> Iterator[None]:
+def put_back(what: str) -> Iterator[None]:
     """Put back afterwards what a user's code changed, and say once what it was. `what`: the code's name.
 
-    importing: a file or module is imported; what it does to environment and module path stays, for whatever it has
-    imported. Of calls that run at once, in threads, the first one watches.
+    Of calls that run at once, in threads, the first one watches.
     """
     if not _one_at_a_time.acquire(blocking=False):
         yield
         return
     process = os.getpid()
-    watches = [_limits(), _folder(), _streams(), _warnings(), _torch_modes(), _own_modes(), _random_states()]
-    watches += [] if importing else [_environment(), _module_path()]
+    watches = [_signals(), _folder(), _streams(), _torch_modes(), _random_states()]
     for watch in watches:
         next(watch)
     try:
@@ -86,17 +74,12 @@ def _folder() -> Watch:
     except OSError:  # somebody removed it: there is no way back
         before = None
     yield None
-    with contextlib.suppress(OSError):  # the run may stand in a folder that is gone
-        if before in (None, os.getcwd()):
-            yield None
-            return
-    enter_again(str(before))
-    yield "changes the working directory"
+    yield "changes the working directory" if before is not None and enter_again(before) else None
 
 
 def enter_again(folder: str) -> bool:
     """Make it the working directory; whether another one was."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the run may stand in a folder that is gone
         if os.getcwd() == folder:
             return False
     try:
@@ -128,100 +111,24 @@ class BorrowedStream:
 
 
 def _streams() -> Watch:
-    """stdout and stderr, as Python's objects and as the process's files."""
-    lent: dict[str, tuple[BorrowedStream, int]] = {}
-    for name, number in STREAMS.items():
-        with contextlib.suppress(OSError):  # a process may have been started without it
-            lent[name] = BorrowedStream(getattr(sys, name)), os.dup(number)
-            setattr(sys, name, lent[name][0])
+    ours = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    lent = {name: BorrowedStream(stream) for name, stream in ours.items() if stream is not None}
+    for name, stream in lent.items():
+        setattr(sys, name, stream)
     yield None
-    changed = []
-    for name, (stream, spare) in lent.items():
-        if stream.closed or getattr(sys, name) is not stream:
-            changed.append(name)
+    changed = [name for name, stream in lent.items() if stream.closed or getattr(sys, name) is not stream]
+    for name, stream in lent.items():
         setattr(sys, name, stream.stream)
-        try:
-            os.fstat(STREAMS[name])
-        except OSError:  # the process's file is closed
-            os.dup2(spare, STREAMS[name])
-            changed.append(name)
-        os.close(spare)
-    yield f"closes or replaces {' and '.join(dict.fromkeys(changed))}" if changed else None
-
-
-def _warnings() -> Watch:
-    """Filters that turn warnings into errors hold for the call or the import alone, those for every warning for users'
-    code; others may stay, since libraries have some. The run's own are there again."""
-    before = list(warnings.filters)
-    own = [each for each in _users.get("warnings", ()) if each not in before]
-    if own:
-        _set_filters(own + before)
-    yield None
-    new = [each for each in warnings.filters if each not in before]
-    errors = [each for each in new if each[0] == "error"]
-    every = [each for each in new if each[1:] == EVERY_WARNING and each not in errors]
-    removed = [each for each in before if each not in warnings.filters]
-    _users["warnings"] = every
-    if errors or every or removed:
-        _set_filters([each for each in new if each not in errors + every] + before)
-    changed = "changes the filters of warnings" if every != own or removed else None
-    yield "turns warnings into errors" if errors else changed
-
-
-def _set_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # which also makes Python forget what it has decided by the old ones
-    warnings.filters.extend(filters)
-
-
-Mode = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
-
-
-def _modes(modes: Mapping[str, Mode], whose: str, own: bool = False) -> Watch:
-    """own: users' code finds them as it left them."""
-    before = {name: get() for name, (get, _) in modes.items()}
-    entered = before | {name: _users[name] for name in modes if own and name in _users}
-    for name in modes:
-        if entered[name] != before[name]:
-            modes[name][1](entered[name])
-    yield None
-    now = {name: get() for name, (get, _) in modes.items()}
-    changed = [name for name in modes if now[name] != entered[name]]
-    if own:
-        _users.update((name, now[name]) for name in changed)
-    for name in modes:
-        if now[name] != before[name]:
-            modes[name][1](before[name])
-    yield f"changes {whose} {' and '.join(changed)}" if changed else None
-
-
-def _own_modes() -> Watch:
-    set_locale = partial(locale.setlocale, locale.LC_ALL)
-    modes: dict[str, Mode] = {
-        "context of decimal": (_decimals, _count),
-        "locale": (set_locale, set_locale),
-        "garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-        "thresholds of the garbage collector": (gc.get_threshold, lambda told: gc.set_threshold(*told)),
-        "debugging of the garbage collector": (gc.get_debug, gc.set_debug),
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        modes["numpy.seterr"] = numpy.geterr, lambda told: numpy.seterr(**told)
-    return _modes(modes, "the", own=True)
-
-
-def _decimals() -> tuple[Any, ...]:
-    now = decimal.getcontext()
-    return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, dict(now.traps)
-
-
-def _count(told: tuple[Any, ...]) -> None:
-    decimal.setcontext(decimal.Context(*told[:6], flags=[], traps=told[6]))
+    yield f"closes or replaces {' and '.join(changed)}" if changed else None
 
 
 def _torch_modes() -> Watch:
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        return _modes({}, "torch's")
-    modes: dict[str, Mode] = {
+        yield None
+        yield None
+        return
+    modes: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # what reads it, and what sets it
         "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "default device": (torch.get_default_device, _set_device),
@@ -233,7 +140,12 @@ def _torch_modes() -> Watch:
     for kind in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
         on, put = partial(torch.is_autocast_enabled, kind.type), partial(torch.set_autocast_enabled, kind.type)
         modes[f"autocast on {kind.type}"] = on, put
-    return _modes(modes, "torch's")
+    before = {name: get() for name, (get, _) in modes.items()}
+    yield None
+    changed = [name for name, (get, _) in modes.items() if get() != before[name]]
+    for name in changed:
+        modes[name][1](before[name])
+    yield f"changes torch's {' and '.join(changed)}" if changed else None
 
 
 def _set_device(device: Any) -> None:
@@ -241,39 +153,27 @@ def _set_device(device: Any) -> None:
     sys.modules["torch"].set_default_device(None if device.type == "cpu" else device)
 
 
-def _limits() -> Watch:
-    """The umask, the recursion limit, the run's handlers of signals, the signals that this thread blocks, and an alarm,
-    whose signal would end the process. A handler of SIGALRM stays: a file may set it once for all calls."""
-    before, mask = sys.getrecursionlimit(), os.umask(0o077)  # a umask can only be read by setting it
-    os.umask(mask)
-    entered = max(before, _users.get("recursion limit", before))
-    sys.setrecursionlimit(entered)
+def _signals() -> Watch:
+    """The run's handlers, and an alarm, whose signal would end the process. A handler of SIGALRM stays: a file may set
+    it once for all calls."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    blocked, others = signal.pthread_sigmask(signal.SIG_BLOCK, ()), any(signal.getitimer(signal.ITIMER_REAL))
+    alarm = any(signal.getitimer(signal.ITIMER_REAL))
     yield None
-    changed = ["alarm"] * (not others and any(signal.setitimer(signal.ITIMER_REAL, 0)))
-    changed += ["blocked signals"] * (signal.pthread_sigmask(signal.SIG_SETMASK, blocked) != blocked)
+    changed = ["alarm"] * (not alarm and any(signal.setitimer(signal.ITIMER_REAL, 0)))
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler and threading.current_thread() is threading.main_thread():
             signal.signal(number, handler)
             changed.append(f"handler of {number.name}")
-    _users["recursion limit"] = now = sys.getrecursionlimit()
-    sys.setrecursionlimit(before)
-    changed += ["recursion limit"] * (now != entered) + ["umask"] * (os.umask(mask) != mask)
     yield f"changes the {' and the '.join(changed)}" if changed else None
 
 
 def _random_states() -> Watch:
     """Users' code draws from streams of its own, which begin as those of the run are at its first call."""
     before = random_states()
-    put_random_states(_users.get("random states", {}))
-    entered = _users.get("random states", before)
+    put_random_states(_users_states)
     yield None
-    now = random_states()
-    if not _alike(now, entered):
-        _users["random states"] = now
-    if not _alike(now, before):
-        put_random_states(before)
+    _users_states.update(random_states())
+    put_random_states(before)
     yield None
 
 
@@ -303,54 +203,12 @@ def put_random_states(states: Mapping[str, Any]) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """`random_states`, and those of users' code where it has drawn: what a checkpoint holds."""
-    own = _users.get("random states", {})
-    return random_states() | ({"users": own} if own else {})
+    """`random_states`, and those of users' code where it has run: what a checkpoint holds."""
+    return random_states() | ({"users": dict(_users_states)} if _users_states else {})
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put back what `rng_state` gave."""
     put_random_states(state)
-    _users.pop("random states", None)
-    if state.get("users"):
-        _users["random states"] = dict(state["users"])
-
-
-def _alike(some: Any, other: Any) -> bool:
-    if isinstance(some, Mapping):
-        return some.keys() == other.keys() and all(_alike(some[name], other[name]) for name in some)
-    if isinstance(some, tuple) and any(hasattr(each, "all") for each in some):  # NumPy's
-        return len(some) == len(other) and all(map(_alike, some, other))
-    return bool((some == other).all()) if hasattr(some, "all") else some == other
-
-
-def _environment() -> Watch:
-    before, own = dict(os.environ), _users.get("environment", {})
-    _change_environment(own)
-    entered = dict(os.environ)
-    yield None
-    now = dict(os.environ)
-    _users["environment"] = own = {name: now.get(name) for name in before | now if before.get(name) != now.get(name)}
-    _change_environment({name: before.get(name) for name in own})
-    changed = sorted(name for name in entered | now if entered.get(name) != now.get(name))
-    yield f"changes the environment ({', '.join(changed)})" if changed else None
-
-
-def _change_environment(changes: Mapping[str, str | None]) -> None:
-    """None: the variable is gone."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def _module_path() -> Watch:
-    path, before = sys.path, list(sys.path)
-    path[:0] = [each for each in _users.get("module path", ()) if each not in before]
-    entered = list(path)
-    yield None
-    now, sys.path = list(sys.path), path
-    path[:] = before
-    _users["module path"] = [each for each in now if each not in before]
-    yield None if now == entered else "changes sys.path"
+    _users_states.clear()
+    _users_states.update(state.get("users") or {})
