@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ...config.algorithm import AWM_WEIGHTINGS
-from ...errors import ConfigError
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import ratio_means
-from .forward_process import answered_by, noised, squared_error
+from .forward_process import noised, squared_error
 
 T = torch.Tensor
 _TINY = 1e-10
@@ -32,12 +30,7 @@ def matching_log_prob(error: T, sigma: T, weighting: str = "huber", power: float
         weighting: uniform, time, time_squared: w = 1, sigma, sigma². huber, the authors' choice:
             -sigma (error^power - tiny^power) / power, whose gradient falls as the error grows.
         power: of huber.
-
-    Raises:
-        ConfigError: another weighting.
     """
-    if weighting not in AWM_WEIGHTINGS:
-        raise ConfigError(f"awm_weighting is {weighting!r}; it must be one of: {', '.join(AWM_WEIGHTINGS)}")
     if weighting == "huber":
         return -sigma * ((error + _TINY).pow(power) - _TINY**power) / power
     return -error * {"uniform": torch.ones_like(sigma), "time": sigma, "time_squared": sigma.square()}[weighting]
@@ -60,13 +53,11 @@ class AWM:
     guidance_scale: float = 1.0
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """max(-A r, -A clip(r)) + KLs, summed over valid rows / denominator. ValueError without the old policy."""
-        if context.old is None:
-            raise ValueError("AWM needs the rollout policy's weights in the context")
+        """max(-A r, -A clip(r)) + KLs, summed over valid rows / denominator."""
         mixed, target = noised(context, batch)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
-        v_old = answered_by(context.old.swapped, context, inputs)
-        v_reference = answered_by(context.policy.reference, context, inputs) if self.beta > 0 else None
+        v_old = context.by_rollouts(inputs)
+        v_reference = context.by_reference(inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
         log_ratio = self._log_prob(v, target, batch) - self._log_prob(v_old, target, batch)
         advantages = batch.advantages.clamp(-self.adv_max, self.adv_max) / self.adv_max
@@ -79,11 +70,8 @@ class AWM:
             "matching_error": weighted_mean(squared_error(v.detach(), target), batch.valid),
             "old_deviation": weighted_mean(moved.detach(), batch.valid),
         }
-        if v_reference is not None:
-            kl = squared_error(v, v_reference)
-            losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+        kl = None if v_reference is None else squared_error(v, v_reference)
+        return summed(losses, batch.valid, denominator, means, kl, self.beta)
 
     def _log_prob(self, v: T, target: T, batch: DenoisingBatch) -> T:
         return matching_log_prob(squared_error(v, target), batch.sigma, self.weighting, self.power)

@@ -21,21 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import answered_by, noised, squared_error
+from .forward_process import noised, scaled_error, squared_error
 from .nft import optimality
 from .preference import sums_of_groups
 
 T = torch.Tensor
 LEAST_KL = 1e-4  # weight of the KL of a sample of reward 0
-LEAST_ERROR = 1e-5
-
-
-def scaled_error(predicted: T, target: T) -> T:
-    """(M) mean squared error over the mean absolute one, which carries no gradient."""
-    weight = (predicted - target).detach().abs().flatten(1).mean(dim=1).clamp_min(LEAST_ERROR)
-    return squared_error(predicted, target) / weight
 
 
 @dataclass(frozen=True)
@@ -55,13 +48,10 @@ class CenteredReward:
             batch: its coupling (M, 2) is the sum of beta r - a over the sample's group, and its valid samples; None
                 where the batch holds whole groups.
             denominator: that of the update.
-
-        Raises:
-            ValueError: without the rollout policy.
         """
         inputs, target = self._asked(context, batch)
-        v_old = self._of_rollouts(context, inputs)
-        v_base = answered_by(context.policy.reference, context, inputs) if self.kl_beta > 0 else None
+        v_old = context.by_rollouts(inputs)
+        v_base = context.by_reference(inputs) if self.kl_beta > 0 else None
         v = context.velocity(*inputs)
         reward = optimality(batch.advantages, self.adv_max)
         implicit = scaled_error(v_old, target) - scaled_error(v, target)
@@ -74,18 +64,17 @@ class CenteredReward:
             "reward_gap": weighted_mean(centered.detach().square(), batch.valid),
             "old_deviation": weighted_mean(squared_error(v.detach(), v_old), batch.valid),
         }
-        if v_base is not None:
-            kl = squared_error(v, v_base)
-            least = min(LEAST_KL / self.kl_beta, 1.0)
-            losses = losses + self.kl_beta * (least + (1 - least) * reward) * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+        if v_base is None:
+            return summed(losses, batch.valid, denominator, means)
+        least = min(LEAST_KL / self.kl_beta, 1.0)
+        kl_weight = self.kl_beta * (least + (1 - least) * reward)
+        return summed(losses, batch.valid, denominator, means, squared_error(v, v_base), kl_weight)
 
     @torch.no_grad()
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M, 2) beta r - a and 1 of each sample, 0 of an invalid one: what its group's means are made of."""
         inputs, target = self._asked(context, batch)
-        implicit = scaled_error(self._of_rollouts(context, inputs), target)
+        implicit = scaled_error(context.by_rollouts(inputs), target)
         implicit = implicit - scaled_error(context.velocity(*inputs), target)
         return _terms(self.beta * implicit - optimality(batch.advantages, self.adv_max), batch)
 
@@ -93,11 +82,6 @@ class CenteredReward:
         """What the model is asked, and the right answer."""
         mixed, target = noised(context, batch)
         return (mixed, batch.timesteps, batch.conditions, self.guidance_scale), target
-
-    def _of_rollouts(self, context: LossContext, inputs: tuple) -> T:
-        if context.old is None:
-            raise ValueError("CRD needs the rollout policy's weights in the context")
-        return answered_by(context.old.swapped, context, inputs)
 
 
 def _terms(gap: T, batch: DenoisingBatch) -> T:

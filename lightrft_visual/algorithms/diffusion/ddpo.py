@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, largest_drift, log_ratio
 
@@ -33,9 +33,4 @@ class DPOK(DDPO):
         step = self.step(context, batch)
         losses = -batch.advantages * step.log_prob
         maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, batch.log_probs).detach(), batch.valid)}
-        means = {}
-        if self.beta > 0:
-            kl = self.kl(context, batch, step)
-            losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means, maxima=maxima)
+        return summed(losses, batch.valid, denominator, {}, self.kl(context, batch, step), self.beta, maxima)

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...rollout.diffusion_sampler import Step, sde_step
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -99,13 +99,9 @@ class FlowGRPO:
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         losses, means = self.surrogate(raw, step, batch)
-        if self.beta > 0:
-            kl = self.kl(context, batch, step)
-            losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
         maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
-        losses = losses * self.step_weights(batch)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means, maxima=maxima)
+        kl, weights = self.kl(context, batch, step), self.step_weights(batch)
+        return summed(losses * weights, batch.valid, denominator, means, kl, self.beta * weights, maxima)
 
     def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """(M) losses of log ratios (M), without the KL, and their metrics: ratios clipped on the advantage's side."""
@@ -125,8 +121,10 @@ class FlowGRPO:
             raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
         return guarded_log_ratio(raw, step.mean, batch.rollout_means, step.std, self.log_prob)
 
-    def kl(self, context: LossContext, batch: DenoisingBatch, step: Step) -> T:
-        """(M) KL of each step to the reference policy."""
+    def kl(self, context: LossContext, batch: DenoisingBatch, step: Step) -> T | None:
+        """(M) KL of each step to the reference policy; None where it has no weight."""
+        if self.beta == 0:
+            return None
         with torch.no_grad(), context.policy.reference():
             reference = self.replay(context.velocity, batch).mean
         if self.rule == "cps":  # the surrogate log-prob has no standard deviation either

@@ -6,8 +6,6 @@ weight of the timestep: what AWM, DGPO, Diffusion-DPO and reward-weighted regres
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from .context import LossContext
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
+LEAST_ERROR = 1e-5  # that an error is divided by
 
 
 class Noised(NamedTuple):
@@ -70,13 +69,7 @@ def squared_error(predicted: T, target: T) -> T:
     return (predicted - target).square().flatten(1).mean(dim=1)
 
 
-def answered_by(weights: Callable[[], AbstractContextManager], context: LossContext, inputs: tuple) -> T:
-    """The model's answer (M, …) with other weights, without gradient.
-
-    Args:
-        weights: `policy.reference` or `old.swapped`.
-        context: whose `velocity` is asked.
-        inputs: arguments of `velocity`.
-    """
-    with torch.no_grad(), weights():
-        return context.velocity(*inputs)
+def scaled_error(predicted: T, target: T) -> T:
+    """(M) mean squared error over the mean absolute one, which carries no gradient."""
+    weight = (predicted - target).detach().abs().flatten(1).mean(dim=1).clamp_min(LEAST_ERROR)
+    return squared_error(predicted, target) / weight

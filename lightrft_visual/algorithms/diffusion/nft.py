@@ -10,23 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import ConfigError
 from ...rollout.diffusion_sampler import per_sample
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import forward_noise
+from .forward_process import noised, scaled_error, squared_error
 
 T = torch.Tensor
-ADV_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
-DECAY_TYPES = (0, 1, 2, 3)
 
 
 def old_policy_decay(step: int, decay_type: int) -> float:
     """eta of old = eta old + (1 - eta) new after policy step n: 0; min(0.001 n, 0.5); 0 until 75, then
     min(0.0075 (n - 75), 0.999); and, as AWM's and DGPO's authors have it, min(0.001 n, 0.3)."""
-    if decay_type not in DECAY_TYPES:
-        raise ConfigError(f"decay_type is {decay_type!r}; it must be 0, 1, 2 or 3")
     if decay_type == 0:
         return 0.0
     if decay_type in (1, 3):
@@ -43,8 +38,6 @@ def optimality(advantages: T, adv_max: float, mode: str = "all") -> T:
         mode: how the advantage is mapped first: all keeps it, positive_only and negative_only drop one sign, one_only
             gives 1 to positive and 0 to other samples, binary takes the sign.
     """
-    if mode not in ADV_MODES:
-        raise ConfigError(f"adv_mode is {mode!r}; it must be one of: {', '.join(ADV_MODES)}")
     mapped = {
         "all": advantages,
         "positive_only": advantages.clamp(min=0),
@@ -55,24 +48,11 @@ def optimality(advantages: T, adv_max: float, mode: str = "all") -> T:
     return (mapped / adv_max / 2 + 0.5).clamp(0, 1)
 
 
-def branch_loss(mixed: T, velocity: T, time: T, data: T) -> T:
-    """(M) squared error of the predicted data, divided by its own mean absolute error (no gradient through that).
-
-    Args:
-        mixed: (M, …) data with noise.
-        velocity: (M, …) predicted there.
-        time: (M) in 0..1.
-        data: (M, …) without noise.
-    """
-    error = mixed - time * velocity - data
-    weight = error.detach().abs().flatten(1).mean(dim=1).clamp_min(1e-5)
-    return error.square().flatten(1).mean(dim=1) / weight
-
-
 def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 1.0, adv_max: float = 1.0) -> T:
     """(M) (r L+ + (1 - r) L-) / beta * A_max, before the KL term.
 
-    v+ = beta v + (1-beta) v_old, v- = (1+beta) v_old - beta v; L+ and L- are their `branch_loss`.
+    v+ = beta v + (1-beta) v_old, v- = (1+beta) v_old - beta v; L+ and L- are the `scaled_error` of the data that these
+    predict.
 
     Args:
         v: (M, …) velocities of the policy.
@@ -85,8 +65,8 @@ def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 
         adv_max: A_max, as of `optimality`.
     """
     when = per_sample(time, mixed)
-    positive = branch_loss(mixed, beta * v + (1 - beta) * v_old, when, data)
-    negative = branch_loss(mixed, (1 + beta) * v_old - beta * v, when, data)
+    positive = scaled_error(mixed - when * (beta * v + (1 - beta) * v_old), data)
+    negative = scaled_error(mixed - when * ((1 + beta) * v_old - beta * v), data)
     return (r * positive + (1 - r) * negative) / beta * adv_max
 
 
@@ -101,27 +81,17 @@ class DiffusionNFT:
     guidance_scale: float = 1.0
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """Sum over valid rows / denominator. Raises ValueError without the old policy."""
-        if context.old is None:
-            raise ValueError("DiffusionNFT needs the old policy's weights in the context")
-        time, when = batch.sigma, per_sample(batch.sigma, batch.data)
-        mixed = (1 - when) * batch.data + when * forward_noise(context.seed, batch)
+        """Sum over valid rows / denominator."""
+        mixed, _ = noised(context, batch)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
-        with torch.no_grad(), context.old.swapped():
-            v_old = context.velocity(*inputs)
-        v_reference = None
-        if self.kl_beta > 0:
-            with torch.no_grad(), context.policy.reference():
-                v_reference = context.velocity(*inputs)
+        v_old = context.by_rollouts(inputs)
+        v_reference = context.by_reference(inputs) if self.kl_beta > 0 else None
         v = context.velocity(*inputs)
         r = optimality(batch.advantages, self.adv_max, self.adv_mode)
-        losses = nft_loss(v, v_old, mixed, batch.data, time, r, beta=self.beta, adv_max=self.adv_max)
+        losses = nft_loss(v, v_old, mixed, batch.data, batch.sigma, r, beta=self.beta, adv_max=self.adv_max)
         means = {
             "optimality": weighted_mean(r, batch.valid),
-            "old_deviation": weighted_mean((v - v_old).detach().square().flatten(1).mean(dim=1), batch.valid),
+            "old_deviation": weighted_mean(squared_error(v.detach(), v_old), batch.valid),
         }
-        if v_reference is not None:
-            kl = (v - v_reference).square().flatten(1).mean(dim=1)
-            losses = losses + self.kl_beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+        kl = None if v_reference is None else squared_error(v, v_reference)
+        return summed(losses, batch.valid, denominator, means, kl, self.kl_beta)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, gaussian_kl, largest_drift, log_ratio
 
@@ -41,10 +41,6 @@ class OnPolicyDistillation(FlowGRPO):
             taught = self.replay(context.teacher, batch).mean
         losses = gaussian_kl(step.mean, taught, step.std, batch.sigma_next - batch.sigma, self.kl_form)
         means = {"teacher_kl": weighted_mean(losses.detach(), batch.valid)}
-        if self.beta > 0:
-            kl = self.kl(context, batch, step)
-            losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
         drift = log_ratio(step.log_prob, batch.log_probs).detach()
         maxima = {"logp_diff_max": largest_drift(drift, batch.valid)}
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means, maxima=maxima)
+        return summed(losses, batch.valid, denominator, means, self.kl(context, batch, step), self.beta, maxima)

@@ -22,9 +22,9 @@ from torch.nn.functional import logsigmoid
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
-from .forward_process import answered_by, noised, squared_error
+from .forward_process import noised, squared_error
 
 T = torch.Tensor
 Forward = tuple[ExperienceDiffusion, T]  # samples, and the steps (B, k) at which they go through the model
@@ -58,8 +58,8 @@ class GroupPreference:
         mixed, target = noised(context, batch, shared=True)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         whole = batch.coupling is None
-        base = answered_by(context.policy.reference, context, inputs) if self._needs_base(whole) else None
-        other = answered_by(context.old.swapped, context, inputs) if whole and self.reference == "old" else base
+        base = context.by_reference(inputs) if self.kl_beta > 0 or (whole and self.reference == "base") else None
+        other = context.by_rollouts(inputs) if whole and self.reference == "old" else base
         v = context.velocity(*inputs)
         error = squared_error(v, target)
         sums = sums_of_groups(self._terms(error.detach(), other, target, batch), batch) if whole else batch.coupling
@@ -72,23 +72,16 @@ class GroupPreference:
             "preference_accuracy": weighted_mean((exponent < 0).float(), batch.valid),
             "matching_error": weighted_mean(error.detach(), batch.valid),
         }
-        if self.kl_beta > 0:
-            kl = squared_error(v, base)
-            losses = losses + self.kl_beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+        kl = squared_error(v, base) if self.kl_beta > 0 else None
+        return summed(losses, batch.valid, denominator, means, kl, self.kl_beta)
 
     @torch.no_grad()
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M) A Delta of each row, 0 of an invalid one: what its group's sum is made of."""
         mixed, target = noised(context, batch, shared=True)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
-        weights = context.old.swapped if self.reference == "old" else context.policy.reference
-        other = answered_by(weights, context, inputs)
+        other = context.by_rollouts(inputs) if self.reference == "old" else context.by_reference(inputs)
         return self._terms(squared_error(context.velocity(*inputs), target), other, target, batch)
-
-    def _needs_base(self, whole: bool) -> bool:
-        return self.kl_beta > 0 or (whole and self.reference == "base")
 
     def _terms(self, error: T, other: T, target: T, batch: DenoisingBatch) -> T:
         return batch.advantages * (error - squared_error(other, target)) * batch.valid

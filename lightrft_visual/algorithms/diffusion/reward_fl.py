@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ...config.diffusion import gradient_steps
-from ...errors import ConfigError
 from ...rollout.diffusion_sampler import euler_step
 from ..loss_terms import LossOutputs
 from .context import LossContext, weighted_mean
+from .forward_process import squared_error
 
 T = torch.Tensor
 
@@ -58,8 +58,6 @@ class RewardFL:
 
     def __post_init__(self) -> None:
         self.gradient_steps()
-        if self.score_std <= 0:
-            raise ConfigError(f"score_std is {self.score_std}; it must be positive")
 
     def gradient_steps(self) -> list[int]:
         """Steps whose velocity is differentiated where its network trains. ConfigError where there is none."""
@@ -81,7 +79,7 @@ class RewardFL:
             if step in differentiated and context.policy.trains_at(timesteps[step]):
                 v = context.velocity(*inputs)
                 if self.kl_beta > 0:
-                    drifts.append(self._drift(context, v, inputs))
+                    drifts.append(squared_error(v, context.by_reference(inputs)))
             else:
                 with torch.no_grad():
                     v = context.velocity(*inputs)
@@ -113,8 +111,3 @@ class RewardFL:
             means["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
         losses = torch.where(scored.valid, losses, torch.zeros_like(losses))
         return LossOutputs(losses.sum() / denominator, means=means)
-
-    def _drift(self, context: LossContext, v: T, inputs: tuple) -> T:
-        with torch.no_grad(), context.policy.reference():
-            reference = context.velocity(*inputs)
-        return (v - reference).square().flatten(1).mean(dim=1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
+from .context import LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import answered_by, noised, squared_error
+from .forward_process import noised, squared_error
 
 T = torch.Tensor
 
@@ -30,16 +30,12 @@ class RewardWeighted:
         """Sum over valid rows / denominator."""
         mixed, target = noised(context, batch)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
-        reference = answered_by(context.policy.reference, context, inputs) if self.beta > 0 else None
+        reference = context.by_reference(inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
         error, weights = squared_error(v, target), (batch.advantages / self.temperature).exp()
-        losses = weights * error
         means = {
             "matching_error": weighted_mean(error.detach(), batch.valid),
             "sample_weight": weighted_mean(weights, batch.valid),
         }
-        if reference is not None:
-            kl = squared_error(v, reference)
-            losses = losses + self.beta * kl
-            means["kl"] = weighted_mean(kl.detach(), batch.valid)
-        return LossOutputs((losses * batch.valid).sum() / denominator, means=means)
+        kl = None if reference is None else squared_error(v, reference)
+        return summed(weights * error, batch.valid, denominator, means, kl, self.beta)

@@ -107,10 +107,6 @@ def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
     assert outcome.loss.item() == pytest.approx(-(settings.target + scores[worse].item()) / 2)
 
 
-@pytest.mark.parametrize("settings,message", (
-    ({"mid_timestep": 8, "final_timestep": 8}, "final_timestep"),
-    ({"score_std": 0.0}, "score_std"),
-))  # fmt: skip
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RewardFL(**settings)
+def test_steps_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="final_timestep"):
+        RewardFL(mid_timestep=8, final_timestep=8)
