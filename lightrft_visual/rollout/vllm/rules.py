@@ -34,9 +34,10 @@ copyreg.pickle(_MadeClass, lambda made: made.made_by)
 
 
 class _Rules:
-    """What both kinds do alike. banned: ids on the device."""
+    """What both kinds do alike."""
 
-    banned: torch.Tensor
+    banned_ids: list[int]
+    banned: torch.Tensor | None = None  # on the device since the first use: what is made while a model loads sleeps too
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -45,7 +46,9 @@ class _Rules:
             raise ValueError(f"{FIRST_TOKEN_SCALE} is {scale}; it must be positive")
 
     def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.index_fill_(1, self.banned, float("-inf")) if self.banned.numel() else logits
+        if self.banned is None:
+            self.banned = torch.tensor(self.banned_ids, dtype=torch.long, device=logits.device)
+        return logits.index_fill_(1, self.banned, float("-inf")) if self.banned_ids else logits
 
 
 def _scale_of(sampling_params: Any) -> float | None:
@@ -61,7 +64,7 @@ def _first_runners_rules(banned_ids: list[int]) -> type:
         made_by = _first_runners_rules, (banned_ids,)
 
         def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
-            self.banned = torch.tensor(banned_ids, dtype=torch.long, device=device)
+            self.banned_ids = banned_ids
             self.hot: dict[int, tuple[float, list[int]]] = {}  # row -> scale, tokens drawn so far
 
         def is_argmax_invariant(self) -> bool:
@@ -101,7 +104,7 @@ def _second_runners_rules(banned_ids: list[int]) -> type:
         made_by = _second_runners_rules, (banned_ids,)
 
         def __init__(self, vllm_config, req_states: LogitsProcRequestState):
-            self.banned = torch.tensor(banned_ids, dtype=torch.long, device=req_states.device)
+            self.banned_ids = banned_ids
             self.prompt_len = req_states.prompt_len
             self.host_scale = np.ones(req_states.max_num_reqs, dtype=np.float32)  # by slot; 1 asks for nothing
             self.scale = torch.ones(req_states.max_num_reqs, device=req_states.device)

@@ -133,3 +133,14 @@ def test_second_runner_leaves_a_request_alone_that_asks_for_nothing():
     runner = SecondRunner([4], banned=[])
     assert runner.rules.add_request(0, params()) is False
     assert runner.rules.add_request(0, params(0.5)) is True
+
+
+def test_second_runner_keeps_its_rules_where_what_was_made_with_the_model_is_lost():
+    """An engine that sleeps without its weights (level 2): vLLM 0.32 makes these rules in the weights' memory."""
+    runner, logits = SecondRunner([4, 2]), torch.randn(2, VOCABULARY)
+    for made in vars(runner.rules).values():
+        if isinstance(made, torch.Tensor):
+            made.zero_()
+    for slot, scale in enumerate((0.1, None)):
+        runner.rules.add_request(slot, params(scale))
+    assert torch.equal(runner.step(logits, [(0, 3), (1, 1)]), expected(logits, [0.1, 1]))
