@@ -20,36 +20,15 @@ from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 OUT = Path(sys.argv[-1])
 CAPTIONS = [{"prompt": f"a {colour} {shape}"} for colour in ("red", "blue") for shape in ("circle", "square")]
-DRAWN = dict(
-    lora_rank=4,
-    num_steps=4,
-    eval_num_steps=4,
-    height=32,
-    width=32,
-    guidance_scale=1.0,
-    rollout_batch_size=2,
-    n_samples_per_prompt=4,
-    train_batch_size=8,
-    micro_train_batch_size=8,
-    learning_rate=1e-3,
-    max_steps=1,
-    save_steps=-1,
-    max_eval_samples=2,
-    timestep_fraction=0.5,
-)
-ANSWERED = dict(
-    engine_type="hf",
-    rollout_batch_size=2,
-    n_samples_per_prompt=4,
-    train_batch_size=8,
-    prompt_max_len=128,
-    generate_max_len=4,
-    max_steps=1,
-    save_steps=-1,
-    parity_every=0,
-    init_kl_coef=0.0,
-    image_dependence_every=0,
-)
+BOTH = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_steps": 1, "save_steps": -1}
+DRAWN = BOTH | {
+    "lora_rank": 4, "num_steps": 4, "eval_num_steps": 4, "height": 32, "width": 32, "guidance_scale": 1.0,
+    "micro_train_batch_size": 8, "learning_rate": 1e-3, "max_eval_samples": 2, "timestep_fraction": 0.5,
+}  # fmt: skip
+ANSWERED = BOTH | {
+    "engine_type": "hf", "prompt_max_len": 128, "generate_max_len": 4, "parity_every": 0, "init_kl_coef": 0.0,
+    "image_dependence_every": 0,
+}  # fmt: skip
 
 
 def redness(images):
@@ -76,15 +55,11 @@ def trained(label, result, steps=1):
 
 
 def drawing_trainers(flow, ddim) -> None:
+    denoised = {"mid_timestep": 0, "final_timestep": 3, "n_samples_per_prompt": 1, "train_batch_size": 2}
     for name, pipeline, reward, more in (
         ("DiffusionNFTTrainer", flow, redness, {}),
         ("DDPOTrainer", ddim, redness, {"family": "sd15", "scheduler": "model_default", "micro_rollout_batch_size": 8}),
-        (
-            "RewardFLTrainer",
-            flow,
-            red_media,
-            {"mid_timestep": 0, "final_timestep": 3, "n_samples_per_prompt": 1, "train_batch_size": 2},
-        ),
+        ("RewardFLTrainer", flow, red_media, denoised),
         ("DiffusionDPOTrainer", flow, redness, {}),
     ):
         kind = getattr(lightrft_visual, name)

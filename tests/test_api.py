@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import sys
 from decimal import Decimal
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import finished
 
 import lightrft_visual
 from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, api, given, inference
@@ -30,11 +30,6 @@ def score(completions, references):
     return [float(answer == reference) for answer, reference in zip(completions, references)]
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-
-
 def constant(value, completions):
     return [value] * len(completions)
 
@@ -46,7 +41,7 @@ def test_package_import_loads_neither_torch_nor_omegaconf_and_a_trainer_no_torch
         "lightrft_visual.GRPOTrainer(reward_funcs=lambda completions: [0.0], train_dataset=[{'prompt': 'a'}])\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = run_python(code)
+    done = finished([sys.executable, "-c", code], 120, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
 
 

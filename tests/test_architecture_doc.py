@@ -81,7 +81,7 @@ def walked(monkeypatch) -> list[type]:
 
 
 def test_a_sample_walks_as_the_table_says(tmp_path, walked):
-    from tiny_models import IMAGE, actor_of, checkpoint_of, picture
+    from tiny_models import IMAGE, PlainEngine, actor_of, checkpoint_of, picture
 
     from lightrft_visual.algorithms.kl import FixedKLController
     from lightrft_visual.config.vl import AlgorithmConfig, DataConfig
@@ -112,22 +112,6 @@ def test_a_sample_walks_as_the_table_says(tmp_path, walked):
     ((micro_batch,),) = buffer.plan(0)
     config = AlgorithmConfig()
     batch = plan_batch(buffer, [micro_batch], config, parts_of_loss(config, max_tokens=3))
-    update = PolicyUpdate(Engine(actor), config, stages.settings.sampling.scoring)
+    update = PolicyUpdate(PlainEngine(actor), config, stages.settings.sampling.scoring)
     update.step(buffer, batch, 0.0, MetricsAccumulator(), first=True)
     assert walked == [found(*type_name) for type_name, _ in WALK]
-
-
-class Engine:
-    """An actor with ordinary backward passes in the place of DeepSpeed."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def __call__(self, *args, **kwargs):
-        return self.actor(*args, **kwargs)
-
-    def accumulate(self, loss, last, told=None) -> None:
-        loss.backward()
-
-    def step(self) -> None:
-        """No weights move here."""

@@ -62,17 +62,10 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--sde_window_size", "8"], "sde_window_size 8 must be below num_steps"),
         (["--trajectory", "cps", "--noise_level", "2"], "noise_level is 2.0; .* below 2"),
         (["--trajectory", "cps", "--noise_level", "0"], "noise_level"),
-        (["--adam_betas", "2", "3"], "adam_betas"),
-        (["--adam_betas", "0.9", "1"], "adam_betas"),
-        (["--max_norm", "-1"], "max_norm"),
-        (["--l2", "-1"], "l2"),
         (["--guidance_scale", "1", "--guidance_scale_2", "3"], "leave guidance_scale_2 3.0 out"),
-        (["--flow_shift", "inf"], "flow_shift"),
-        (["--timesteps", "900,nan"], "timesteps"),
         (["--eval_ema", "true"], "enable_ema"),
         (["--eval_samples_per_prompt", "8"], "belongs to vision-language runs"),
         (["--grpo_guard", "true", "--diffusion_algorithm", "diffusion_nft"], "grpo_guard"),
-        (["--noise_levle", "1"], "noise_level"),
         (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),
         (["--diffusion_algorithm", "ddpo", "--family", "auto"], "set model.family to: sd15"),
         (["--family", "sd15"], "use diffusion_algorithm ddpo or dpok"),
@@ -94,10 +87,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*DPO, "--same_latent", "true"], "same_latent with trajectory ode draws one image many times"),
         (["--dppo_threshold", "2e-5"], "belongs to flow_dppo"),
         (["--teacher_pretrain", "m"], "diffusion_opd learns from: give both, or none"),
-        (
-            ["--diffusion_algorithm", "diffusion_opd", "--pretrain", "m"],
-            "diffusion_opd learns from: give both, or none",
-        ),
+        (["--diffusion_algorithm", "diffusion_opd", "--pretrain", "m"], "learns from: give both, or none"),
         (["--diffusion_algorithm", "crd", "--dpo_reference", "old"], "belongs to dgpo and diffusion_dpo"),
         (["--crd_beta", "2"], "belongs to crd"),
         (["--dpo_beta", "10"], "belongs to dgpo and diffusion_dpo"),
@@ -106,7 +96,6 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--decay_type", "2"], "old policy"),
         ([*DPO, "--decay_type", "2"], "old policy"),
         (["--score_target", "0.5"], "belongs to reward_fl"),
-        (["--diffusion_algorithm", "ddpoo"], "diffusion_algorithm is 'ddpoo'.*ddpo"),
     ),
 )
 def test_refusals(arguments: list[str], message: str) -> None:
@@ -120,21 +109,14 @@ def test_every_algorithm_is_built_from_its_name() -> None:
         assert entry.load()(load("--diffusion_algorithm", entry.name, *teacher)) is not None
 
 
-def test_layers_swap() -> None:
-    config = load("--config", "experiment/diffusion/sd3_5/online_grpo_ocr", "/base/algorithm/diffusion=grpo_guard")
-    assert config.algorithm.grpo_guard and rollout_noise(config).keep_means
-
-
 @pytest.mark.parametrize("more", ([], ["--num_steps", "25"]))
 def test_num_steps_follows_a_given_schedule(more: list[str]) -> None:
     config = load("--timesteps", "900", "300", "10", *more)
     assert config.sampling.num_steps == rollout_sampling(config).num_steps == 3
     assert load("--sigmas", "1,0.5,0.2,0").sampling.num_steps == 4
     late = ["--diffusion_algorithm", "reward_fl", "--mid_timestep", "1", "--final_timestep", "2"]
-    assert (
-        registry.diffusion_algorithms.load("reward_fl")(load("--timesteps", "900,300,10", *late)).num_inference_steps
-        == 3
-    )
+    loss = registry.diffusion_algorithms.load("reward_fl")(load("--timesteps", "900,300,10", *late))
+    assert loss.num_inference_steps == 3
 
 
 OWN = ("--pretrain", "model", "--prompt_data", "rows.csv")
@@ -205,14 +187,6 @@ def test_fastvideos_reflow() -> None:
     config = load(*OWN, "--trajectory", "sde_reflow")
     assert registry.diffusion_algorithms.load("flow_grpo")(config).rule == "reflow"
     assert config.sampling.noise_level == 1.0
-
-
-def test_rolls_settings() -> None:
-    roll = "--min_timestep_boundary .9 --max_timestep_boundary 1.0 --num_inference_steps 8 --num_train_epochs 2"
-    roll += " --trainable_models dit2"
-    config = load(*OWN, *REWARD_FL, *roll.split())
-    assert (config.sampling.num_steps, config.train.max_epochs, config.train.num_episodes) == (8, 2, 1)
-    assert config.model.trained_denoisers == ("transformer_2",)
 
 
 def test_the_usual_update_gives_way_to_the_whole_rollout_where_it_is_no_part_of_it() -> None:

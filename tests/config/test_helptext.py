@@ -26,14 +26,6 @@ def test_every_leaf_is_there_with_its_type_and_comment(monkeypatch, root, column
     assert max(map(len, text.partition("Names of other systems")[0].splitlines())) <= 120
 
 
-def test_choices_and_comments_are_shown() -> None:
-    leaves = names_of(ROOTS[0].schema).leaves
-    assert leaves["algorithm.policy_loss"].help.startswith("ppo | gspo | gmpo | cispo | cpgd | sapo | luspo | ")
-    assert leaves["rollout.use_fire"].help == "first token at first_token_temperature (arXiv 2410.21236)"
-    assert leaves["train.share_prefix"].help.startswith("compute a prompt once for its samples; default: ")
-    assert leaves["distributed.resources.reward_devices"].help == "of this host"  # not the remark above it
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_exits_with_0_whatever_else_is_there(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

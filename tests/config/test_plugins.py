@@ -79,11 +79,6 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path, text, message):
         config("--plugins", str(file))
 
 
-def test_an_unknown_choice_is_told_of_plugins():
-    with pytest.raises(ConfigError, match="policy_loss is 'mine_loss'; it must be one of: ppo, .*--plugins names"):
-        config("--policy_loss", "mine_loss")
-
-
 def test_an_estimator_is_held_to_what_it_was_registered_with():
     from lightrft_visual.algorithms.advantages import AdvantageCalculator, get_advantage_calculator
 

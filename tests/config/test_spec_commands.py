@@ -219,7 +219,3 @@ class TestSizesOfUpdates:
         assert (
             parse_run(RunConfig, [*argv, "--train_batch_size", "64"], preset=None).config.train.train_batch_size == 64
         )
-
-    def test_groups_divide_the_rollout(self) -> None:
-        with pytest.raises(ConfigError, match="groups_per_update 3"):
-            parse_run(DiffusionRunConfig, ["groups_per_update=3"], preset=None)

@@ -229,6 +229,14 @@ def test_samples_of_a_text_model(text):
         assert torch.equal(each.total_length, each.attention_mask.sum(dim=-1))
 
 
+def test_equal_prompts_of_two_calls_are_sampled_anew(text):
+    one, again = maker_of(text), maker_of(text)
+    first, second = (one.generate_samples(PROMPTS[:1], max_new_tokens=4)[0] for _ in range(2))
+    assert (first.sample_ids.tolist(), second.sample_ids.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert not torch.equal(first.sequences, second.sequences)
+    assert torch.equal(again.generate_samples(PROMPTS[:1], max_new_tokens=4)[0].sequences, first.sequences)
+
+
 def test_without_sampling_all_answers_are_the_likeliest(text):
     samples = maker_of(text).generate_samples(PROMPTS[:1], do_sample=False, max_new_tokens=4)
     assert (samples[0].sequences == samples[0].sequences[0]).all()

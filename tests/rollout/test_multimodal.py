@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -107,16 +104,6 @@ def test_many_media_go_through_the_processor_in_parts_and_come_out_the_same(data
         if "pixel_values" in name or "grid_thw" in name:
             for mine, other in zip(parts[name], whole[name], strict=True):
                 assert (mine is None and other is None) or torch.equal(mine, other)
-
-
-def test_sources_of_every_kind_decode_to_the_same_features(data, tmp_path):
-    image, buffer = picture(5), io.BytesIO()
-    image.save(tmp_path / "a.png")
-    image.save(buffer, "PNG")
-    sources = [image, str(tmp_path / "a.png"), buffer.getvalue(), base64.b64encode(buffer.getvalue()).decode()]
-    got = data.process_multimodal_batch([turn(IMAGE)] * 4, sources)
-    for place in range(1, 4):
-        assert torch.equal(got.all_images_pixel_values[place], got.all_images_pixel_values[0])
 
 
 def test_videos_mix_with_images_and_text(data):

@@ -124,12 +124,6 @@ def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
     assert [each.count for each in again] == [1, 2, 3]
 
 
-def test_a_hook_that_the_checkpoint_does_not_know_is_told():
-    one, plain = Kept(), StepHook()
-    Hooks([one, plain]).load_state_dict({"other": {"count": 1}})
-    assert one.count == -1
-
-
 def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():
     told = []
 
@@ -153,34 +147,32 @@ def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():
     assert Hooks([StepHook()]).weights_for("export") is None
 
 
-def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
-    closed = []
-
-    class Reports(StepHook):
-        def __init__(self, **numbers):
-            self.numbers = numbers
-
-        def metrics(self):
-            return self.numbers
-
-        def close(self):
-            closed.append(self.numbers)
-
-    hooks, metrics = Hooks([Reports(a=1.0), StepHook(), Reports(b=torch.tensor(2.0))]), MetricsAccumulator()
-    metrics.add("loss", 1.0)
-    metrics.add_moments("reward", torch.ones(2))
-    hooks.report(metrics)
-    hooks.close()
-    assert metrics.reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
-    assert closed == [{"a": 1.0}, {"b": 2.0}]
-
-
 class Reports(StepHook):
+    closed = False
+
     def __init__(self, **numbers):
         self.numbers = numbers
 
     def metrics(self):
         return self.numbers
+
+    def close(self):
+        self.closed = True
+
+
+def of_a_step(*hooks) -> MetricsAccumulator:
+    metrics = MetricsAccumulator()
+    metrics.add("loss", 1.0)
+    metrics.add_moments("reward", torch.ones(2))
+    Hooks(hooks).report(metrics)
+    return metrics
+
+
+def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
+    hooks = [Reports(a=1.0), StepHook(), Reports(b=torch.tensor(2.0))]
+    assert of_a_step(*hooks).reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
+    Hooks(hooks).close()
+    assert hooks[0].closed and hooks[2].closed
 
 
 @pytest.mark.parametrize(
@@ -189,14 +181,7 @@ class Reports(StepHook):
     + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
 )
 def test_number_that_cannot_be_reported_ends_all_ranks_alike(numbers, told, monkeypatch):
-    def step(*hooks):
-        metrics = MetricsAccumulator()
-        metrics.add("loss", 1.0)
-        metrics.add_moments("reward", torch.ones(2))
-        Hooks(hooks).report(metrics)
-        return metrics
-
-    bad, good = step(Reports(**numbers)), step(Reports(b=1.0))
+    bad, good = of_a_step(Reports(**numbers)), of_a_step(Reports(b=1.0))
     for ranks in ([bad, good], [good, bad]):
         gathered = [each._host_values() for each in ranks]
         monkeypatch.setattr(metrics_module, "all_gather_object", lambda mine, gathered=gathered: gathered)

@@ -320,12 +320,3 @@ def test_stop_run_of_the_first_evaluation_ends_the_run_before_any_step(walk, tmp
     trainer = walk(callbacks=[Ending("on_evaluation", at=0)])
     trainer.fit()
     assert trainer.step == trainer.weights == 0 and (tmp_path / "checkpoint-000000").is_dir()
-
-
-def test_a_hooks_numbers_are_columns_of_the_steps_metrics(walk, tmp_path):
-    class Number(StepHook):
-        def metrics(self):
-            return {"my_number": 4.0}
-
-    walk(callbacks=[Number()]).fit()
-    assert [line["my_number"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [4.0] * 3

@@ -18,7 +18,7 @@ from lightrft_visual.runtime.checkpoint.same_model import check_model
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.run_state import RunState, best_metric, check_output, final_folder
+from lightrft_visual.trainer.run_state import RunState, best_metric, check_output
 from lightrft_visual.trainer.vl import build
 
 
@@ -93,11 +93,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path, name):
 def test_an_empty_resume_from_is_no_fresh_start(tmp_path):
     with pytest.raises(CheckpointError, match="resume_from is empty"):
         check_output(output(tmp_path, resume_from=""))
-
-
-def test_a_fresh_start(tmp_path):
-    assert check_output(output(tmp_path)) is None
-    assert final_folder(output(tmp_path)) == tmp_path / "run" / "checkpoint-final"
 
 
 class Trainer:

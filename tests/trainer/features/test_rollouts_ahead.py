@@ -67,12 +67,6 @@ def test_a_resumed_source_begins_again_with_the_first_batch_not_handed_out():
     assert resumed.next(1, 4) == 2 and begun == [2, 3, 4]
 
 
-def test_the_engine_is_told_of_new_weights():
-    engine = Noting()
-    RolloutsAhead(Counting(), 2, engine, [].append).policy_is_new(7)
-    assert engine.version == 7
-
-
 def test_settings():
     split = DistributedConfig(placement="split")
     config = RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=2))

@@ -120,12 +120,6 @@ def test_shaped_rewards_are_of_the_samples_that_have_one(checkpoint):
     assert (found["reward_mean"], found["shaped_reward"], found["reward_clipped"]) == (2.5, 2.25, 0.5)
 
 
-def test_the_engine_sleeps_before_rewards_and_forward_passes(checkpoint):
-    told: list[str] = []
-    made_by(maker_of(checkpoint, told))
-    assert told == ["wake", "generate", "sleep", "reward", "forward", "forward"]
-
-
 class Noting(StreamingSource):
     """A remote scorer that is at work once its samples are there, and done when it is told."""
 
