@@ -12,12 +12,10 @@ import json
 import os
 import pickle
 import resource
-import secrets
 import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,8 +23,8 @@ from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import masked
-from ..runtime.usercode.sandbox import CHUNK, HEAD, READY, START_SECONDS
-from .environment_process import CONTROL_BYTES, MOST_BYTES, unpack
+from ..runtime.usercode.sandbox import READY, START_SECONDS, Connection, NotAnAnswer
+from .environment_process import CONTROL_BYTES, unpack
 from .environments import Action, EnvironmentFailure, Observation, StepResult
 
 AT_ONCE = 256  # calls that wait for an answer beside each other; later ones begin when there is room
@@ -88,7 +86,7 @@ class ProcessHost:
         with contextlib.suppress(EnvironmentFailure):
             if not made.broken:
                 made.call("close", None, min(CLOSE_SECONDS, self.seconds))
-        made.connection.close()
+        made.socket.close()
         with self._copying, contextlib.suppress(OSError):  # where that process is gone, its copies see it and end
             self._control.send(str(made.number).encode())
 
@@ -146,11 +144,12 @@ class ProcessHost:
             raise AssertionError("one of two attempts returns or raises")
 
 
-class _Episode:
+class _Episode(Connection):
     """This side of an episode's process. number: of the process. broken: a call failed, nothing more is to be asked."""
 
-    def __init__(self, connection: socket.socket, number: int) -> None:
-        self.connection, self.number, self.broken = connection, number, False
+    def __init__(self, ours: socket.socket, number: int) -> None:
+        super().__init__(ours)
+        self.number, self.broken = number, False
 
     def call(self, what: str, given: Any, seconds: float) -> Any:
         """What the environment gave. Raises EnvironmentFailure."""
@@ -158,38 +157,17 @@ class _Episode:
             payload = pickle.dumps((seconds, {"what": what, "given": given}))
         except Exception as error:  # such as a function in a column of the row
             raise EnvironmentFailure(f"{what}: what it is given cannot go to its process: {error}") from None
-        number, until, seen = secrets.token_hex(8), time.monotonic() + seconds, ""
         try:
-            self.connection.settimeout(max(0.001, until - time.monotonic()))
-            self.connection.sendall(HEAD.pack(number.encode(), len(payload)) + payload)
-            while "place" in (answer := self._reply(number, until)):
-                seen = answer["place"]
+            answer = self.ask(payload, seconds)
             result = answer["result"] if "result" in answer else {"failure": answer["error"]}
             if "failure" in result:
                 raise EnvironmentFailure(masked(result["failure"]))
             return unpack(result["done"])
         except TimeoutError:
-            why = f"{what} took longer than env_timeout = {seconds:g} seconds{seen}"
+            why = f"{what} took longer than env_timeout = {seconds:g} seconds{self.seen}"
         except OSError:
-            why = f"{what}: its process ended{seen}"
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # what was sent is no answer
+            why = f"{what}: its process ended{self.seen}"
+        except (NotAnAnswer, ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"{what}: its process sent what is no answer ({type(error).__name__})"
         self.broken = True
         raise EnvironmentFailure(why)
-
-    def _reply(self, number: str, until: float) -> dict[str, Any]:
-        """The next message about the request `number`, without the number. Of several that come at once the last one:
-        those before it only said where the call is."""
-        data = bytearray()
-        while not data.endswith(b"\n"):
-            self.connection.settimeout(max(0.001, until - time.monotonic()))
-            chunk = self.connection.recv(CHUNK)
-            if not chunk:
-                raise ConnectionError
-            data += chunk
-            if len(data) > 2 * MOST_BYTES:
-                raise ValueError
-        messages = [json.loads(line) for line in data.splitlines()]
-        if any(not isinstance(each, dict) or each.pop("request", None) != number for each in messages):
-            raise ValueError
-        return messages[-1]

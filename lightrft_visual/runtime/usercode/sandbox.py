@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +48,7 @@ ORPHAN_SECONDS = 5.0  # a child whose parent died ends itself this long after it
 READY = "ready"  # instead of a request's id: the child has loaded its function
 HEAD = struct.Struct("!16sQ")  # before each request: its id, and the length of its pickle in bytes
 CHUNK = 2**16  # bytes that are read at once
+LONGEST_LINE = 2**29  # bytes of a message
 FILES = 1024  # the usual limit of a process's files; the child keeps its pipe in the upper half
 SHOWN = 60  # bytes of a line that is no answer
 
@@ -57,6 +59,64 @@ class NotAnAnswer(Exception):
 
 class CallTimeout(Exception):
     """The call ran over its limit, or its process ended without an answer; the text says which."""
+
+
+class Connection:
+    """The asking end of a socket, at whose other one a process has a `Pipe`. One request at a time.
+
+    seen: where the last request's call was when half of its time was over; empty before that.
+    """
+
+    def __init__(self, ours: socket.socket) -> None:
+        self.socket, self.seen = ours, ""
+        self._unread = b""
+
+    def ask(self, payload: bytes | None, seconds: float) -> dict[str, Any]:
+        """The answer to a pickled request, or with None to the start of the process.
+
+        Raises TimeoutError where it is not there after `seconds`, OSError where the process is gone, and NotAnAnswer
+        where something else came; nothing more can be asked then.
+        """
+        number = READY if payload is None else secrets.token_hex(8)  # nothing in the child guesses it
+        until, self.seen = time.monotonic() + seconds, ""
+        if payload is not None:
+            self._limit(until)
+            self.socket.sendall(HEAD.pack(number.encode(), len(payload)))
+            self.socket.sendall(payload)
+        while "place" in (reply := self._reply(number, until)):
+            self.seen = reply["place"]
+        if self._unread:
+            raise NotAnAnswer(f"{self._unread[:SHOWN]!r} after its answer")
+        return reply
+
+    def _reply(self, number: str, until: float) -> dict[str, Any]:
+        """The next message about the request, without its id."""
+        line = self._line(until)
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise NotAnAnswer(f"{line[:SHOWN]!r}") from None
+        if not isinstance(reply, dict) or reply.pop("request", None) != number or len(reply) != 1:
+            raise NotAnAnswer(f"{line[:SHOWN]!r}")
+        return reply
+
+    def _line(self, until: float) -> bytes:
+        """The next line, without its end."""
+        parts, size, chunk = [], 0, self._unread
+        while b"\n" not in chunk:
+            parts.append(chunk)
+            self._limit(until)
+            chunk = self.socket.recv(CHUNK)
+            size += len(chunk)
+            if not chunk:
+                raise ConnectionError
+            if size > LONGEST_LINE:
+                raise NotAnAnswer(f"{size} bytes without an end")
+        last, _, self._unread = chunk.partition(b"\n")
+        return b"".join([*parts, last])
+
+    def _limit(self, until: float) -> None:
+        self.socket.settimeout(max(0.001, until - time.monotonic()))
 
 
 class Worker:
@@ -86,13 +146,13 @@ class Worker:
     def _start(self) -> None:
         self.close()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours)
         command = [sys.executable, "-u", "-m", __name__, self.spec, str(theirs.fileno())]
         with theirs:  # what the function prints goes to stderr
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
             )
-        self._unread = b""
         try:
             ready = self._ask(None, START_SECONDS)
         except CallTimeout as late:
@@ -103,61 +163,22 @@ class Worker:
 
     def _ask(self, request: bytes | None, seconds: float) -> dict[str, Any]:
         """The answer, to the start of the process or to a request. Raises CallTimeout."""
-        late, source_line, answered = threading.Event(), "", False
-        timer = threading.Timer(seconds, self._give_up, [late])
-        timer.daemon = True
-        timer.start()
-        number = READY if request is None else secrets.token_hex(8)  # nothing in the child guesses it
+        answer = None
         try:
-            if request is not None:
-                self._socket.sendall(HEAD.pack(number.encode(), len(request)))
-                self._socket.sendall(request)
-            while "place" in (answer := self._reply(number)):
-                source_line = answer["place"]
-            answered = True
+            answer = self._connection.ask(request, seconds)
             return answer
         except NotAnAnswer as stray:
             raise RewardError(
                 f"reward function {self._name}: its process sent what is no answer to this call "
                 f"({masked(str(stray))}); something writes to a file that is not its own, such as a process it forked"
             ) from None
-        except (EOFError, OSError):
-            why = (
-                f"no result within {seconds:g} s{source_line}"
-                if late.is_set()
-                else f"its process died{self._exit_code()}{source_line}"
-            )
-            raise CallTimeout(why) from None
+        except TimeoutError:
+            raise CallTimeout(f"no result within {seconds:g} s{self._connection.seen}") from None
+        except OSError:
+            raise CallTimeout(f"its process died{self._exit_code()}{self._connection.seen}") from None
         finally:
-            timer.cancel()
-            timer.join()
-            if late.is_set() or not answered:  # also when a signal ended the wait: its answer may still come
+            if answer is None:  # also when a signal ended the wait: its answer may still come
                 self.close()
-
-    def _reply(self, number: str) -> dict[str, Any]:
-        """The next message of the process, without the id. Raises NotAnAnswer for what is no message to this request,
-        and when more follows its answer."""
-        line = self._line()
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            raise NotAnAnswer(f"{line[:SHOWN]!r}") from None
-        if not isinstance(reply, dict) or reply.pop("request", None) != number or len(reply) != 1:
-            raise NotAnAnswer(f"{line[:SHOWN]!r}")
-        if "place" not in reply and self._unread:
-            raise NotAnAnswer(f"{self._unread[:SHOWN]!r} after its answer")
-        return reply
-
-    def _line(self) -> bytes:
-        """The next line, without its end. Raises EOFError when there is no whole one, and OSError."""
-        parts, chunk = [], self._unread
-        while b"\n" not in chunk:
-            parts.append(chunk)
-            chunk = self._socket.recv(CHUNK)
-            if not chunk:
-                raise EOFError
-        last, _, self._unread = chunk.partition(b"\n")
-        return b"".join([*parts, last])
 
     def _exit_code(self) -> str:
         try:
@@ -165,17 +186,12 @@ class Worker:
         except subprocess.TimeoutExpired:
             return ""
 
-    def _give_up(self, late: threading.Event) -> None:
-        late.set()
-        self._process.kill()
-        self._socket.shutdown(socket.SHUT_RDWR)  # a grandchild may hold the other end
-
     def close(self) -> None:
         """End the child at once."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._socket.close()
+            self._connection.socket.close()
             self._process = None
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightrft_visual.errors import RewardError
 from lightrft_visual.runtime.usercode.calls import Interrupted
-from lightrft_visual.runtime.usercode.sandbox import HEAD, CallTimeout, Worker
+from lightrft_visual.runtime.usercode.sandbox import HEAD, CallTimeout, Connection, Worker
 
 SOURCE = '''
 import os, stat, subprocess, sys, threading, time
@@ -200,7 +200,7 @@ def served(worker):
         threading.Thread(target=serve, args=(lines,), daemon=True).start()
         return [worker.call({"number": number}, 20.0) for number in range(len(lines))]
 
-    worker._socket, worker._unread = ours, b""
+    worker._connection = Connection(ours)
     worker._process = subprocess.Popen(["sleep", "600"])
     yield calls
     theirs.close()
