@@ -181,7 +181,7 @@ entry = engines.below(PACKAGE)
 entry(
     "vllm", "rollout.vllm.engine:VLLMEngine.from_config", "vLLM in this process", tensor_parallel=True, resident=True,
     check="lightrft_visual.rollout.vllm.arguments:check_engine",
-    worker="lightrft_visual.rollout.vllm.engine:worker_engine", continues=True, reads_patches=False,
+    worker="lightrft_visual.rollout.vllm.engine:VLLMEngine.from_config", continues=True, reads_patches=False,
 )  # fmt: skip
 entry(
     "hf", "rollout.hf:TransformersEngine.from_config", "the trainer's own model: where vLLM is not",
@@ -191,7 +191,7 @@ entry(
     "sglang", "plugins.sglang.engine:SGLangEngine.from_config",
     "SGLang beside this process: Qwen-VL and text models on CUDA", resident=True,
     check="lightrft_visual.plugins.sglang.arguments:check_engine",
-    worker="lightrft_visual.plugins.sglang.engine:worker_engine", continues=True,
+    worker="lightrft_visual.plugins.sglang.engine:SGLangEngine.from_config", continues=True,
 )  # fmt: skip
 
 entry = environments.below(ROLLOUT)

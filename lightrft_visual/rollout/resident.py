@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import RolloutError
+from ..errors import ConfigError, RolloutError, did_you_mean
 
 
 class ResidentEngine:
     """How such an engine sleeps and wakes; a subclass says how memory is let go and taken back.
 
-    settings: with `enable_sleep`. failure: of an earlier call, whose requests may still be under way. file_names: it
+    enable_sleep: whether it does. failure: of an earlier call, whose requests may still be under way. file_names: it
     takes weights by the names and in the parts of a checkpoint's files.
     """
 
     shares_weights = False
     file_names = True
     streams = True
-    settings: Any
+    enable_sleep: bool
     asleep = lacks_weights = lacks_cache = False
     failure: str | None = None
 
@@ -30,7 +31,7 @@ class ResidentEngine:
         Without weights `wake` brings back their room alone until `update_weights` has filled it; then it takes the KV
         cache back, which does not stand beside what the sync gathers.
         """
-        if self.settings.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
+        if self.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
             self._let_go(keep_weights)
             self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
@@ -61,3 +62,24 @@ class ResidentEngine:
         if self.lacks_weights:
             raise RolloutError("the engine slept without its weights: call update_weights before it generates")
         self.wake()
+
+
+def check_engine_kwargs(
+    lacks: str, given: Mapping[str, Any], known: Iterable[str], own: Container[str], decided_by: Mapping[str, str]
+) -> None:
+    """Raise ConfigError for an argument of engine_kwargs that the engine does not know, or that the run sets itself.
+
+    Args:
+        lacks: how the first is said, such as 'vLLM has no engine argument'.
+        given: the arguments.
+        known: names that the engine takes.
+        own: names that the run sets.
+        decided_by: settings that decide some of these.
+    """
+    known = [*known]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"engine_kwargs: {lacks} {name!r}{did_you_mean(name, known)}")
+        if name in own:
+            by = f"use {decided_by[name]}" if name in decided_by else "leave it out"
+            raise ConfigError(f"engine_kwargs: {name} is set by the run itself; {by}")

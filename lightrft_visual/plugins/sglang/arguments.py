@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RunConfig
-from ...errors import ConfigError, did_you_mean
+from ...errors import ConfigError
 from ...models.loading import Checkpoint
+from ...rollout.resident import check_engine_kwargs
 from ...runtime import collectives
 from ...runtime.start_up import importing
 
@@ -36,54 +36,6 @@ MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 CONTEXT_MARGIN = 4  # SGLang ends a request a few tokens before the context is full
 
 
-@dataclass
-class SGLangSettings:
-    """What the engine is built from.
-
-    banned_ids: never sampled; eos_ids: end a response; context_length: of prompt and response, in tokens;
-    max_batched_tokens: of one forward at most; extra: other server arguments by SGLang's names.
-    """
-
-    model: str
-    context_length: int
-    dtype: str = "float32"
-    memory_utilization: float = 0.5
-    enable_sleep: bool = False
-    max_running: int = MOST_SEQUENCES
-    max_batched_tokens: int | None = None
-    enforce_eager: bool = False
-    kv_cache_dtype: str = "auto"
-    quantization: str | None = None
-    seed: int = 0
-    banned_ids: list[int] = field(default_factory=list)
-    eos_ids: list[int] = field(default_factory=list)
-    trust_remote_code: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_config(cls, config: RunConfig, checkpoint: Checkpoint) -> SGLangSettings:
-        """Those of a run."""
-        rollout = config.rollout
-        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
-        return cls(
-            model=checkpoint.path,
-            context_length=rollout.prompt_max_len + rollout.generate_max_len,
-            dtype="bfloat16" if config.model.bf16 else "float32",
-            memory_utilization=rollout.engine_mem_util,
-            enable_sleep=rollout.enable_engine_sleep,
-            max_running=rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples)),
-            max_batched_tokens=rollout.engine_max_num_batched_tokens,
-            enforce_eager=rollout.engine_enforce_eager,
-            kv_cache_dtype=rollout.engine_kv_cache_dtype,
-            quantization=rollout.engine_quantization,
-            seed=config.train.seed,
-            banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
-            eos_ids=list(checkpoint.eos_ids),
-            trust_remote_code=config.model.trust_remote_code,
-            extra=dict(rollout.engine_kwargs),
-        )
-
-
 def prepare_environment() -> None:
     """SGLang reads these when it starts; an explicit setting of the user's stays, except where results hang on it."""
     # Its cache of image embeddings is not emptied with the others: it would serve those of an older vision tower.
@@ -99,31 +51,46 @@ def require_package() -> None:
         raise ConfigError(INSTALL)
 
 
-def server_arguments(settings: SGLangSettings, device: int, on_cpu: bool = False) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`, which are those of its ServerArgs. device: number of this process's one.
+def context_length(config: RunConfig) -> int:
+    """Tokens of prompt and response."""
+    return config.rollout.prompt_max_len + config.rollout.generate_max_len
 
-    Raises ConfigError for an `extra` that SGLang does not know, or that another setting decides.
+
+def server_arguments(config: RunConfig, checkpoint: Checkpoint, device: int, on_cpu: bool = False) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`, which are those of its ServerArgs, for a run.
+
+    Args:
+        config: of the run.
+        checkpoint: of its model.
+        device: number of this process's one.
+        on_cpu: whether it has none.
+
+    Raises:
+        ConfigError: for an argument of engine_kwargs that SGLang does not know, or that another setting decides.
     """
-    s = settings
+    rollout, model, length = config.rollout, config.model, context_length(config)
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt // collectives.world_size()
+    dtype = "bfloat16" if model.bf16 else "float32"
     arguments: dict[str, Any] = {
-        "model_path": s.model,
-        "dtype": s.dtype,
-        "context_length": s.context_length + CONTEXT_MARGIN,
+        "model_path": checkpoint.path,
+        "dtype": dtype,
+        "context_length": length + CONTEXT_MARGIN,
         "tp_size": 1,
         "base_gpu_id": device,
-        "mem_fraction_static": s.memory_utilization,
-        "enable_memory_saver": s.enable_sleep and not on_cpu,
-        "disable_cuda_graph": s.enforce_eager or on_cpu,
-        "max_running_requests": s.max_running,
-        "chunked_prefill_size": s.max_batched_tokens or max(FEWEST_BATCHED_TOKENS, s.context_length),
-        "kv_cache_dtype": s.kv_cache_dtype,
-        "quantization": s.quantization,
-        "random_seed": s.seed % 2**31,
-        "trust_remote_code": s.trust_remote_code,
+        "mem_fraction_static": rollout.engine_mem_util,
+        "enable_memory_saver": rollout.enable_engine_sleep and not on_cpu,
+        "disable_cuda_graph": rollout.engine_enforce_eager or on_cpu,
+        "max_running_requests": rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples)),
+        "chunked_prefill_size": rollout.engine_max_num_batched_tokens or max(FEWEST_BATCHED_TOKENS, length),
+        "kv_cache_dtype": rollout.engine_kv_cache_dtype,
+        "quantization": rollout.engine_quantization,
+        "random_seed": config.train.seed % 2**31,
+        "trust_remote_code": model.trust_remote_code,
         "log_level": "error",
     }
-    _check_extra(s.extra, set(arguments))
-    return arguments | _usual(s.dtype, on_cpu) | s.extra
+    extra = rollout.engine_kwargs
+    check_engine_kwargs("SGLang has no server argument", extra, known_arguments(), arguments, DECIDED_BY)
+    return arguments | _usual(dtype, on_cpu) | extra
 
 
 def _usual(dtype: str, on_cpu: bool) -> dict[str, Any]:
@@ -136,16 +103,6 @@ def _usual(dtype: str, on_cpu: bool) -> dict[str, Any]:
         usual["attention_backend"] = "triton"  # the others have no float32
     # Requests' seeds are read in this mode alone; without it a response depends on what else is in the batch.
     return usual | {"enable_deterministic_inference": True}
-
-
-def _check_extra(extra: dict[str, Any], own: set[str]) -> None:
-    known = known_arguments()
-    for name in extra:
-        if name not in known:
-            raise ConfigError(f"engine_kwargs: SGLang has no server argument {name!r}{did_you_mean(name, known)}")
-        if name in own:
-            by = f"use {DECIDED_BY[name]}" if name in DECIDED_BY else "leave it out"
-            raise ConfigError(f"engine_kwargs: {name} is set by the run itself; {by}")
 
 
 def known_arguments() -> set[str]:
@@ -166,4 +123,4 @@ def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("use_fire draws the first token at its own temperature, which SGLang cannot: use vllm, or hf")
     require_package()
     on_cpu = get_accelerator().device_name() == "cpu"
-    server_arguments(SGLangSettings.from_config(config, checkpoint), device=0, on_cpu=on_cpu)
+    server_arguments(config, checkpoint, device=0, on_cpu=on_cpu)

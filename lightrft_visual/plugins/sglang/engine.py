@@ -24,7 +24,7 @@ from ...rollout.engine import Finished
 from ...rollout.resident import ResidentEngine
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
-from .arguments import SGLangSettings, prepare_environment, require_package, server_arguments
+from .arguments import context_length, prepare_environment, require_package, server_arguments
 from .mapping import buckets, completion, request, within_context
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
@@ -33,25 +33,28 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be re
 class SGLangEngine(ResidentEngine):
     """Generation by `sglang.Engine`. One rank is one engine.
 
-    tokenizer: decodes responses. Raises ConfigError without the package or for settings that it does not know,
-    RolloutError when the engine cannot be built or answers something else than it was asked.
+    Raises ConfigError without the package or for settings that it does not know, RolloutError when the engine cannot be
+    built or answers something else than it was asked.
     """
 
-    def __init__(self, settings: SGLangSettings, tokenizer: Any):
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint):
         require_package()
         prepare_environment()
-        self.settings, self.tokenizer = settings, tokenizer
-        self.engine = self._build()
+        self.enable_sleep, self.context_length = config.rollout.enable_engine_sleep, context_length(config)
+        self.tokenizer, self.eos_ids = checkpoint.tokenizer, checkpoint.eos_ids
+        self.banned_ids = checkpoint.family.banned_ids(checkpoint.tokenizer)
+        self.engine = self._build(config, checkpoint)
 
     @classmethod
-    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> SGLangEngine:
-        """The engine of a run; the actor's weights come by `update_weights`."""
-        return worker_engine(config, checkpoint)
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> SGLangEngine:
+        """The engine of a run, or of a process that does nothing else; weights come by `update_weights`."""
+        return cls(config, checkpoint)
 
-    def _build(self) -> Any:
+    def _build(self, config: RunConfig, checkpoint: Checkpoint) -> Any:
         accelerator = get_accelerator()
         on_cpu = accelerator.device_name() == "cpu"
-        arguments = server_arguments(self.settings, 0 if on_cpu else int(accelerator.current_device()), on_cpu)
+        device = 0 if on_cpu else int(accelerator.current_device())
+        arguments = server_arguments(config, checkpoint, device, on_cpu)
         with _process_as_it_was():
             with importing():
                 import sglang
@@ -59,9 +62,8 @@ class SGLangEngine(ResidentEngine):
                 engine = sglang.Engine(**arguments)
                 engine.flush_cache()  # the first call sets signal handlers too
             except Exception as error:
-                raise RolloutError(
-                    f"SGLang could not load {self.settings.model}: {type(error).__name__}: {error}"
-                ) from error
+                told = f"{type(error).__name__}: {error}"
+                raise RolloutError(f"SGLang could not load {checkpoint.path}: {told}") from error
         return engine
 
     def generate(
@@ -72,9 +74,8 @@ class SGLangEngine(ResidentEngine):
         finished(number, completions) is called for each prompt as soon as all its completions are there.
         """
         self.make_ready()
-        own = [within_context(prompt, settings, self.settings.context_length) for prompt in prompts]
-        ids = self.settings.banned_ids, self.settings.eos_ids
-        asked = [request(prompt, each, *ids) for prompt, each in zip(prompts, own)]
+        own = [within_context(prompt, settings, self.context_length) for prompt in prompts]
+        asked = [request(prompt, each, self.banned_ids, self.eos_ids) for prompt, each in zip(prompts, own)]
         made: list[list[Completion]] = [[] for _ in prompts]
 
         async def one(number: int) -> None:
@@ -103,8 +104,7 @@ class SGLangEngine(ResidentEngine):
         texts = self.tokenizer.batch_decode(
             [output["output_ids"] for output in outputs], skip_special_tokens=settings.skip_special_tokens
         )
-        eos_ids = self.settings.eos_ids
-        return [completion(output, prompt, settings, eos_ids, text) for output, text in zip(outputs, texts)]
+        return [completion(output, prompt, settings, self.eos_ids, text) for output, text in zip(outputs, texts)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place, then drop every cache that was computed with the old ones.
@@ -137,11 +137,6 @@ class SGLangEngine(ResidentEngine):
     def close(self) -> None:
         """Shut the engine down. SGLang ends every process that this one has started: do it last."""
         self.engine.shutdown()
-
-
-def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> SGLangEngine:
-    """The engine of a run, or of a process that does nothing else."""
-    return SGLangEngine(SGLangSettings.from_config(config, checkpoint), checkpoint.tokenizer)
 
 
 @contextmanager

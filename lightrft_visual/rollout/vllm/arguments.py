@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RolloutConfig, RunConfig
-from ...errors import ConfigError, did_you_mean
+from ...errors import ConfigError
 from ...models.loading import Checkpoint
 from ...runtime import collectives
 from ...runtime.host_memory import free_port
 from ...runtime.packages import missing
 from ...runtime.start_up import importing
 from ...runtime.vendor_patches import without_compiled_functions
+from ..resident import check_engine_kwargs
 
 # Arguments of vLLM that a setting of the run decides.
 DECIDED_BY = {
@@ -196,17 +197,9 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         if "mm_device_do_normalize" in known:
             # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
             arguments["mm_device_do_normalize"] = False
-    _check_extra(s.extra, known, {*arguments, "logits_processors"})
+    own = {*arguments, "logits_processors"}
+    check_engine_kwargs("vLLM has no engine argument", s.extra, known, own, DECIDED_BY)
     return arguments | s.extra
-
-
-def _check_extra(extra: dict[str, Any], known: set[str], own: set[str]) -> None:
-    for name in extra:
-        if name not in known:
-            raise ConfigError(f"engine_kwargs: vLLM has no engine argument {name!r}{did_you_mean(name, known)}")
-        if name in own:
-            by = f"use {DECIDED_BY[name]}" if name in DECIDED_BY else "leave it out"
-            raise ConfigError(f"engine_kwargs: {name} is set by the run itself; {by}")
 
 
 def checked(arguments: dict[str, Any]) -> Checked:

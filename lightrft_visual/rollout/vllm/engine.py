@@ -43,15 +43,15 @@ class VLLMEngine(ResidentEngine):
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
         prepare_environment(settings.dtype)
-        self.settings = settings
+        self.settings, self.enable_sleep = settings, settings.enable_sleep
         self.llm = self._build()
         if settings.starts_ranks:
             self.post = WeightPost(turns=1)
         self.tokenizer = self.llm.get_tokenizer()
 
     @classmethod
-    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> VLLMEngine:
-        """The engine of a run; the actor's weights come by `update_weights`."""
+    def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> VLLMEngine:
+        """The engine of a run, or of a process that does nothing else; weights come by `update_weights`."""
         return cls(VLLMSettings.from_config(config, checkpoint))
 
     @property
@@ -323,11 +323,6 @@ def _stream(prompt: PromptFeatures) -> int:
     if not (prompt.copy or prompt.continued):
         return prompt.seed
     return derive_seed(prompt.seed, prompt.copy, len(prompt.continued))
-
-
-def worker_engine(config: RunConfig, checkpoint: Checkpoint) -> VLLMEngine:
-    """The engine of a process that does nothing else."""
-    return VLLMEngine(VLLMSettings.from_config(config, checkpoint))
 
 
 def _repack(model: torch.nn.Module) -> None:

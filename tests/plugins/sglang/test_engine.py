@@ -6,6 +6,7 @@ import inspect
 import signal
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import PromptFeatures, SamplingSettings
 from lightrft_visual.plugins.sglang import engine as module
-from lightrft_visual.plugins.sglang.arguments import VERSION, SGLangSettings, check_engine, server_arguments
+from lightrft_visual.plugins.sglang.arguments import VERSION, check_engine, server_arguments
 
 EOS = 9
 MODULES = {
@@ -69,9 +70,13 @@ def fake(monkeypatch):
         fake.loop.close()
 
 
-def settings(**fields) -> SGLangSettings:
-    usual = {"model": "a/model", "context_length": 20, "dtype": "bfloat16", "enable_sleep": True, "eos_ids": [EOS]}
-    return SGLangSettings(**(usual | fields))
+def engine_with(**rollout) -> module.SGLangEngine:
+    """Of a model whose token 7 is never sampled."""
+    family = SimpleNamespace(banned_ids=lambda tokenizer: [7])
+    checkpoint = SimpleNamespace(path="a/model", tokenizer=Tokenizer(), eos_ids=[EOS], family=family)
+    config = run_with(**({"prompt_max_len": 14, "generate_max_len": 6} | rollout))
+    config.model.bf16 = True
+    return module.SGLangEngine(config, checkpoint)
 
 
 def prompts(count: int) -> list[PromptFeatures]:
@@ -79,13 +84,13 @@ def prompts(count: int) -> list[PromptFeatures]:
 
 
 def run_with(**rollout) -> RunConfig:
-    own = RolloutConfig(engine_type="sglang", prompt_max_len=64, generate_max_len=64, **rollout)
+    own = RolloutConfig(engine_type="sglang", **({"prompt_max_len": 64, "generate_max_len": 64} | rollout))
     return RunConfig(rollout=own, algorithm=AlgorithmConfig(tis_mode="token" if own.coarse else "off"))
 
 
 def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
     handler = signal.getsignal(signal.SIGTERM)
-    made = module.SGLangEngine(settings(extra={"page_size": 16}), Tokenizer())
+    made = engine_with(engine_kwargs={"page_size": 16})
     (given,) = fake.named("Engine.__init__")
     given = given["kwargs"]
     wanted = {"base_gpu_id": 3, "dtype": "bfloat16", "context_length": 24, "enable_memory_saver": True, "page_size": 16}
@@ -97,7 +102,7 @@ def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
 
 
 def test_prompts_are_answered_in_order_and_told_one_by_one(fake):
-    made = module.SGLangEngine(settings(banned_ids=[7]), Tokenizer())
+    made = engine_with()
     told = []
     asked = SamplingSettings(n=2, max_new_tokens=4)
     found = made.generate(prompts(3), asked, lambda number, completions: told.append((number, len(completions))))
@@ -119,7 +124,7 @@ def test_a_segment_asks_for_no_more_than_the_context_holds(fake):
         return [5] * count, [-0.5] * count, {"type": "length"}
 
     fake.answer = long
-    engine = module.SGLangEngine(settings(), Tokenizer())
+    engine = engine_with()
     begun = PromptFeatures("a", list(range(10)), 0, continued=[5] * 6, seed=1)
     fresh = PromptFeatures("b", list(range(10)), 1, seed=2)
     made = engine.generate([begun, fresh], SamplingSettings(n=1, max_new_tokens=6))
@@ -127,7 +132,7 @@ def test_a_segment_asks_for_no_more_than_the_context_holds(fake):
 
 
 def test_after_a_failure_the_engine_says_so(fake):
-    made = module.SGLangEngine(settings(), Tokenizer())
+    made = engine_with()
     fake.answer = lambda ids, sampling: ([5], [-1.0], {"type": "abort", "message": "no memory"})
     with pytest.raises(RolloutError, match="gave up a response: abort, no memory"):
         made.generate(prompts(1), SamplingSettings())
@@ -136,7 +141,7 @@ def test_after_a_failure_the_engine_says_so(fake):
 
 
 def test_weights_come_in_a_session_and_void_the_caches(fake):
-    made = module.SGLangEngine(settings(), Tokenizer())
+    made = engine_with()
     fake.calls.clear()
     weights = {"model.visual.a": torch.arange(6.0).view(2, 3), "lm_head.weight": torch.ones(3, dtype=torch.bfloat16)}
     made.update_weights(weights.items())
@@ -155,7 +160,7 @@ def test_weights_come_in_a_session_and_void_the_caches(fake):
 
 
 def test_sleep_without_weights_takes_the_cache_back_after_new_ones(fake):
-    made = module.SGLangEngine(settings(), Tokenizer())
+    made = engine_with()
     fake.calls.clear()
     made.sleep(keep_weights=False)
     made.wake()
@@ -198,12 +203,10 @@ def test_settings_of_a_run_by_sglangs_names(fake, tmp_path):
     )  # fmt: skip
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
     check_engine(config, checkpoint)
-    found = SGLangSettings.from_config(config, checkpoint)
-    given = server_arguments(found, device=1)
+    given = server_arguments(config, checkpoint, device=1)
     wanted = {"max_running_requests": 30, "chunked_prefill_size": 4096, "kv_cache_dtype": "fp8_e5m2"}
     wanted |= {"quantization": "fp8", "enable_deterministic_inference": False, "attention_backend": "triton"}
     assert {name: given[name] for name in wanted} == wanted
-    assert found.eos_ids == checkpoint.eos_ids and found.banned_ids
 
 
 def test_without_the_package_it_is_said_how_to_install_it(tmp_path):

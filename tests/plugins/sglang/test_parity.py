@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from engine_rig import Rig, environment_restored
 from tiny_models import actor_of, checkpoint_of, prompts_for
 
+from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.experience.rollouts import SamplingSettings
-from lightrft_visual.plugins.sglang.arguments import SGLangSettings
 from lightrft_visual.plugins.sglang.engine import SGLangEngine
 
 found = find_spec("sglang")
@@ -25,13 +25,13 @@ def test_parity_as_loaded_and_after_a_sync(tmp_path, kind):
     checkpoint = checkpoint_of(tmp_path, kind)
     on_cpu = get_accelerator().device_name() == "cpu"
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    settings = SGLangSettings(
-        model=checkpoint.path, context_length=1024, memory_utilization=0.2, max_running=16, enforce_eager=True,
-        banned_ids=banned, eos_ids=list(checkpoint.eos_ids), extra=ON_CPU if on_cpu else {},
+    rollout = RolloutConfig(
+        engine_type="sglang", prompt_max_len=768, generate_max_len=256, engine_mem_util=0.2, engine_max_num_seqs=16,
+        engine_enforce_eager=True, enable_engine_sleep=False, engine_kwargs=ON_CPU if on_cpu else {},
     )  # fmt: skip
     batch = prompts_for(checkpoint, videos=False)
     with environment_restored():
-        engine = SGLangEngine(settings, checkpoint.tokenizer)
+        engine = SGLangEngine(RunConfig(rollout=rollout), checkpoint)
         try:
             rig = Rig(checkpoint, actor_of(checkpoint, banned), engine)
             figures = [rig.difference(batch, PLAIN)]

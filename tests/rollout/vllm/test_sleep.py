@@ -49,7 +49,7 @@ class ToldLLM:
 @pytest.fixture
 def engine(monkeypatch):
     made = VLLMEngine.__new__(VLLMEngine)
-    made.settings, made.llm = VLLMSettings("model", 64, enable_sleep=True), ToldLLM()
+    made.settings, made.enable_sleep, made.llm = VLLMSettings("model", 64), True, ToldLLM()
     device = SimpleNamespace(
         device_name=lambda: "cuda",
         empty_cache=lambda: made.llm.emptied.append(len(made.llm.told)),
@@ -104,7 +104,7 @@ def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_on
 
 
 def test_an_engine_that_may_not_sleep_stays_awake(engine):
-    engine.settings.enable_sleep = False
+    engine.enable_sleep = False
     engine.sleep(keep_weights=False)
     engine.wake()
     engine._run([{}], [None])
