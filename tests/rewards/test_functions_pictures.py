@@ -1,5 +1,6 @@
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,37 @@ def test_pick_score_and_hpsv2(clip_folder):
     assert torch.allclose(score("hpsv2", {"model": clip_folder}, PROMPTS, PICTURES).score, wanted, atol=1e-5)
 
 
+def as_open_clip(folder):
+    """The weights of a folder under open_clip's names."""
+    names = {"vision_model.": "visual.", "text_model.": "", "encoder.layers.": "transformer.resblocks.",
+             "embeddings.class_embedding": "class_embedding", "embeddings.patch_embedding": "conv1",
+             "embeddings.position_embedding.weight": "positional_embedding", "embeddings.token": "token",
+             "pre_layrnorm": "ln_pre", "post_layernorm": "ln_post", "final_layer_norm": "ln_final",
+             "layer_norm": "ln_", "self_attn": "attn", "fc1": "c_fc", "fc2": "c_proj",
+             "visual_projection.weight": "visual.proj", "text_projection.weight": "text_projection"}  # fmt: skip
+    found = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for own, theirs in names.items():
+            name = name.replace(own, theirs)
+        found[name] = tensor.T if name in ("visual.proj", "text_projection") else tensor
+    for name in [name for name in found if ".q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
+    return found
+
+
+def test_hpsv2_of_the_published_file_scores_as_of_its_folder(clip_folder, tmp_path):
+    state, file = as_open_clip(Path(clip_folder)), tmp_path / "HPS.pt"
+    torch.save({"state_dict": state}, file)
+    wanted = score("hpsv2", {"model": clip_folder}, PROMPTS, PICTURES).score
+    settings = {"model": str(file), "processor": clip_folder}
+    assert torch.equal(score("hpsv2", settings, PROMPTS, PICTURES).score, wanted)
+    del state["visual.transformer.resblocks.1.attn.in_proj_bias"]
+    torch.save({"state_dict": state}, file)
+    with pytest.raises(ConfigError, match=r"scorer hpsv2: the published weights lack 3, .*vision.*\.1\."):
+        build_scorer("hpsv2", settings)
+
+
 def in_square(picture, size):
     """hpsv2's own preparation: the longer side is `size`, and the rest is black."""
     shape = [round(side * size / max(picture.size)) for side in reversed(picture.size)]
@@ -176,6 +208,29 @@ def test_image_reward(tmp_path):
     assert torch.allclose(together, (plain - 0.16717362830052426) / 1.0333394966054072, atol=1e-7)
     middles = [functional.center_crop(functional.resize(p, 32, InterpolationMode.BICUBIC), 32) for p in PICTURES]
     assert torch.allclose(score("image_reward", settings, PROMPTS, middles).score, together, atol=1e-6)
+    published = tmp_path / "ImageReward.pt"
+    torch.save(head | as_published(tmp_path), published)
+    config.vision_config.image_size = 64  # BLIP's own
+    (tmp_path / "model.safetensors").unlink()
+    config.save_pretrained(tmp_path)
+    found = score("image_reward", {**settings, "head": str(published)}, PROMPTS, PICTURES).score
+    assert torch.allclose(found, together, atol=1e-4)  # its eps is another
+
+
+def as_published(folder):
+    """The weights of a BLIP under the names of ImageReward's file, which has no heads for retrieval."""
+    names = {"text_encoder.": "blip.text_encoder.", "vision_model.": "blip.visual_encoder.",
+             "encoder.layers.": "blocks.", "post_layernorm": "norm", "embeddings.class_embedding": "cls_token",
+             "embeddings.position_embedding": "pos_embed", "embeddings.patch_embedding": "patch_embed.proj",
+             "layer_norm": "norm", "self_attn.projection": "attn.proj", "self_attn": "attn"}  # fmt: skip
+    found = {"blip.text_encoder.embeddings.position_ids": torch.arange(9)[None]}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith(("text_encoder.", "vision_model.")):
+            for own, theirs in names.items():
+                if not (name.startswith("blip.text_encoder.") and own != "text_encoder."):
+                    name = name.replace(own, theirs)
+            found[name] = tensor
+    return found
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,51 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageOps
-from transformers import CLIPModel, CLIPProcessor
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 
 from ...models.weight_files import load_whole
 from ...runtime.offload import on_device
-from .image_scoring import in_batches, load_checkpoint, mean_over_frames
+from .image_scoring import (
+    in_batches,
+    is_weight_file,
+    load_checkpoint,
+    load_published,
+    load_tensors,
+    mean_over_frames,
+)
+
+VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+# Parts of names in open_clip's checkpoints, and what transformers calls them.
+OPEN_CLIP = {
+    r"^visual\.(transformer\.resblocks|ln_pre|ln_post)\.": r"vision_model.\1.",
+    r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
+    r"^visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
+    r"^visual\.positional_embedding$": "vision_model.embeddings.position_embedding.weight",
+    r"^visual\.proj$": "visual_projection.weight",
+    r"^(transformer\.resblocks|ln_final)\.": r"text_model.\1.",
+    r"^token_embedding\.": "text_model.embeddings.token_embedding.",
+    r"^positional_embedding$": "text_model.embeddings.position_embedding.weight",
+    r"^text_projection$": "text_projection.weight",
+    r"\.transformer\.resblocks\.": ".encoder.layers.",
+    r"\.ln_pre\.": ".pre_layrnorm.",
+    r"\.ln_post\.": ".post_layernorm.",
+    r"\.ln_final\.": ".final_layer_norm.",
+    r"\.ln_([12])\.": r".layer_norm\1.",
+    r"\.attn\.": ".self_attn.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
+}
 
 
 class CLIPPairs:
     """Normalised embeddings of images and texts, in batches. Texts are cut at the model's length, as CLIP's are."""
 
     def __init__(self, model: str, processor: str | None, scorer: str, batch_size: int, offload: bool) -> None:
-        self.model = load_checkpoint(partial(load_whole, CLIPModel), model, scorer).eval()
+        if is_weight_file(model):
+            processor = processor or VIT_H
+            self.model = from_open_clip(load_tensors(model, scorer), processor, scorer).eval()
+        else:
+            self.model = load_checkpoint(partial(load_whole, CLIPModel), model, scorer).eval()
         self.processor = load_checkpoint(CLIPProcessor.from_pretrained, processor or model, scorer)
         self.batch_size, self.offload = batch_size, offload
 
@@ -44,6 +77,26 @@ class CLIPPairs:
         """Cosine similarity of each image with its text."""
         image, text = self.embed(images, texts, device)
         return (image * text).sum(dim=-1).tolist()
+
+
+def from_open_clip(state: dict[str, torch.Tensor], config: str, scorer: str) -> CLIPModel:
+    """The model of an open_clip checkpoint.
+
+    Args:
+        state: its weights.
+        config: a folder or hub name with the configuration that transformers has of the same model.
+        scorer: for messages. Raises ConfigError for weights that do not fit.
+    """
+    turned = {}
+    for name, tensor in state.items():
+        if ".attn.in_proj_" in name:
+            for part, piece in zip("qkv", tensor.chunk(3)):
+                turned[name.replace("in_proj_", f"{part}_proj.")] = piece
+        else:
+            turned[name] = tensor.T if name in ("visual.proj", "text_projection") else tensor
+    model = CLIPModel(load_checkpoint(CLIPConfig.from_pretrained, config, scorer))
+    load_published(model, turned, OPEN_CLIP, scorer)
+    return model
 
 
 class CLIPScore:
@@ -73,10 +126,16 @@ class CLIPScore:
 
 class HPSv2(CLIPScore):
     """Human Preference Score v2 (Wu et al., arXiv 2306.09341): cosine of image and prompt by its weights, which see the
-    whole image in a black square. model: a folder or hub name with them in transformers' CLIP form (ViT-H/14); the
-    published file is in open_clip's form and needs converting first."""
+    whole image in a black square. model: the published file (`hub/name:file` or a path), or a folder or hub name with
+    its weights in transformers' CLIP form; processor: of the file its configuration too, default ViT-H/14's."""
 
-    def __init__(self, model: str, processor: str | None = None, batch_size: int = 16, offload: bool = True) -> None:
+    def __init__(
+        self,
+        model: str = "xswu/HPSv2:HPS_v2.1_compressed.pt",
+        processor: str | None = None,
+        batch_size: int = 16,
+        offload: bool = True,
+    ) -> None:
         self._clip = CLIPPairs(model, processor, "hpsv2", batch_size, offload)
 
     def __call__(self, frames: list[list[Any]], prompts: list[str], device: Any) -> list[float | None]:
@@ -95,7 +154,7 @@ class PickScore(CLIPScore):
     def __init__(
         self,
         model: str = "yuvalkirstain/PickScore_v1",
-        processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        processor: str | None = VIT_H,
         divide_by: float = 26.0,
         batch_size: int = 16,
         offload: bool = True,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,39 @@ def load_tensors(path: str, scorer: str) -> dict[str, torch.Tensor]:
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
         return loaded.get("state_dict", loaded)
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a model is named by a file of weights, `hub/name:file` or local, and not by a folder or hub name."""
+    return path.endswith((".pt", ".pth", ".bin", ".safetensors"))
+
+
+def load_published(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor], names: Mapping[str, str], scorer: str,
+    unread: Collection[str] = (),
+) -> torch.nn.Module:  # fmt: skip
+    """Load weights that stand under the names of another code.
+
+    Args:
+        model: of transformers, which the weights are for.
+        state: the published weights; those that `model` has no place for are left out.
+        names: the model's part of a name by a pattern of the published one, applied in this order.
+        scorer: for messages.
+        unread: beginnings of the model's names that may be missing, as nothing reads them.
+
+    Raises:
+        ConfigError: a weight is missing, or has another shape.
+    """
+    found = {}
+    for name, tensor in state.items():
+        for pattern, own in names.items():
+            name = re.sub(pattern, own, name)
+        found[name] = tensor
+    with refused_as(ConfigError, f"scorer {scorer}: the published weights do not fit the model"):
+        missing = [key for key in model.load_state_dict(found, strict=False).missing_keys]
+    if missing := [key for key in missing if not key.startswith(tuple(unread))]:
+        raise ConfigError(f"scorer {scorer}: the published weights lack {len(missing)}, such as {missing[0]}")
+    return model
 
 
 def linear_stack(state: dict[str, torch.Tensor], prefix: str, scorer: str) -> torch.nn.Sequential:
