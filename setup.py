@@ -38,6 +38,7 @@ setup(
     package_data={
         "lightrft_visual": ["py.typed", "*.pyi"],
         "lightrft_visual.observe.report": ["templates/*"],
+        "lightrft_visual.plugins.compat": ["systems/*.yaml"],
         "lightrft_visual.plugins.memory_plan": ["shapes/*.json"],
         "lightrft_visual.configs": ["**/*.yaml"],
         "lightrft_visual.datasets": ["**/*.txt", "**/*.jsonl"],

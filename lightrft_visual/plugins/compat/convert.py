@@ -19,22 +19,9 @@ from ...config.load import merge, parse_run
 from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
 from .meanings import meant, unset_there
+from .names import CONVERTS
 from .shell import Outside, ShellText, settings_of
 
-SYSTEMS = {
-    "trl": "TRL: the keywords of its configuration and trainer in a Python file, a shell script, or YAML",
-    "verl": "verl: YAML, or a shell script with its overrides",
-    "openrlhf": "OpenRLHF: a shell script",
-    "easyr1": "EasyR1: YAML, or a shell script with its overrides",
-}
-OTHER_NAMES = {  # too short to be understood anywhere else, or of another meaning there
-    ("trl", "model"): "pretrain", ("trl", "r"): "lora_rank", ("trl", "delta"): "dual_clip",
-    ("trl", "lora_r"): "lora_rank", ("trl", "kl_coef"): "init_kl_coef", ("trl", "cliprange"): "eps_clip",
-    ("trl", "cliprange_value"): "value_clip", ("trl", "lam"): "lambd", ("trl", "response_length"): "generate_max_len",
-    ("trl", "train_dataset"): "prompt_data", ("trl", "dataset_name"): "prompt_data",
-    ("trl", "eval_dataset"): "eval_data", ("openrlhf", "label_key"): "reference_key",
-    ("openrlhf", "output_key"): "response_key",
-}  # fmt: skip
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)Trainer\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
 VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
@@ -66,19 +53,19 @@ class Converted:
 
 def convert(system: str, file: Path) -> Converted:
     """Raises ConfigError for another system, and for a file that cannot be read or holds no settings."""
-    if system not in SYSTEMS:
-        raise ConfigError(f"there is no converter for {system!r}; there are: {', '.join(SYSTEMS)}")
+    if system not in CONVERTS:
+        raise ConfigError(f"there is no converter for {system!r}; there are: {', '.join(CONVERTS)}")
     taken: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     idle: dict[str, str] = {}
     read = dict(_settings(file))
     read = {**_named_file(read, file), **read}
     found = {
-        name if isinstance(value, Outside) else OTHER_NAMES.get((system, name), name): value
+        name if isinstance(value, Outside) else CONVERTS[system].get("names", {}).get(name, name): value
         for name, value in read.items()
     }
     if not found:
-        raise ConfigError(f"{file} holds no settings; what is read of {SYSTEMS[system]}")
+        raise ConfigError(f"{file} holds no settings; what is read of {CONVERTS[system]['reads']}")
     verb = _verb(system, file, found)
     names = names_of(ALGORITHMS[verb][0].schema)
     elsewhere = _settings_elsewhere(file, read, idle)

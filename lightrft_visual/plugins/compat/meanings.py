@@ -9,51 +9,22 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .names import CONVERTS
 from .shell import Outside, ShellText
 
 Found = dict[str, Any]
 Names = Iterable[str]
 
-_OF_VERL: Found = {  # and of EasyR1, which comes from it
-    "lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0.0, "adam_betas": [0.9, 0.999], "l2": 0.01,
-    "dual_clip": 3.0, "lambd": 1.0, "value_clip": 0.5, "critic_learning_rate": 1e-5, "groups_per_update": 256,
-    "n_samples_per_prompt": 1, "prompt_max_len": 512, "generate_max_len": 512, "eval_samples_per_prompt": 1,
-}  # fmt: skip
-_OF_TRL: Found = {
-    "num_episodes": 3, "lr_scheduler": "linear", "lr_warmup_ratio": 0.0, "adam_betas": [0.9, 0.999], "bf16": True,
-}  # fmt: skip
-# What stands in a system where its file says nothing, under the names of settings here: verl 0.7, EasyR1 0.3, TRL 1.0,
-# OpenRLHF 0.9. For what a run learns; sizes of micro-batches, memory, checkpoints and evaluations are not among them.
-DEFAULTS: dict[str, Found] = {
-    "verl": {**_OF_VERL, "rollout_batch_size": 1024, "num_episodes": 30},
-    "easyr1": {
-        **_OF_VERL, "rollout_batch_size": 512, "num_episodes": 15, "eps_clip_high": 0.3, "min_pixels": 262144,
-        "max_pixels": 4194304, "on_long_prompt": "skip",
-    },
-    "openrlhf": {
-        "rollout_batch_size": 1024, "train_batch_size": 128, "n_samples_per_prompt": 1, "lambd": 1.0,
-        "value_clip": 0.5, "reward_clip": 10.0, "apply_chat_template": False, "bf16": True,
-    },
-    "trl": {**_OF_TRL, "generate_max_len": 512},
-}  # fmt: skip
-SUPERVISED: dict[str, Found] = {
-    "trl": {**_OF_TRL, "actor_learning_rate": 2e-5},
-    "openrlhf": {"train_batch_size": 128, "apply_chat_template": False, "bf16": True},
-    "verl": {"adam_betas": [0.9, 0.95], "l2": 0.01},
-}
-# Estimators whose advantages a system always whitens.
-WHITENED: dict[str, tuple[str, ...]] = {
-    "verl": ("gae",), "easyr1": ("gae",), "openrlhf": ("gae", "reinforce", "reinforce_baseline"), "trl": (),
-}  # fmt: skip
 OF_CRITIC = ("lambd", "value_clip", "critic_learning_rate")
 SIZES = ("train_batch_size", "groups_per_update", "gradient_accumulation_steps")  # one of which counts
 
 
 def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
     """The settings whose values a file leaves to its system, where `taken` are those of the file."""
-    usual = dict(SUPERVISED.get(system, {}) if verb == "sft" else DEFAULTS[system])
+    entry = CONVERTS[system]
+    usual = dict(entry.get("defaults_sft", {}) if verb == "sft" else entry["defaults"])
     estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
-    if estimator in WHITENED[system]:
+    if estimator in entry["whitens"]:
         usual["advantages_norm"] = True
     if any(name in taken for name in SIZES):
         usual = {name: value for name, value in usual.items() if name not in SIZES}
@@ -226,17 +197,6 @@ def _of_openrlhf(verb: str, found: Found) -> None:
 
 # -- TRL -------------------------------------------------------------------------------------------------------------
 
-LOSSES: dict[str, Found] = {
-    **dict.fromkeys(("bnpo", "dapo"), {"loss_agg_mode": "token-mean"}),
-    "grpo": {"loss_agg_mode": "seq-mean-token-mean"},
-    "dr_grpo": {"loss_agg_mode": "seq-mean-token-sum-norm"},
-    "cispo": {"policy_loss": "cispo", "loss_agg_mode": "token-mean", "eps_clip": 1.0},
-    "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
-    "luspo": {"policy_loss": "luspo", "loss_agg_mode": "seq-mean-token-sum"},
-    "vespo": {"policy_loss": "vespo", "loss_agg_mode": "token-mean"},
-}
-SCALES = {"true": "group_norm", "group": "group_norm", "false": "dr_grpo", "none": "dr_grpo"}
-
 
 def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
     if whole and verb != "ppo":
@@ -271,10 +231,10 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
 
 
 def _loss_of_trl(found: Found) -> None:
-    kind = str(found.get("loss_type")).lower()
-    if kind in LOSSES:
+    kind, losses, scales = str(found.get("loss_type")).lower(), CONVERTS["trl"]["losses"], CONVERTS["trl"]["scales"]
+    if kind in losses:
         del found["loss_type"]
-        found |= LOSSES[kind]
+        found |= losses[kind]
         high = _number(found.get("epsilon_high"))
         if kind == "cispo" and high is not None and high > 1:  # the largest ratio itself there
             found["epsilon_high"] = round(high - 1, 6)
@@ -282,9 +242,9 @@ def _loss_of_trl(found: Found) -> None:
     if _is(found, "importance_sampling_level", "token", "sequence"):
         if found.pop("importance_sampling_level") == "sequence" and kind != "luspo":
             found["policy_loss"] = "gspo"
-    if (scale := str(found.get("scale_rewards")).lower()) in SCALES and "scale_rewards" in found:
+    if (scale := str(found.get("scale_rewards")).lower()) in scales and "scale_rewards" in found:
         del found["scale_rewards"]
-        found["advantage_estimator"] = SCALES[scale]
+        found["advantage_estimator"] = scales[scale]
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         if name in found:
             found[name.replace("temperature", "tau")] = found.pop(name)
