@@ -83,7 +83,8 @@ class StepHook:
     """The moments of a run that a feature may follow; every method is optional, and the same on every rank.
 
     Methods from `on_prompts` to `on_train_batch` return their argument, or what takes its place. A class attribute
-    `name` names the hook's part of a checkpoint; the default is the name of its class.
+    `name` names the hook's part of a checkpoint; the default is the name of its class. `last = True` lets it
+    follow all others.
     """
 
     context: HookContext
@@ -161,14 +162,16 @@ def _through(name: str, waits: bool = False) -> Any:
 
     def call_all(hooks: Hooks, value: V) -> V:
         for call in hooks.calls(name):
+            given = value
             try:
-                value = call(value)
+                value = call(given)
             except StopRun as stop:
                 if not waits:
                     raise
                 hooks.stopping = hooks.stopping or stop
-            if value is None:
-                raise TypeError(f"{call.__qualname__} returned None; it returns its argument or what replaces it")
+            if not isinstance(value, type(given)):
+                told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
+                raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
         return value
 
     return call_all
@@ -198,9 +201,10 @@ class Hooks:
         self.stopping: StopRun | None = None
 
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
-        """Those that the configuration of `parts` asks for, in the registry's order, and then a user's own."""
+        """Those that the configuration of `parts` asks for, in the registry's order, a user's own, and the `last`."""
         made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
         self._hooks += [each for each in (*made, *callbacks) if each is not None]
+        self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
 
     def __iter__(self) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import Rollouts
 from lightrft_visual.observe import metrics as metrics_module
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
@@ -35,6 +36,10 @@ class Adds:
     on_prompts = on_rollouts = on_scores = on_experience = on_buffer = on_train_batch = _added
 
 
+class Last(Adds):
+    last = True
+
+
 @pytest.mark.parametrize("method", THROUGH)
 def test_each_hook_is_given_what_the_one_before_it_returned(method):
     given = ["start"]
@@ -43,25 +48,28 @@ def test_each_hook_is_given_what_the_one_before_it_returned(method):
 
 
 @pytest.mark.parametrize("method", THROUGH)
-def test_a_method_that_returns_nothing_is_refused_by_its_name(method):
+@pytest.mark.parametrize("returned", [None, ["a list"]])
+def test_a_method_that_returns_nothing_or_something_else_is_refused_by_its_name(method, returned):
     def forgets(value):
-        value.append("changed in place")
+        return returned
 
     forgets.__qualname__ = f"Forgets.{method}"
-    with pytest.raises(TypeError, match=rf"Forgets\.{method} returned None"):
-        getattr(Hooks([SimpleNamespace(**{method: forgets})]), method)([])
+    told = rf"Forgets\.{method} returned {type(returned).__name__}; .* a Rollouts"
+    with pytest.raises(TypeError, match=told):
+        getattr(Hooks([SimpleNamespace(**{method: forgets})]), method)(Rollouts([]))
 
 
-def test_those_of_the_configuration_come_in_the_registrys_order_and_a_users_own_last(monkeypatch):
+def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users_own_and_the_last(monkeypatch):
     kept = registry.Registry("hook", kinds.Hook)
     monkeypatch.setattr(registry, "hooks", kept)
+    kept.register("behind", about="")(lambda parts: Last("the last"))
     kept.register("first", about="")(lambda parts: Adds(f"{parts.word} 1"))
     kept.register("unasked", about="")(lambda parts: None)
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
     kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
     hooks = Hooks()
     hooks.build(SimpleNamespace(kind="vl", word="own"), [Adds("user's")])
-    assert hooks.on_scores([]) == ["own 1", "own 2", "user's"]
+    assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
 
 
 class Ends(StepHook):

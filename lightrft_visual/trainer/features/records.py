@@ -15,8 +15,10 @@ class RecordsHook(StepHook):
     """Chooses the records of each step; decoded media that no record shows leave the host's memory once scored.
 
     count: records of a step, over all ranks; 0 keeps none. records_of: those of rollouts. releases: whether rollouts
-    hold media that nobody needs again.
+    hold media that nobody needs again, once all other hooks have seen them.
     """
+
+    last = True
 
     def __init__(self, count: int, run_seed: int, records_of: Callable[[Any], list[Record]], releases: bool) -> None:
         self.count, self.run_seed, self.records_of, self.releases = count, run_seed, records_of, releases
@@ -26,13 +28,16 @@ class RecordsHook(StepHook):
         if not self.releases:
             return rollouts
         own = select(self.records_of(rollouts), self.count, self.run_seed, self.context.step() + 1)
-        give_back_freed_memory(release_media(rollouts, {record["sample_id"] for record in own}))
+        self.shown = {record["sample_id"] for record in own}
+        give_back_freed_memory(release_media(rollouts, self.shown))
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """A collective where records are kept."""
         if self.count:
             records = self.records_of(step.rollouts)
+            if self.releases:  # hooks may have changed rewards since
+                records = [record for record in records if record["sample_id"] in self.shown]
             step.records += gather_records(records, self.count, self.run_seed, self.context.step() + 1)
         return step
 

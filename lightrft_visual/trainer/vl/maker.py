@@ -283,6 +283,10 @@ class ExperienceMaker:
         if not rollouts.scored:
             self.judge(rollouts)
             rollouts = self.settings.hooks.on_scores(rollouts)
+            if [each.sample_id for each in rollouts] != [n for each in experiences for n in each.sample_id.tolist()]:
+                raise ConfigError(
+                    "on_scores of a hook kept other rollouts, whose forwards are made: use their leave_out"
+                )
         for experience, part in zip(experiences, self._parts(rollouts), strict=True):
             experience.info |= rewards_of(part)  # of rollouts that were scored after `collate`
             experience.valid = torch.tensor([rollout.valid for rollout in part])

@@ -16,6 +16,7 @@ from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.data.validation import MAX_LABELS, measured_labels
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import (
     Episode,
     PromptBatch,
@@ -200,6 +201,19 @@ def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoi
     for each in (made_by(maker), made_by(resampling(maker))):
         assert [batch.info["reward"].tolist() for batch in each.batches] == [[2.0] * 3] * 2
         assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
+
+
+def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
+    """Rewards of remote scorers come behind the forwards: those of others would be given to them."""
+
+    def on_scores(rollouts):
+        del rollouts[0]
+        return rollouts
+
+    maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_scores=on_scores)]))
+    maker.settings.rewards = RewardComputationEngine(reward_model=Noting([]))
+    with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
+        made_by(maker)
 
 
 def test_the_version_of_new_weights_stands_on_the_next_rollouts(checkpoint):
