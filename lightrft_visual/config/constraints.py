@@ -6,6 +6,7 @@ several settings must agree on.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -63,10 +64,11 @@ class Registry(Generic[E]):
     Args:
         kind: what an entry is, for messages ("advantage estimator").
         entry: the class of the entries; its fields are what `register` takes.
+        given: what the code of an entry is called with, by position, for checks; "" where that differs.
     """
 
-    def __init__(self, kind: str, entry: type[E]) -> None:
-        self.kind, self.entry = kind, entry
+    def __init__(self, kind: str, entry: type[E], given: str = "") -> None:
+        self.kind, self.entry, self.given = kind, entry, given
         self._entries: dict[str, E] = {}
 
     def __iter__(self) -> Iterator[E]:
@@ -123,7 +125,8 @@ class Registry(Generic[E]):
             **facts: what it needs, as the fields of the entry's class say.
 
         Raises:
-            ConfigError: for a name that is taken, or a fact that entries of this kind do not have.
+            ConfigError: for a name that is taken, a fact that entries of this kind do not have, or code that cannot be
+                called as they are.
         """
         known = {item.name for item in fields(self.entry)} - {"name", "target", "about"}
         for fact in facts:
@@ -131,6 +134,11 @@ class Registry(Generic[E]):
                 raise ConfigError(f"{self.kind} {name!r}: no fact {fact!r}{did_you_mean(fact, known)}")
 
         def keep(target: Any) -> Any:
+            if self.given:
+                try:
+                    inspect.signature(target).bind(*self.given.split(", "))
+                except TypeError as error:
+                    raise ConfigError(f"{self.kind} {name!r} is called with ({self.given}): {error}") from error
             line = about or (getattr(target, "__doc__", None) or "").strip().partition("\n")[0]
             self.add(self.entry(name=name, target=target, about=line, **facts))
             return target

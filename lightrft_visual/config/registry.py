@@ -25,32 +25,32 @@ PACKAGE = "lightrft_visual"
 ALGORITHMS, MODELS, ROLLOUT, PLUGINS = (f"{PACKAGE}.{room}" for room in ("algorithms", "models", "rollout", "plugins"))
 
 # What the code of an entry is, is said in kinds.py, and here for plain choices.
-advantage_estimators = Registry("advantage estimator", kinds.AdvantageEstimator)
-policy_losses = Registry("policy loss", kinds.PolicyLoss)
+advantage_estimators = Registry("advantage estimator", kinds.AdvantageEstimator, "config")
+policy_losses = Registry("policy loss", kinds.PolicyLoss, "inputs, config")
 # A function of (values (B, A), mask (B, A), LossDenominators) to a scalar share.
-aggregations = Registry("aggregation", Choice)
-kl_estimators = Registry("KL estimator", kinds.KLEstimator)
-tis_modes = Registry("TIS mode", kinds.TISMode)
-diffusion_algorithms = Registry("diffusion algorithm", kinds.DiffusionAlgorithm)
-engines = Registry("rollout engine", kinds.Engine)
+aggregations = Registry("aggregation", Choice, "values, mask, denominators")
+kl_estimators = Registry("KL estimator", kinds.KLEstimator, "log_probs, ref_log_probs")
+tis_modes = Registry("TIS mode", kinds.TISMode, "log_weights")
+diffusion_algorithms = Registry("diffusion algorithm", kinds.DiffusionAlgorithm, "config")
+engines = Registry("rollout engine", kinds.Engine, "config, checkpoint, actor")
 vlm_families = Registry("vision-language family", kinds.VLMFamily)
 diffusion_families = Registry("diffusion family", kinds.DiffusionFamily)
-hooks = Registry("hook", kinds.Hook)
-loss_terms = Registry("term of the policy loss", kinds.LossTerm)
-policy_masks = Registry("mask of the policy loss", kinds.PolicyMask)
+hooks = Registry("hook", kinds.Hook, "parts")
+loss_terms = Registry("term of the policy loss", kinds.LossTerm, "config")
+policy_masks = Registry("mask of the policy loss", kinds.PolicyMask, "inputs, config")
 # A function of an Experience to values (B) or (B, A), whose mean is a column in metrics.csv, or to (values, mask),
 # or to None where a run has no such number. Those of the package are in trainer/vl/updates.py.
-rollout_metrics = Registry("rollout metric", Choice)
+rollout_metrics = Registry("rollout metric", Choice, "experience")
 # A function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`.
 differentiable_rewards = Registry("differentiable reward", Choice)
 # A class of `rollout.environments.Environment`, or a function that makes one; `tools` takes the functions of `--tools`.
 environments = Registry("environment", Choice)
 scorers = Registry("scorer", Choice)  # a class, built with the recipe's settings, or a function; see docs/rewards.md
-row_forms = Registry("form of data rows", kinds.RowForm)
+row_forms = Registry("form of data rows", kinds.RowForm, "row")
 reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.callables.Form`
-tasks = Registry("built-in task", kinds.Task)  # prompt_data of vision-language runs
-drawing_tasks = Registry("built-in drawing task", kinds.Task)  # and of diffusion runs
-checkpoint_resolvers = Registry("built-in model", kinds.CheckpointResolver)
+tasks = Registry("built-in task", kinds.Task, "config")  # prompt_data of vision-language runs
+drawing_tasks = Registry("built-in drawing task", kinds.Task, "config")  # and of diffusion runs
+checkpoint_resolvers = Registry("built-in model", kinds.CheckpointResolver, "model, name, task")
 services = Registry("service of a plug-in", Choice)  # a module with the functions that callers name
 
 

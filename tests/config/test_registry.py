@@ -64,3 +64,22 @@ def test_configurations_of_both_kinds_are_read_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+class NoArguments:
+    """As a hook or a term without a function that makes it."""
+
+
+@pytest.mark.parametrize(
+    "kind, code, told",
+    [
+        ("hooks", NoArguments, r"hook 'own' is called with \(parts\): too many positional arguments"),
+        ("loss_terms", lambda: None, r"term of the policy loss 'own' is called with \(config\): too many"),
+        ("policy_losses", lambda inputs: None, r"policy loss 'own' is called with \(inputs, config\): too many"),
+        ("kl_estimators", lambda p, q, r: None, r"called with \(log_probs, ref_log_probs\): missing .* 'r'"),
+    ],
+)
+def test_code_that_cannot_be_called_as_its_kind_is_refused_where_it_is_registered(kind, code, told):
+    with pytest.raises(ConfigError, match=told):
+        getattr(registry, kind).register("own", about="")(code)
+    assert "own" not in getattr(registry, kind)
