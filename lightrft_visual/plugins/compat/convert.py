@@ -23,7 +23,7 @@ from .names import CONVERTS
 from .shell import Outside, ShellText, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
-KINDS = re.compile(r"(\w+)Trainer\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
+KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
 VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
 ESTIMATORS = ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
 OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd")

@@ -222,8 +222,14 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
     if verb in ("grpo", "rloo"):
         if verb == "grpo":
             _loss_of_trl(found)
-        elif "normalize_advantages" in found:
-            found["advantages_norm"] = found.pop("normalize_advantages")
+        else:
+            found.setdefault("loss_agg_mode", "seq-mean-token-sum")
+            if (_number(found.get("num_iterations")) or 1) > 1 or "steps_per_generation" in found:
+                left_out["loss"] = (
+                    "its ratios are of whole responses there, of tokens here; at the first update both are 1"
+                )
+            if "normalize_advantages" in found:
+                found["advantages_norm"] = found.pop("normalize_advantages")
         _kl_of_trl(verb, found)
         _sizes_of_trl(found, left_out)
     if _is(found, "top_k", "0"):

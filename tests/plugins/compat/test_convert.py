@@ -277,6 +277,7 @@ def test_file_of_settings_that_a_script_names_is_to_be_converted_too(converted):
     [
         ("trl", "GRPOTrainer(model='m', args=GRPOConfig(bf16=True))", "grpo"),
         ("trl", "RLOOTrainer(model='m', args=RLOOConfig(bf16=True))", "rloo"),
+        ("trl", "trainer = made(RLOOConfig(bf16=True), LoraConfig(r=8))", "rloo"),
         ("trl", "MySFTTrainer('m', args=SFTConfig(bf16=True))", "sft"),
         ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --bf16", "ppo"),
         ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --advantage_estimator rloo", "grpo"),
@@ -450,8 +451,10 @@ GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
     assert (config.model.lora_rank, config.model.lora_alpha, config.model.lora_dropout) == (16, 32, 0.05)
     found = converted("trl", "run.sh", "train.py --lora_r 8 --bf16\n")
     assert settings(found).model.lora_rank == 0 and "use_peft" in found.left_out["lora_rank"]
-    algorithm = settings(converted("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1))")).algorithm
+    found = converted("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1, num_iterations=2))")
+    algorithm = settings(found).algorithm
     assert (algorithm.init_kl_coef, algorithm.use_kl_loss) == (0.1, False)
+    assert algorithm.loss_agg_mode == "seq-mean-token-sum" and "whole responses" in found.left_out["loss"]
 
 
 def test_file_in_utf_8_is_read_wherever_it_is_run(tmp_path):
