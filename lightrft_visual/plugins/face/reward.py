@@ -6,24 +6,19 @@ only says where the face is and carries no gradient; cutting out, aligning and e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
 from ...runtime.usercode.calls import load_reward_fn
-from .scorer import REFERENCE_COLUMNS, FaceDetector, KnownReferences
+from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"
-# (H, W, 3) uint8 RGB -> (2, 3) matrix from image to aligned-face pixels, or None where there is no face
-FaceFinder = Callable[[np.ndarray], np.ndarray | None]
 
 
 def face_similarity(
@@ -106,8 +101,7 @@ class DifferentiableFaceSimilarity:
     needs = f"a first frame, or a picture in the column {' or '.join(REFERENCE_COLUMNS)}"
 
     def __init__(self, model: nn.Module, finder: FaceFinder | None = None, size: int = 112, scale: float = 127.5):
-        self.model, self.finder, self.size, self.scale = model, finder, size, scale
-        self._references = KnownReferences(self._embedding_of)
+        self.model, self._faces = model, Faces(model, finder, size, scale)
 
     def __call__(self, media: T, prompts: list[str], metadata: list[dict[str, Any]]) -> tuple[T, T]:
         """(scores (B) with gradient, valid (B) bool)."""
@@ -123,42 +117,6 @@ class DifferentiableFaceSimilarity:
         return any(metadata.get(column) is not None for column in REFERENCE_COLUMNS)
 
     def _score(self, frames: T, row: dict[str, Any]) -> T | None:
-        wanted = self._references.find(None, row, frames.device)
-        if wanted is None:
-            return None
-        faces = self._faces(frames)
-        return None if faces is None else (self._embed(faces) @ wanted).mean()
-
-    @torch.no_grad()
-    def _embedding_of(self, picture: Image.Image, device: torch.device) -> T | None:
-        pixels = torch.from_numpy(np.array(picture)).to(device).permute(2, 0, 1).float() / 255
-        faces = self._faces(pixels[None])
-        return None if faces is None else self._embed(faces)[0]
-
-    def _faces(self, frames: T) -> T | None:
-        """(n, 3, size, size) aligned faces of the frames (T, 3, H, W) that have one; None when none has."""
-        if self.finder is None:
-            return nn.functional.interpolate(frames, (self.size, self.size), mode="bilinear", antialias=True)
-        shown = (frames.detach().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        matrices = [self.finder(frame) for frame in shown]
-        faces = [warp(frame, matrix, self.size) for frame, matrix in zip(frames, matrices) if matrix is not None]
-        return torch.stack(faces) if faces else None
-
-    def _embed(self, faces: T) -> T:
-        return nn.functional.normalize(self.model((faces * 255 - 127.5) / self.scale).flatten(1).float(), dim=-1)
-
-
-def warp(frame: T, matrix: np.ndarray, size: int) -> T:
-    """(3, size, size): the frame (3, H, W) under the affine `matrix` (2, 3) in pixels, bilinear, black outside.
-
-    What cv2.warpAffine does, with a gradient.
-    """
-    height, width = frame.shape[-2:]
-    full = torch.eye(3, dtype=torch.float64)
-    full[:2] = torch.as_tensor(np.asarray(matrix), dtype=torch.float64)
-    steps = torch.arange(size, dtype=torch.float64)
-    rows, columns = torch.meshgrid(steps, steps, indexing="ij")
-    places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1) @ torch.linalg.inv(full).T
-    x, y = (places[..., 0] + 0.5) * 2 / width - 1, (places[..., 1] + 0.5) * 2 / height - 1
-    grid = torch.stack([x, y], dim=-1).to(frame)[None]
-    return nn.functional.grid_sample(frame[None], grid, padding_mode="zeros", align_corners=False)[0]
+        wanted = self._faces.reference(None, row, frames.device)
+        made = None if wanted is None else self._faces.embedded(frames)
+        return None if made is None else (made @ wanted).mean()

@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from ...errors import ConfigError
 from ...rewards.imaging import to_pil
 from ...runtime.offload import on_device
 
+T = torch.Tensor
 REFERENCE_COLUMNS = ("reference_image", "face_image", "input_image")
+# (H, W, 3) uint8 RGB -> (2, 3) matrix from image to aligned-face pixels, or None where there is no face
+FaceFinder = Callable[[np.ndarray], np.ndarray | None]
 
 
-class KnownReferences:
-    """Embeddings of reference faces, kept by path. embed: (D) of unit length of an RGB image; None without a face."""
+class Faces:
+    """Embeddings of faces, of unit length, with a gradient in the pixels where the model has one.
 
-    def __init__(self, embed: Callable[[Image.Image, Any], torch.Tensor | None]):
-        self._embed = embed
-        self._known: dict[str, torch.Tensor | None] = {}
+    model: of aligned faces (n, 3, size, size), `(pixel - 127.5) / scale`, to (n, D). finder: of the face in an image;
+    without one each image is taken as an aligned face.
+    """
 
-    def find(self, given: Any, row: dict[str, Any], device: Any) -> torch.Tensor | None:
-        """Of an image or path, else of one in the row's REFERENCE_COLUMNS; None without an image or a face in it."""
+    def __init__(self, model: Callable[[T], T], finder: FaceFinder | None, size: int, scale: float):
+        self.model, self.finder, self.size, self.scale = model, finder, size, scale
+        self._known: dict[str, T | None] = {}  # of references, by path
+
+    def embedded(self, frames: Iterable[T]) -> T | None:
+        """(n, D) of the frames (3, H, W) in 0..1 that have a face; None when none has."""
+        faces = [face for face in map(self._aligned, frames) if face is not None]
+        if not faces:
+            return None
+        made = self.model((torch.stack(faces) * 255 - 127.5) / self.scale)
+        return nn.functional.normalize(made.flatten(1).float(), dim=-1)
+
+    def _aligned(self, frame: T) -> T | None:
+        """(3, size, size)."""
+        if self.finder is None:
+            size = (self.size, self.size)
+            return nn.functional.interpolate(frame[None], size, mode="bilinear", antialias=True)[0]
+        shown = (frame.detach().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+        matrix = self.finder(shown)
+        return None if matrix is None else warp(frame, matrix, self.size)
+
+    @torch.no_grad()
+    def reference(self, given: Any, row: dict[str, Any], device: Any) -> T | None:
+        """(D) of an image or path, else of the one in the row's REFERENCE_COLUMNS; None without an image or a face."""
         if given is None:
             named = (row.get(column) for column in REFERENCE_COLUMNS)
             given = next((each for each in named if each is not None and str(each)), None)
-        if given is None:
-            return None
         if not isinstance(given, (str, Path)):
-            return self._embed(to_pil(given).convert("RGB"), device)
+            return None if given is None else self._first(to_pil(given), device)
         if str(given) not in self._known:
             with Image.open(given) as image:
-                self._known[str(given)] = self._embed(image.convert("RGB"), device)
+                self._known[str(given)] = self._first(image, device)
         return self._known[str(given)]
+
+    def _first(self, image: Image.Image, device: Any) -> T | None:
+        found = self.embedded([pixels_of(image, device)])
+        return None if found is None else found[0]
+
+
+def pixels_of(image: Image.Image, device: Any) -> T:
+    """(3, H, W) in 0..1."""
+    return torch.from_numpy(np.array(image.convert("RGB"))).to(device).permute(2, 0, 1).float() / 255
+
+
+def warp(frame: T, matrix: np.ndarray, size: int) -> T:
+    """(3, size, size): the frame (3, H, W) under the affine `matrix` (2, 3) in pixels, bilinear, black outside.
+
+    What cv2.warpAffine does, with a gradient.
+    """
+    height, width = frame.shape[-2:]
+    full = torch.eye(3, dtype=torch.float64)
+    full[:2] = torch.as_tensor(np.asarray(matrix), dtype=torch.float64)
+    steps = torch.arange(size, dtype=torch.float64)
+    rows, columns = torch.meshgrid(steps, steps, indexing="ij")
+    places = torch.stack([columns, rows, torch.ones_like(rows)], dim=-1) @ torch.linalg.inv(full).T
+    x, y = (places[..., 0] + 0.5) * 2 / width - 1, (places[..., 1] + 0.5) * 2 / height - 1
+    grid = torch.stack([x, y], dim=-1).to(frame)[None]
+    return nn.functional.grid_sample(frame[None], grid, padding_mode="zeros", align_corners=False)[0]
 
 
 class FaceSimilarity:
@@ -61,42 +110,18 @@ class FaceSimilarity:
         for path in (embedder, detector):
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"scorer face_similarity: the file {path} does not exist")
-        self.size, self.scale, self.offload = size, scale, offload
-        self._embed = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
-        self._detector = None if detector is None else FaceDetector(detector, size)
-        self._references = KnownReferences(self._embedding_of)
+        model = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
+        self._faces = Faces(model, None if detector is None else FaceDetector(detector, size).matrix, size, scale)
 
     def __call__(
         self, frames: list[list[Any]], references: list[Any], metadata: list[dict[str, Any]], device: Any
     ) -> list[float | None]:
-        scores: list[float | None] = []
-        for images, reference, row in zip(frames, references, metadata):
-            wanted = self._references.find(reference, row, device)
-            scores.append(None if wanted is None else self._similarity(images, wanted, device))
-        return scores
+        return [self._similarity(*sample, device) for sample in zip(frames, references, metadata)]
 
-    def _similarity(self, pictures: list[Any], wanted: torch.Tensor, device: Any) -> float | None:
-        faces = [face for face in map(self._face, pictures) if face is not None]
-        if not faces:
-            return None
-        cosines = self._embeddings(faces, device) @ wanted
-        return float(cosines.clamp(min=0).mean())
-
-    def _embedding_of(self, picture: Image.Image, device: Any) -> torch.Tensor | None:
-        face = self._face(picture)
-        return None if face is None else self._embeddings([face], device)[0]
-
-    def _face(self, picture: Image.Image) -> np.ndarray | None:
-        """(size, size, 3) uint8 RGB of the aligned face."""
-        picture = picture.convert("RGB")
-        if self._detector is not None:
-            return self._detector.face(np.asarray(picture))
-        return np.asarray(picture.resize((self.size, self.size), Image.Resampling.BILINEAR))
-
-    def _embeddings(self, faces: list[np.ndarray], device: Any) -> torch.Tensor:
-        """(n, D) float32 of unit length."""
-        pixels = torch.from_numpy(np.stack(faces)).permute(0, 3, 1, 2).float()
-        return torch.nn.functional.normalize(self._embed((pixels - 127.5) / self.scale, device), dim=-1)
+    def _similarity(self, images: list[Any], reference: Any, row: dict[str, Any], device: Any) -> float | None:
+        wanted = self._faces.reference(reference, row, device)
+        made = None if wanted is None else self._faces.embedded(pixels_of(image, device) for image in images)
+        return None if made is None else float((made @ wanted).clamp(min=0).mean())
 
 
 class _OnnxModel:
@@ -105,22 +130,21 @@ class _OnnxModel:
 
         self._net = cv2.dnn.readNetFromONNX(path)
 
-    def __call__(self, pixels: torch.Tensor, device: Any) -> torch.Tensor:
+    def __call__(self, faces: T) -> T:
         rows = []
-        for image in pixels.numpy():  # one at a time: exported models often have a fixed batch of 1
-            self._net.setInput(image[None])
+        for face in faces.cpu().numpy():  # one at a time: exported models often have a fixed batch of 1
+            self._net.setInput(face[None])
             rows.append(torch.from_numpy(self._net.forward().copy()).flatten())
-        return torch.stack(rows).float()
+        return torch.stack(rows).to(faces.device)
 
 
 class _TorchModel:
     def __init__(self, path: str, offload: bool) -> None:
-        self._model = torch.jit.load(path, map_location="cpu").eval()
-        self._offload = offload
+        self._model, self._offload = torch.jit.load(path, map_location="cpu").eval(), offload
 
-    def __call__(self, pixels: torch.Tensor, device: Any) -> torch.Tensor:
-        with on_device(self._model, device, self._offload) as model:
-            return model(pixels.to(device)).float().cpu()
+    def __call__(self, faces: T) -> T:
+        with on_device(self._model, faces.device, self._offload) as model:
+            return model(faces)
 
 
 class FaceDetector:
@@ -134,11 +158,6 @@ class FaceDetector:
 
         self._cv2, self._size = cv2, size
         self._yunet = cv2.FaceDetectorYN.create(path, "", (320, 320))
-
-    def face(self, rgb: np.ndarray) -> np.ndarray | None:
-        """(size, size, 3) uint8 of the largest face, or None."""
-        matrix = self.matrix(rgb)
-        return None if matrix is None else self._cv2.warpAffine(rgb, matrix, (self._size, self._size))
 
     def matrix(self, rgb: np.ndarray) -> np.ndarray | None:
         """(2, 3) affine map from the pixels of rgb (H, W, 3) to those of the aligned largest face, or None."""

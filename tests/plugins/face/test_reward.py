@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.face.reward import DifferentiableFaceSimilarity, warp
+from lightrft_visual.plugins.face.reward import DifferentiableFaceSimilarity
+from lightrft_visual.plugins.face.scorer import warp
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
 MODEL_FILE = """
@@ -161,7 +162,7 @@ def test_a_folder_of_onnx_files_says_which_model_has_a_gradient(tmp_path) -> Non
         load_differentiable("face_similarity", {"embedder": str(tmp_path)})
     exported = torch.export.export(torch.nn.AvgPool2d(4), (torch.zeros(2, 3, 16, 16),))
     torch.export.save(exported, tmp_path / "glintr100.pt2")
-    assert load_differentiable("face_similarity", {"embedder": str(tmp_path), "size": 16}).size == 16
+    assert load_differentiable("face_similarity", {"embedder": str(tmp_path), "size": 16})._faces.size == 16
 
 
 def test_a_torchscript_model_is_frozen_and_carries_the_gradient_of_the_pixels(tmp_path) -> None:
