@@ -127,7 +127,7 @@ def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions_and_read
     # As in the stock pipeline proportions are those of the sides in whole tokens.
     assert policy.family._scaled(SQUARE.resize((7, 10)), SOURCE_PIXELS).size == (720, 1456)  # 4 by 8
     assert policy.family._scaled(SQUARE.resize((3, 10)), SOURCE_PIXELS).size == (672, 1568)
-    with pytest.raises(ConfigError, match="needs one beside each text"):
+    with pytest.raises(ConfigError, match="at least one beside each text"):
         policy.encode_prompts(["a red circle"])
     with pytest.raises(ConfigError, match="reads no negative prompt"):
         policy.encode_edits(["red"], [[SQUARE]], "a dog")

@@ -24,7 +24,7 @@ from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ....experience.vision import NEGATIVE, Conditions, joined
 from ....runtime import collectives
-from ..layers import upcast
+from ..layers import flow_match_schedule, upcast
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
@@ -218,6 +218,8 @@ class DiffusionFamily(ABC):
 
         flow_shift: takes the place of the scheduler's shift, in the same schedule.
         """
+        if self.evenly_spaced:
+            return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
         scheduler, shifted = self.pipeline.scheduler, {}
         if scheduler.config.get("use_dynamic_shifting"):
             linear = scheduler.config.get("time_shift_type") == "linear"
@@ -425,9 +427,10 @@ def channel_statistics(vae: nn.Module, like: T) -> tuple[T, T]:
     return mean, std
 
 
-def decoded(vae: nn.Module, latents: T) -> T:
-    """What the autoencoder makes of latents that have lost the pipeline's scale: media in 0..1, fp32, not clamped."""
-    return upcast(vae.decode(latents.to(vae.dtype), return_dict=False)[0]) / 2 + 0.5
+def decoded(vae: nn.Module, latents: T, *more: Any) -> T:
+    """What the autoencoder makes of latents that have lost the pipeline's scale: media in 0..1, fp32, not clamped.
+    more: what its decoder reads beside them."""
+    return upcast(vae.decode(latents.to(vae.dtype), *more, return_dict=False)[0]) / 2 + 0.5
 
 
 def encoded_mean(vae: nn.Module, images: T) -> T:

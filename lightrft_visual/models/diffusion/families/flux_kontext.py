@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 
-from ....errors import ConfigError
 from ....experience.vision import Conditions
 from .flux import Flux
 from .source_tokens import SourceTokens
@@ -20,13 +19,9 @@ class FluxKontext(SourceTokens, Flux):
     most_source_images = 1
     texts_at_once = 1
 
-    def encode_prompts(self, prompts: list[str]) -> Conditions:
-        """Raises ConfigError: a text alone is nothing to this model."""
-        raise ConfigError("FluxKontextPipeline edits images: it needs one beside each text")
-
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """T5 context (1, L, D) and pooled CLIP (1, D)."""
-        return super().encode_prompts([prompt])
+        return Flux.encode_prompts(self, [prompt])
 
     def _scaled(self, image: Any, pixels: int) -> Any:
         if self.source_pixels is not None:

@@ -8,8 +8,8 @@ import torch
 from diffusers import DiffusionPipeline
 
 from ....experience.vision import MASK, Conditions
-from ..layers import flow_match_schedule, upcast
-from .base import DiffusionFamily, in_whole_batches, video_latent
+from ..layers import upcast
+from .base import DiffusionFamily, decoded, in_whole_batches, video_latent
 from .qwen_image import in_steps
 
 T = torch.Tensor
@@ -24,6 +24,7 @@ class HunyuanVideo15(DiffusionFamily):
 
     default_text_length = 1000
     texts_at_once = 8
+    evenly_spaced = True
     names_sigmas = True
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
@@ -55,10 +56,6 @@ class HunyuanVideo15(DiffusionFamily):
             return_dict=False,
         )[0])  # fmt: skip
 
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Evenly spaced steps under the scheduler's flow shift."""
-        return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
-
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
         """The scale is the guider's, which is a part of the pipeline."""
@@ -68,8 +65,7 @@ class HunyuanVideo15(DiffusionFamily):
     def decode(self, latents: T) -> T:
         """(B, C, F, h, w) to (B, 3, T, H, W), one by one: the causal mask of this autoencoder fits one video."""
         vae = self.pipeline.vae
-        each = (latents / vae.config.scaling_factor).to(vae.dtype).split(1)
-        return upcast(torch.cat([vae.decode(one, return_dict=False)[0] for one in each])) / 2 + 0.5
+        return torch.cat([decoded(vae, one) for one in (latents / vae.config.scaling_factor).split(1)])
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, (frames - 1) / 4 + 1, height / 16, width / 16). ConfigError unless frames is 4 n + 1."""

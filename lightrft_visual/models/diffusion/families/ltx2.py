@@ -17,7 +17,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import DiffusionFamily, video_latent
+from .base import DiffusionFamily, decoded, video_latent
 from .wan import ATTENTION
 
 T = torch.Tensor
@@ -78,9 +78,8 @@ class LTX2(DiffusionFamily):
         """(B, C, F, h, w) to (B, 3, T, H, W). A decoder that reads a timestep is told 0, as by the pipeline."""
         vae = self.pipeline.vae
         mean, std = (each.to(latents).view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
-        clean = (latents * std / vae.config.scaling_factor + mean).to(vae.dtype)
-        time = clean.new_zeros(len(clean)) if vae.config.timestep_conditioning else None
-        return upcast(vae.decode(clean, time, return_dict=False)[0]) / 2 + 0.5
+        time = latents.new_zeros(len(latents), dtype=vae.dtype) if vae.config.timestep_conditioning else None
+        return decoded(vae, latents * std / vae.config.scaling_factor + mean, time)
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, (frames - 1) / 8 + 1, height / 32, width / 32). ConfigError unless frames is 8 n + 1."""

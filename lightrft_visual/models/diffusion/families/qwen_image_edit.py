@@ -32,10 +32,6 @@ class QwenImageEdit(SourceTokens, QwenImage):
             raise ConfigError(f"{type(pipeline).__name__} reads texts at any length: leave max_sequence_length out")
         super().__init__(pipeline)
 
-    def encode_prompts(self, prompts: list[str]) -> Conditions:
-        """Raises ConfigError: a text alone is nothing to this model."""
-        raise ConfigError(f"{type(self.pipeline).__name__} edits images: it needs at least one beside each text")
-
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""
         (image,) = images

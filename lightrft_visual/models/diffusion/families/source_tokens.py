@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
+from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ..layers import upcast
 from .base import PackedLatents, by_kind, pack, unpack
@@ -24,6 +25,10 @@ class SourceTokens(PackedLatents):
     Source images keep their proportions, so those of a batch may differ in size; a forward takes samples of one size.
     `source` (1, L, 4 C) holds the tokens of all images of a prompt, `source_grid` (1, N, 2) rows and columns of each.
     """
+
+    def encode_prompts(self, prompts: list[str]) -> Conditions:
+        """Raises ConfigError: a text alone is nothing to this model."""
+        raise ConfigError(f"{type(self.pipeline).__name__} edits images: it needs at least one beside each text")
 
     def encode_sources(self, images: list[Any]) -> Conditions:
         """source (1, L, 4 C) and source_grid (1, N, 2)."""

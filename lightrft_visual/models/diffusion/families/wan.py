@@ -10,7 +10,7 @@ import torch
 from ....errors import ConfigError
 from ....experience.vision import Conditions
 from ....runtime import collectives
-from ..layers import flow_match_schedule, upcast
+from ..layers import upcast
 from .base import DiffusionFamily, channel_statistics, decoded, in_whole_batches, video_latent
 
 T = torch.Tensor
@@ -92,10 +92,6 @@ class Wan(DiffusionFamily):
             hidden_states=inputs.to(dtype), timestep=timesteps, encoder_hidden_states=conditions["context"].to(dtype),
             encoder_hidden_states_image=None if image is None else image.to(dtype), return_dict=False,
         )[0])  # fmt: skip
-
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Evenly spaced steps under the scheduler's flow shift."""
-        return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
 
     def decode(self, latents: T) -> T:
         """(B, C, F, h, w) to (B, 3, T, H, W)."""
