@@ -21,7 +21,8 @@ Finished = Callable[[int, list[Completion]], None]
 
 
 class RolloutEngine(Protocol):
-    """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together.
+    """Generation on this rank. All calls are made by all ranks of a tensor-parallel group together. What an engine has
+    not of its own does nothing.
 
     shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
     lacks_weights: it slept without them, and must be given new ones before it generates. streams: whether `generate`
@@ -29,9 +30,9 @@ class RolloutEngine(Protocol):
     in_step: whether ranks call `generate` together, and equally often; default: each when it likes.
     """
 
-    shares_weights: bool
-    lacks_weights: bool
-    streams: bool
+    shares_weights: bool = False
+    lacks_weights: bool = False
+    streams: bool = False
 
     def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
         """n completions a prompt, in order."""
@@ -41,18 +42,23 @@ class RolloutEngine(Protocol):
 
         Once it has returned the trainer's own may leave the device. Memory that only `generate` needs may come after.
         """
+        return
 
     def reset_caches(self) -> None:
         """Forget what was computed of earlier prompts."""
+        return
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free accelerator memory while training. Without its weights it takes new ones before it generates again."""
+        return
 
     def wake(self) -> None:
         """Make ready for weights and generation again."""
+        return
 
     def close(self) -> None:
         """Release everything; nothing may be called afterwards."""
+        return
 
 
 def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:

@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..runtime.usercode.calls import masked
 from ..runtime.usercode.sandbox import READY, START_SECONDS, Connection, NotAnAnswer
 from .environment_process import CONTROL_BYTES, unpack
-from .environments import Action, EnvironmentFailure, Observation, StepResult
+from .environments import Action, EnvironmentFailure, EnvironmentHost, Observation, StepResult
 
 AT_ONCE = 256  # calls that wait for an answer beside each other; later ones begin when there is room
 COPY_SECONDS = 30.0  # for a process to be copied
@@ -39,7 +39,7 @@ def runs_apart(config: EpisodeConfig) -> bool:
     return bool(own) and all(".py:" in name for name in own)
 
 
-class ProcessHost:
+class ProcessHost(EnvironmentHost):
     """An `EnvironmentHost` with a process for each episode.
 
     Raises ConfigError where the environment cannot be loaded.
@@ -56,8 +56,6 @@ class ProcessHost:
         self._start()
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
-        """See `EnvironmentHost`."""
-
         def begin() -> Observation | None:
             self._episodes[episode] = made = self._copy()
             return made.call("reset", row, self.seconds)
@@ -65,16 +63,14 @@ class ProcessHost:
         return self._threads.submit(begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
-        """See `EnvironmentHost`."""
         return self._threads.submit(self._episodes[episode].call, "step", action, self.seconds)
 
     def end(self, episode: int) -> None:
-        """See `EnvironmentHost`."""
         if (made := self._episodes.pop(episode, None)) is not None:
             self._threads.submit(self._end, made)
 
     def close(self) -> None:
-        """See `EnvironmentHost`. Waits for what environments do at their ends."""
+        """Waits for what environments do at their ends."""
         for episode in list(self._episodes):
             self.end(episode)
         self._threads.shutdown(wait=True)

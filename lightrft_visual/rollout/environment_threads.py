@@ -11,14 +11,23 @@ from typing import Any, TypeVar
 
 from ..runtime.usercode.calls import describe_error, masked
 from ..runtime.usercode.surroundings import enter_again, say_once
-from .environments import Action, EnvironmentFactory, EnvironmentFailure, HeldEnvironment, Loop, Observation, StepResult
+from .environments import (
+    Action,
+    EnvironmentFactory,
+    EnvironmentFailure,
+    EnvironmentHost,
+    HeldEnvironment,
+    Loop,
+    Observation,
+    StepResult,
+)
 
 R = TypeVar("R")
 AT_ONCE = 64  # calls that run beside each other; those that overran their time are not counted
 LOOPS = 32  # of coroutines: one that blocks holds up every 32nd episode; each takes a thread and three open files
 
 
-class ThreadHost:
+class ThreadHost(EnvironmentHost):
     """An `EnvironmentHost` with a thread for each call. A call that overruns its time is left alone: a thread cannot be
     ended, so its episode fails and the thread goes on until the environment returns.
 
@@ -33,8 +42,6 @@ class ThreadHost:
         self._folder = os.getcwd()  # of the run, where it finds and leaves its files
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
-        """See `EnvironmentHost`."""
-
         def begin() -> Observation | None:
             self._environments[episode] = held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
             return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
@@ -42,12 +49,10 @@ class ThreadHost:
         return self._call("reset", begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
-        """See `EnvironmentHost`."""
         held = self._environments[episode]
         return self._call("step", lambda: held.step(action))
 
     def end(self, episode: int) -> None:
-        """See `EnvironmentHost`."""
         self._end(episode)
 
     def _end(self, episode: int) -> Future[None] | None:
@@ -55,7 +60,6 @@ class ThreadHost:
         return None if held is None else self._call("close", held.close)
 
     def close(self) -> None:
-        """See `EnvironmentHost`."""
         wait(filter(None, [self._end(episode) for episode in list(self._environments)]), self.seconds)
         for loop in self._loops:
             loop.close()

@@ -30,7 +30,7 @@ from ..runtime import collectives
 from ..runtime.seeding import derive_seed
 from ..runtime.train_engine import TrainEngine
 from ..runtime.zero3_loading import reading_across
-from .engine import Finished, diverged
+from .engine import Finished, RolloutEngine, diverged
 from .weight_sync import take_over
 
 T = torch.Tensor
@@ -45,8 +45,9 @@ class _Sample:
     most: int
 
 
-class TransformersEngine:
-    """The rollout engine over an `Actor`, plain or prepared for training.
+class TransformersEngine(RolloutEngine):
+    """The rollout engine over an `Actor`, plain or prepared for training: it samples from the trainer's own weights and
+    holds no memory between two calls.
 
     tokenizer: decodes responses. micro_batch_size: responses that are decoded together.
 
@@ -56,7 +57,6 @@ class TransformersEngine:
     """
 
     shares_weights = True
-    lacks_weights = False
     streams = True
 
     def __init__(
@@ -110,21 +110,6 @@ class TransformersEngine:
                     if finished is not None and len(made[number]) == settings.n:
                         finished(number, made[number])
         return made
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Nothing to do: it samples from the trainer's own weights. The iterator is not touched, on any rank."""
-
-    def reset_caches(self) -> None:
-        """Nothing to do: no cache outlives a call of `generate`."""
-
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Nothing to free: it holds no memory between calls of `generate`."""
-
-    def wake(self) -> None:
-        """Nothing to restore."""
-
-    def close(self) -> None:
-        """Nothing to shut down."""
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -8,20 +8,20 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import ConfigError, RolloutError, did_you_mean
+from .engine import RolloutEngine
 
 
-class ResidentEngine:
+class ResidentEngine(RolloutEngine):
     """How such an engine sleeps and wakes; a subclass says how memory is let go and taken back.
 
     enable_sleep: whether it does. failure: of an earlier call, whose requests may still be under way. file_names: it
     takes weights by the names and in the parts of a checkpoint's files.
     """
 
-    shares_weights = False
     file_names = True
     streams = True
     enable_sleep: bool
-    asleep = lacks_weights = lacks_cache = False
+    asleep = lacks_cache = False
     failure: str | None = None
 
     def sleep(self, keep_weights: bool = True) -> None:

@@ -21,6 +21,7 @@ from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
 from ..engine import Finished
+from ..episodes import Admission
 from ..resident import ResidentEngine
 from ..weight_sync import WeightPost
 from .arguments import VLLMSettings, checked, engine_arguments, prepare_environment
@@ -257,7 +258,7 @@ def experts_of(one: Any) -> torch.Tensor | None:
     return torch.from_numpy(found.astype("uint8" if found.dtype.itemsize == 1 else "int16"))  # its memory is vLLM's
 
 
-class VLLMAdmission:
+class VLLMAdmission(Admission):
     """An `Admission` of one `VLLMEngine`: its own step loop, to which requests come at any time.
 
     Copy i of a prompt is drawn with the seed that vLLM gives the i-th sample of one request. What a request is batched
@@ -270,11 +271,9 @@ class VLLMAdmission:
 
     @property
     def busy(self) -> bool:
-        """See `Admission`."""
         return bool(self._keys)
 
     def add(self, key: int, request: PromptFeatures) -> None:
-        """See `Admission`."""
         engine = self.engine
         params = engine.params(self.settings, request.seed + request.copy, request.limit)
         self._keys[engine.llm.request_counter.counter] = key
@@ -282,7 +281,6 @@ class VLLMAdmission:
             engine.llm.enqueue([engine.entry(request)], [params], use_tqdm=False)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """See `Admission`."""
         engine = self.engine
         with engine.working():
             outputs = [output for output in engine.llm.llm_engine.step() if output.finished]
@@ -293,7 +291,6 @@ class VLLMAdmission:
         return found
 
     def close(self) -> None:
-        """See `Admission`."""
         if self._keys:
             self.engine.llm.llm_engine.abort_request([str(number) for number in self._keys])
             self._keys.clear()

@@ -119,8 +119,8 @@ class Workers:
             self.cluster.close()
 
 
-class RemoteEngine:
-    """The engine that `rollout.engine_type` names, once in each worker. See `RolloutEngine`.
+class RemoteEngine(RolloutEngine):
+    """The engine that `rollout.engine_type` names, once in each worker, on devices of their own. See `RolloutEngine`.
 
     adapters_alone: whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing
     else, because the workers' models have adapters too. ahead: whether batches are begun before they are asked for;
@@ -129,8 +129,6 @@ class RemoteEngine:
     answered: whether environments answer, which read what belongs to a prompt.
     """
 
-    shares_weights = False
-    lacks_weights = False
     streams = True
 
     def __init__(
@@ -245,12 +243,6 @@ class RemoteEngine:
         """Each worker does before its next piece of work; not where work runs ahead, which takes them over."""
         if not self.ahead:
             self.workers.pool.forget()
-
-    def sleep(self, keep_weights: bool = True) -> None:
-        """Nothing to free: the workers have devices of their own."""
-
-    def wake(self) -> None:
-        """Nothing to restore."""
 
     def close(self) -> None:
         """End the workers."""

@@ -16,21 +16,20 @@ from ....runtime import collectives
 from ....runtime.start_up import log_stage
 from ..actors import START_SECONDS, named_actors, on_every_rank
 from ..cluster import check_reachable, connect, connected, on_devices, process_environment
-from .pool import WorkerDied
+from .pool import WorkerDied, WorkerHandle
 from .worker import EngineSpec, Worker
 
 ANSWER_SECONDS = 3600.0  # after which a worker that has not answered is started again
 SETTING = "placement split"
 
 
-class RayWorker:
+class RayWorker(WorkerHandle):
     """One actor. timeout: seconds after which a call that is not answered ends its process."""
 
     def __init__(self, ray: Any, actor: Any, name: str, timeout: float) -> None:
         self.ray, self.actor, self.name, self.timeout = ray, actor, name, timeout
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """See `pool.WorkerHandle`."""
         errors = self.ray.exceptions
         if not self.ray.is_initialized():  # the run has ended; a call would start a cluster of its own
             raise WorkerDied("the connection to Ray is closed")
@@ -48,11 +47,9 @@ class RayWorker:
             raise WorkerDied(str(error).split("\n")[0] or type(error).__name__) from None
 
     def end(self) -> None:
-        """See `pool.WorkerHandle`."""
         self.ray.kill(self.actor, no_restart=False)
 
     def wait_until_back(self) -> None:
-        """See `pool.WorkerHandle`."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             if not self.ray.is_initialized():
