@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..errors import DataError
+from ..runtime.host_copies import to_device
 
 T = torch.Tensor
 
@@ -124,9 +125,9 @@ def span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device
 
 def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
     """flat (sum of lengths, ...) to (B, width, ...): each sample's rows in its span, zeros elsewhere."""
-    padded = flat.new_zeros((len(spans), width, *flat.shape[1:]))
-    padded[span_mask(spans, width, flat.device)] = flat
-    return padded
+    where = span_mask(spans, width).flatten().nonzero().squeeze(1)  # on the host: a device's would be waited for
+    padded = flat.new_zeros((len(spans) * width, *flat.shape[1:])).index_copy(0, to_device(where, flat.device), flat)
+    return padded.view(len(spans), width, *flat.shape[1:])
 
 
 def gather_samples(padded: T, spans: Sequence[tuple[int, int]]) -> T:

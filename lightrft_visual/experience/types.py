@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..runtime.host_copies import to_device
+from ..runtime.host_copies import on_host, to_device
 from .fields import InfoLayout, Kind, replay_field, unpack_actions
 from .vision import VisionName, VisionTensors, adopt_given
 
@@ -350,7 +350,7 @@ class ModelInputs:
             media["vision"] = batch.vision
         if not batch.is_packed:
             return cls(batch.sequences, batch.attention_mask, batch.action_mask, **media)
-        mask = unpack_actions(batch.action_mask, batch.num_actions).bool()
+        mask = to_device(unpack_actions(on_host(batch.action_mask), batch.num_actions).bool(), batch.action_mask.device)
         return cls(batch.sequences, batch.attention_mask, mask, batch.packed_seq_lens, batch.num_actions, **media)
 
     def to(self, device: torch.device | str) -> ModelInputs:
@@ -375,11 +375,11 @@ class ModelInputs:
 
         That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
         """
-        lengths = torch.tensor(self.sample_lengths, device=self.sequences.device)
+        lengths = torch.tensor(self.sample_lengths)
         width = self.action_mask.shape[1]
         actions = torch.full_like(lengths, width)
         if self.num_actions is not None:
-            actions = torch.tensor(self.num_actions, device=lengths.device)
+            actions = torch.tensor(self.num_actions)
         first = lengths.cumsum(0) - actions - 1
-        indices = first.unsqueeze(1) + torch.arange(width, device=lengths.device)
-        return indices.clamp(0, self.sequences.numel() - 1)
+        indices = first.unsqueeze(1) + torch.arange(width)
+        return to_device(indices.clamp(0, self.sequences.numel() - 1), self.sequences.device)

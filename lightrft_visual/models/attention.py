@@ -35,6 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
+from ..runtime.host_copies import to_device
 from ..runtime.sequence import SequenceGroup
 from .states import divide_segments
 
@@ -87,7 +88,7 @@ class Segments:
         read = [
             part for own, of in zip(tokens, self._continues) for part in ([own] if of is None else [tokens[of], own])
         ]
-        return torch.cat(read).to(self.device)
+        return to_device(torch.cat(read), self.device)
 
     @cached_property
     def samples(self) -> tuple[T, T, T]:
@@ -108,7 +109,7 @@ class Segments:
         read, back = where % sum(self.lengths), torch.empty(sum(self.lengths), dtype=torch.long)
         read[real] = torch.cat(parts)
         back[read[real]] = where[real]
-        return read.to(self.device), real.to(self.device), back.to(self.device)
+        return to_device(read, self.device), to_device(real, self.device), to_device(back, self.device)
 
     def followed_by(self, count: int) -> Segments:
         """The same with `count` tokens behind it that stand alone."""
@@ -119,7 +120,7 @@ class Segments:
         return self.continues or [None] * len(self.lengths)
 
     def _ends(self, lengths: list[int]) -> T:
-        return torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), self.device)
 
     def batches(self, window: int | None) -> tuple[list[tuple[T, T, T | None]], T]:
         """The segments in few padded batches: of such as read equally many tokens before their own, and of like length.
@@ -150,9 +151,9 @@ class Segments:
             read, mask, done = torch.cat([continued + torch.arange(before), own], dim=1), None, done + own.numel()
             if before or window is not None:
                 mask = torch.ones(longest, before + longest, dtype=torch.bool).tril(before)
-                mask = (mask if window is None else mask.triu(before + 1 - window)).to(self.device)
-            found.append((own.to(self.device), read.to(self.device), mask))
-        self._batches[window] = found, back.to(self.device)
+                mask = to_device(mask if window is None else mask.triu(before + 1 - window), self.device)
+            found.append((to_device(own, self.device), to_device(read, self.device), mask))
+        self._batches[window] = found, to_device(back, self.device)
         return self._batches[window]
 
     @property

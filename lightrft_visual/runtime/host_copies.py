@@ -14,8 +14,8 @@ _kept = WeakTensorKeyDictionary()  # tensors on a device, and what they were cop
 
 def to_device(tensor: T, device: torch.device | str) -> T:
     """The tensor on `device`; the host's is remembered as long as that one lives. For what is read and never changed:
-    ids, masks, sizes, pixels."""
-    moved = tensor.to(device)
+    ids, masks, sizes, pixels. Small ones do not wait for what the device is still computing."""
+    moved = tensor.to(device, non_blocking=torch.device(device).type != "cpu")
     if moved is not tensor and tensor.device.type == "cpu":
         _kept[moved] = tensor
     return moved

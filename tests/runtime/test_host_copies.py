@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft_visual.experience.vision import VisionTensors, pixels_on_host
 from lightrft_visual.models.vlm.vision_cache import first_occurrences
@@ -29,6 +30,18 @@ def test_the_hosts_tensor_is_let_go_with_the_devices():
     known = len(gc.get_referrers(ids))
     del moved
     assert len(gc.get_referrers(ids)) < known
+
+
+def test_a_small_copy_to_the_device_does_not_wait_for_it():
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            asked.append((kwargs or {}).get("non_blocking", False))
+            return operation(*args, **(kwargs or {}))
+
+    asked: list[bool] = []
+    with Copies():
+        to_device(torch.arange(3), "meta")
+    assert asked[-1] is True
 
 
 def test_host_copies_of_the_host_are_itself():

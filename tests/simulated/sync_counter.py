@@ -54,8 +54,8 @@ def waits(operation, args, result) -> bool:
     name = operation._schema.name
     if name in OF_VALUES:
         return True
-    if name == "aten::index":
-        return any(each.dtype == torch.bool for each in on_device[1:])
+    if name in ("aten::index", "aten::index_put_", "aten::index_put"):
+        return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in args[1])
     if name in ("aten::copy_", "aten::_copy_from"):
         apart = name == "aten::copy_" and len(args) > 2 and args[2]  # non_blocking: whoever reads waits by itself
         return given[0].device.type == "cpu" and not apart

@@ -71,6 +71,7 @@ OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --share_prefix false"
 COUNTED_SEEING = {
     "counted_grpo": f"{OF_8} --zero_stage 0",
     "counted_kl": f"{OF_8} --zero_stage 2 --init_kl_coef 0.05 --use_kl_loss true --kl_estimator k3",
+    "counted_packed": f"{OF_8} --zero_stage 2 --packing_samples true",
     "counted_waiting": f"{OF_8} --zero_stage 0",
 }
 COUNTED_DRAWING = {

@@ -309,7 +309,7 @@ class Actor(nn.Module):
             log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
         balance = None if self.backbone.routers is None else self.backbone.routers.balance()
         padded = [
-            torch.zeros(mask.shape, dtype=each.dtype, device=each.device).masked_scatter(mask, each)
+            each.new_zeros(mask.numel()).index_copy(0, counted, each).view(mask.shape)  # by a mask backward would wait
             for each in ((log_probs, entropy) if with_entropy else (log_probs,))
         ]
         return ActorOutput(padded[0], padded[1] if with_entropy else None, experts, balance)

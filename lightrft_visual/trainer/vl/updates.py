@@ -38,6 +38,7 @@ from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
 from ...runtime import collectives
+from ...runtime.host_copies import to_device
 from ...runtime.train_engine import StepResult, TrainEngine
 
 T = torch.Tensor
@@ -224,7 +225,7 @@ class PolicyUpdate:
                 own, coefficient = self.config, part.settings.entropy_coef
                 if own.entropy_coef != coefficient:
                     own = replace(own, entropy_coef=coefficient)
-                mask = part.token_masks[index].to(read.action_mask.device)
+                mask = to_device(part.token_masks[index], read.action_mask.device)
                 found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
             losses = _joined(batch.parts, found) if batch.parts[0].settings.name else found[0]
             if experience.action_log_probs is None and not micro_batch.filler:
@@ -256,7 +257,7 @@ class PolicyUpdate:
         """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
         device = output.log_probs.device
         policy_mask, chosen = (
-            None if masks is None else masks[index].to(device) for masks in (batch.policy_masks, batch.chosen)
+            None if masks is None else to_device(masks[index], device) for masks in (batch.policy_masks, batch.chosen)
         )
         old = per_action(experience, "action_log_probs")
         old = output.log_probs.detach() if old is None else old
@@ -267,7 +268,7 @@ class PolicyUpdate:
             log_probs=output.log_probs,
             old_log_probs=sampled if self.behaviour else old,
             advantages=per_action(experience, "advantages"),
-            action_mask=batch.token_masks[index].to(device),
+            action_mask=to_device(batch.token_masks[index], device),
             rollout_log_probs=None if self.behaviour else sampled,  # what they differ by from the old ones is told
             entropy=output.entropy,
             ref_log_probs=per_action(experience, "base_action_log_probs"),
@@ -291,7 +292,7 @@ class ValueUpdate:
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience))
             targets = per_action(experience, "values"), per_action(experience, "returns")
-            masks = [(part.token_masks[index].to(values.device), part.denominators) for part in batch.parts]
+            masks = [(to_device(part.token_masks[index], values.device), part.denominators) for part in batch.parts]
             found = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
             losses = _joined(batch.parts, found, "critic_loss") if batch.parts[0].settings.name else found[0]
             self.critic.accumulate(losses.loss, index == last)

@@ -15,6 +15,7 @@ from tiny_models import (
     rollouts_of,
     text_prompts,
 )  # fmt: skip
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lightrft_visual.errors import ConfigError
@@ -36,6 +37,21 @@ def test_packed_equals_padded(root, kind, wrap):
     packed = inputs_of(checkpoint, rollouts, packed=True)
     assert packed.is_packed and packed.sequences.shape[0] == 1
     assert_same(padded, loss_and_gradients(actor, [packed]), 1e-5)
+
+
+def test_backward_of_log_probs_reads_no_mask_as_a_device_would_be_waited_for(root):
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            asked.add(operation.name())
+            return operation(*args, **(kwargs or {}))
+
+    asked: set[str] = set()
+    checkpoint = checkpoint_of(root, "qwen2")
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, text_prompts()), packed=True)
+    output = actor_of(checkpoint)(inputs, PLAIN)
+    with Asked():
+        (output.log_probs.sum() + output.entropy.sum()).backward()
+    assert not [name for name in asked if "mask" in name or "nonzero" in name]
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

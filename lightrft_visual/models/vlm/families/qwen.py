@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, ProcessorMixin
 from ....errors import ConfigError
 from ....experience.types import ModelInputs
 from ....experience.vision import VisionTensors
-from ....runtime.host_copies import on_host
+from ....runtime.host_copies import on_host, to_device
 from ...attention import attend_by_windows
 from ..positions import GridCursor, MRopePositions, PatchConv3d, real_tokens, text_positions
 from ..vision_cache import SharedMedia
@@ -73,7 +73,7 @@ class QwenVL(VLMFamily):
             found.flatten(1)[:, tokens] = self.mrope(own, *grids, timing)
         images.finish()
         videos.finish()
-        return torch.cat([text_positions(inputs).unsqueeze(0), found.to(types.device)])
+        return torch.cat([text_positions(inputs).unsqueeze(0), to_device(found, types.device)])
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """Patches and grids, and which tokens are whose; seconds are in the positions already."""
