@@ -446,7 +446,7 @@ checkpoint_resolvers.below(_embedded)(
 )  # fmt: skip
 
 entry = services.below(PLUGINS)
-entry("memory_plan", "memory_plan.service", "what a run will hold, before it loads; sizes that fit")
+entry("memory_plan", "memory_plan.check", "what a run will hold, before it loads; sizes that fit")
 entry("placement", "ray.placement", "rollouts in workers of their own (placement split)")
 entry("ray_rewards", "ray.reward_pool", "rewards in Ray actors")
 entry("unified", "unified.task", "the embedded model that also draws, and its task")

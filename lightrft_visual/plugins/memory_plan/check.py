@@ -1,17 +1,17 @@
-"""The plan of a configuration, and what a run asks of it before it loads anything."""
+"""The plan of a configuration, and what a run asks of it before it loads anything: `check_fits`, `dry_run` and
+`use_choices` are what the core asks this plug-in for."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from math import ceil
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from ...config.diffusion import DiffusionRunConfig, trained_steps
 from ...config.placement import DEVICES, PRESENT, Device
@@ -20,6 +20,7 @@ from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...runtime import collectives
 from .process import cpu, present
+from .shapes import language_model, near_shipped
 from .table import Plan
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,6 @@ def unknown(config: AnyConfig) -> str:
             "no plan: rollout workers of this kind are not planned yet (those of vision-language runs on accelerators "
             "are); --placement colocated plans the trainer and the engine on one device"
         )
-    from .shapes import near_shipped
-
     name = config.model.pretrain
     return (
         f"no plan: the shape of {name} is not known here{near_shipped(name)}; give a folder that has its configuration "
@@ -116,7 +115,6 @@ def planner_of(
             return None
         computed = Computed(config, policy)
         return lambda each: DiffusionPlanner(each, computed, device, ranks, local).plan()
-    from .shapes import language_model
     from .vl import VLPlanner
     from .vl_shape import VLShape
 
@@ -129,7 +127,7 @@ def planner_of(
 
 C = TypeVar("C")
 Size = tuple[str, str]  # section and name of a setting
-LIGHTER = (NONE, ATTENTION)  # checkpointing that runs less again than the full one, the one that holds most first
+CHECKPOINTING = (NONE, ATTENTION, FULL)  # by how much runs again; what runs least again holds most
 FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
 
 
@@ -140,16 +138,6 @@ def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, onli
     and at most what a rank has in a step. {} where the run cannot be planned. What depends on no size, such as an
     engine's share, does not count.
     """
-    key = (repr(config), device, ranks, local)
-    if key not in _sizes:
-        _sizes[key] = _searched_sizes(config, device, ranks, local, online)
-    return dict(_sizes[key])
-
-
-_sizes: dict[tuple[Any, ...], dict[Size, int]] = {}  # found so far: the choice of checkpointing asks for them too
-
-
-def _searched_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool) -> dict[Size, int]:
     trial = deepcopy(config)
     planned = planner_of(config, device, ranks, local, online)
     if planned is None:
@@ -221,7 +209,7 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
     least = planned(FULL)
     if least is None:
         return FULL if planned(NONE) is None else NONE
-    options = LIGHTER[:1] if getattr(config.model, "attn_implementation", "") == "eager" else LIGHTER
+    options = [NONE] if getattr(config.model, "attn_implementation", "") == "eager" else [NONE, ATTENTION]
     fitting = [how for how in options if (plan := planned(how)) is not None and _fits(plan, least)] + [FULL]
     if len(fitting) == 1 or not config.plan.sizes_micro_batches(device.on_cpu):
         return fitting[0]
@@ -229,9 +217,9 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
     sizes, whole = chosen_sizes(trial, device, ranks, local, online), _limits(config, ranks)
     if sizes == whole:
         return fitting[0]
-    _use(trial, whole)
+    _set(trial, whole)
     other = planned(fitting[1])
-    _use(trial, sizes)
+    _set(trial, sizes)
     first = planned(fitting[0])
     quicker = other is not None and _fits(other, least) and first is not None and other.seconds < first.seconds
     return fitting[quicker]
@@ -240,69 +228,55 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
 def use_choices(config: AnyConfig) -> None:
     """Put what is left to the plan into the configuration, for this rank's device and the same on all ranks. A
     collective."""
-    if config.model.gradient_checkpointing == AUTO:
-        _use_chosen_checkpointing(config)
-    if config.plan.sizes_micro_batches(get_accelerator().device_name() == "cpu"):
-        use_chosen_sizes(config)
 
+    def most(values: list[int]) -> list[int]:
+        """Of all ranks."""
+        largest = collectives.all_reduce_max(torch.tensor(values, dtype=torch.float64))
+        return [int(value) for value in largest.tolist()]
 
-def _use_chosen_checkpointing(config: AnyConfig) -> None:
-    """That of the rank which has room for the least."""
-    how = _chosen_here(chosen_checkpointing, config, FULL, "gradient_checkpointing auto takes full")
-    words = (*LIGHTER, FULL)
-    most = collectives.all_reduce_max(torch.tensor(float(words.index(how))))
-    config.model.gradient_checkpointing = words[int(most)]
-    if collectives.is_rank_0():
-        logger.info("gradient_checkpointing auto: %s", words[int(most)])
-
-
-def _chosen_here(choose: Callable[..., C], config: AnyConfig, otherwise: C, told: str) -> C:
-    """What is chosen for this rank's device; `otherwise`, with a warning that begins as `told`, where nothing can be
-    planned."""
     ranks, local = started()
+    for line in _choose(config, present(local), ranks, local, online=True, most=most):
+        if collectives.is_rank_0():
+            logger.info("%s", line)
+
+
+def _choose(
+    config: AnyConfig,
+    device: Device,
+    ranks: int,
+    local: int,
+    online: bool = False,
+    most: Callable[[list[int]], list[int]] = lambda values: values,
+) -> Iterator[str]:
+    """Put what is left to the plan into the configuration; each choice in a line. most: of the ranks' numbers, as the
+    one with the least room decides."""
+    run = (config, device, ranks, local, online)
+    if config.model.gradient_checkpointing == AUTO and not device.on_cpu:
+        own = CHECKPOINTING.index(_chosen(chosen_checkpointing, FULL, *run))
+        config.model.gradient_checkpointing = CHECKPOINTING[most([own])[0]]
+        yield f"gradient_checkpointing auto: {config.model.gradient_checkpointing}"
+    if config.plan.sizes_micro_batches(device.on_cpu):
+        sizes = {(section, name): getattr(getattr(config, section), name) for section, name in _limits(config, ranks)}
+        sizes |= _chosen(chosen_sizes, {}, *run)
+        sizes = dict(zip(sizes, (-value for value in most([-value for value in sizes.values()]))))
+        _set(config, sizes)
+        yield f"auto_micro_batches: {', '.join(f'{name} {value}' for (_, name), value in sizes.items())}"
+
+
+def _chosen(choose: Callable[..., C], otherwise: C, *run: object) -> C:
+    """What is chosen for a device; `otherwise`, with a warning, where no plan can be made."""
     try:
-        return choose(config, present(local), ranks, local, online=True)
+        return choose(*run)
     except ConfigError:
         raise
     except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("%s, as no plan could be made: %s", told, error)
+        logger.warning("%s", why_not(error))
         return otherwise
 
 
-def planned_checkpointing(config: AnyConfig) -> str:
-    """What a dry run would choose for the device that it names, which `config` gets, in a line; empty without auto
-    and on the CPU."""
-    if config.model.gradient_checkpointing != AUTO:
-        return ""
-    device, *ranks = named_device(config.plan)
-    if device.on_cpu:
-        return ""
-    config.model.gradient_checkpointing = how = chosen_checkpointing(config, device, *ranks)
-    return f"gradient_checkpointing auto: {how}"
-
-
-def planned_sizes(config: AnyConfig) -> str:
-    """The sizes for the device that a dry run names, which `config` gets, in a line; empty where none are asked for."""
-    device, *ranks = named_device(config.plan)
-    return _use(config, chosen_sizes(config, device, *ranks)) if config.plan.sizes_micro_batches(device.on_cpu) else ""
-
-
-def use_chosen_sizes(config: AnyConfig) -> None:
-    """Put the sizes for this rank's device into the configuration, the smallest of all ranks. A collective."""
-    sizes: dict[Size, int] = _chosen_here(chosen_sizes, config, {}, "micro-batch sizes stay as they are given")
-    names = list(_limits(config, started()[0]))
-    mine = [sizes.get(name) or getattr(getattr(config, name[0]), name[1]) for name in names]
-    least = -collectives.all_reduce_max(-torch.tensor(mine, dtype=torch.float64))
-    text = _use(config, dict(zip(names, (int(value) for value in least.tolist()))))
-    if collectives.is_rank_0():
-        logger.info("%s", text)
-
-
-def _use(config: AnyConfig, sizes: dict[Size, int]) -> str:
+def _set(config: AnyConfig, sizes: dict[Size, int]) -> None:
     for (section, name), value in sizes.items():
         setattr(getattr(config, section), name, value)
-    found = ", ".join(f"{name} {value}" for (_, name), value in sizes.items())
-    return f"auto_micro_batches: {found or 'nothing chosen, as the run cannot be planned'}"
 
 
 def dry_run(config: AnyConfig) -> tuple[str, int]:
@@ -312,7 +286,7 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     """
     device, ranks, local = named_device(config.plan)
     try:
-        chosen = [planned_checkpointing(config), planned_sizes(config)]
+        chosen = list(_choose(config, device, ranks, local))
         plan = plan_of(config, device, ranks, local)
     except ConfigError:
         raise
@@ -321,4 +295,4 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     if plan is None:
         return unknown(config), 0
     refused = config.plan.plan_device is not None and not plan.fits and config.plan.plan != "force"
-    return "\n".join(filter(None, [*chosen, plan.text()])), int(refused)
+    return "\n".join([*chosen, plan.text()]), int(refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from functools import cache, cached_property
+from functools import cache
 from math import ceil, prod
 
 import torch
@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 from ...algorithms.diffusion import training_guidance
 from ...config.diffusion import DiffusionRunConfig, gradient_steps, rollout_noise, trained_steps
 from ...config.placement import GIB, Device
-from ...config.shared import FULL, NONE, RECOMPUTES
+from ...config.shared import NONE, RECOMPUTES
 from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
 from .meta import Held, Work, held_bytes, remembered, weights_bytes
 from .process import fragments, program
-from .reward_models import RewardModel, judges_of, judging, reward_items
+from .reward_models import judges_of, judging, reward_items
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, Speeds
-from .zero import FP32, Model, Zero
+from .zero import FP32, Model, Zero, in_use
 
 T = torch.Tensor
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors", "image_encoder")
@@ -161,16 +161,21 @@ class DiffusionPlanner:
         self.policy = computed.policy
         self.speeds = Speeds.of(device, computed.width, ranks, local)
         self.zero = Zero(config.distributed, ranks, device.on_cpu)
-        s = config.sampling
+        self.model, self.judges = Model.of(self.policy, computed.width), judges_of(config)
+        s, a, train = config.sampling, config.algorithm, config.train
         self.samples = ceil(s.rollout_batch_size * s.n_samples_per_prompt / ranks)
+        self.drawn = min(self.samples, s.micro_rollout_batch_size)  # at once
         self.sequence = config.distributed.sp_size
-        self.own = max(1, config.train.train_batch_size * self.sequence // ranks)
-        self.rewarded = config.algorithm.entry.trains_on == "reward"
-
-    @cached_property
-    def model(self) -> Model:
-        """The denoisers' numbers."""
-        return Model.of(self.policy, self.computed.width)
+        self.own = max(1, train.train_batch_size * self.sequence // ranks)
+        self.micro = min(self.own, train.micro_train_batch_size)
+        self.rewarded = a.entry.trains_on == "reward"
+        self.reference = a.beta > 0 or a.entry.reference
+        self.others = self.reference + config.keeps_old_policy  # that run beside the trained network
+        self.steps, self.together, self.guidance = trained_steps(config), train.steps_per_forward, s.guidance_scale
+        if self.rewarded:
+            self.steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
+        else:
+            self.guidance = training_guidance(config)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -180,24 +185,10 @@ class DiffusionPlanner:
             f"{self.samples} samples a rank and step"
         )
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
+        own = {name: getattr(self.config.model, name) for name in ("use_gradient_checkpointing_offload", "vae_tiling")}
+        used = in_use(self.config, **own, offload_trainer=True)  # a setting of vision-language runs
         tokens = 0.0  # a denoiser's are not counted
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), self._trained_work(), tokens)
-
-    def _in_use(self) -> frozenset[str]:
-        model, zero = self.config.model, self.config.distributed
-        on = {
-            "bf16": model.bf16,
-            "gradient_checkpointing": model.gradient_checkpointing == FULL,
-            "use_gradient_checkpointing_offload": model.use_gradient_checkpointing_offload,
-            "vae_tiling": model.vae_tiling,
-            "lora_rank": model.lora_rank > 0,
-            "zero_stage 2": zero.zero_stage >= 2,
-            "zero_stage 3": zero.zero_stage == 3,
-            "adam_offload": zero.adam_offload,
-            "reward_cpu_offload": self.config.reward.reward_cpu_offload,
-            "offload_trainer": True,  # a setting of vision-language runs
-        }
-        return frozenset(name for name, there in on.items() if there)
+        return Plan(about, self.device, self.ranks, self.local, phases, used, self._trained_work(), tokens)
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
@@ -224,21 +215,13 @@ class DiffusionPlanner:
             items.append(Item("teacher: weights", self.model.bytes, "a smaller teacher_pretrain"))
         if config.keeps_old_policy:
             items.append(Item("old policy, fp32", copy, "lora_rank"))
-        if self._reference and config.model.lora_rank == 0:
+        if self.reference and config.model.lora_rank == 0:
             items.append(Item("reference: weights", self.model.trained * self.model.width / share, "lora_rank"))
-        return items + reward_items(self._judges, self.zero, judge)
-
-    @cached_property
-    def _judges(self) -> dict[str, RewardModel]:
-        return judges_of(self.config)
-
-    @property
-    def _reference(self) -> bool:
-        return self.config.algorithm.beta > 0 or self.config.algorithm.entry.reference
+        return items + reward_items(self.judges, self.zero, judge)
 
     def _lent(self) -> Item:
         """The weights put aside while a copy of theirs computes."""
-        lends = self.config.keeps_old_policy or (self._reference and self.config.model.lora_rank == 0)
+        lends = self.config.keeps_old_policy or (self.reference and self.config.model.lora_rank == 0)
         size = self.model.trained * self.model.width / self.zero.share(3) if lends else 0
         return Item("weights put aside for a copy", size, "lora_rank")
 
@@ -276,26 +259,24 @@ class DiffusionPlanner:
         size = self.model.bytes + self._parts(*ENCODERS, "vae")
         return Phase.fullest("load", size / DISK, *moments)
 
-    def _micro(self) -> int:
-        return min(self.samples, self.config.sampling.micro_rollout_batch_size)
-
     def _generate(self) -> Phase:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
-        s, count = self.config.sampling, self._micro()
         always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
-        step = self.computed.denoised(count, s.guidance_scale, backward=False).peak
+        step = self.computed.denoised(self.drawn, self.config.sampling.guidance_scale, backward=False).peak
         forward = Item("a denoising step", step, "micro_rollout_batch_size")
-        decoded = Item("decoding", self._decoded(count, backward=False).peak, "vae_tiling, micro_rollout_batch_size")
+        decoding = self._decoded(self.drawn, backward=False).peak
+        decoded = Item("decoding", decoding, "vae_tiling, micro_rollout_batch_size")
         moments = [
             [*self._always(ENCODERS), *self._drawn(), self._encoding()],
             [*always, *drawn, lent, forward, *self.zero.gathered(self.model)],
             [*self._always(("vae",)), *drawn, lent, decoded],
         ]
-        return Phase.fullest("generate", 0.0 if self.rewarded else self._generate_seconds(count), *moments)
+        return Phase.fullest("generate", 0.0 if self.rewarded else self._generate_seconds(), *moments)
 
-    def _generate_seconds(self, count: int) -> float:
+    def _generate_seconds(self) -> float:
         """Texts, all denoising steps, and the decoder over this rank's samples."""
-        turns, steps = ceil(self.samples / count), self.config.sampling.num_steps
+        count, steps = self.drawn, self.config.sampling.num_steps
+        turns = ceil(self.samples / count)
         one = self._denoising(count, self.config.sampling.guidance_scale, False)
         seconds = steps * self.speeds.seconds(one.times(self.samples / count, turns))
         decoded = self.computed.decoded(count, False).work.times(self.samples / count, turns)
@@ -338,8 +319,8 @@ class DiffusionPlanner:
     def _score(self) -> Phase:
         """Reward models are at work one after the other, functions on the host."""
         held = [*self._drawn(), self._graphs()]
-        seconds = judging(self._judges, self.speeds, self.samples, 0)
-        return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self._judges or [None]))
+        seconds = judging(self.judges, self.speeds, self.samples, 0)
+        return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self.judges or [None]))
 
     def _train(self) -> Phase:
         always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
@@ -359,55 +340,50 @@ class DiffusionPlanner:
 
     def _train_seconds(self) -> float:
         """Of all updates: forwards and backwards, what the ranks exchange, and the optimizer's step."""
-        speeds, train = self.speeds, self.config.train
-        micro = min(self.own, train.micro_train_batch_size)
-        batches = ceil(self.own / micro)
-        updates = max(1.0, self.samples * self.sequence / self.own) * train.max_epochs
-        seconds = self._drawn_for_reward(micro) if self.rewarded else self._replay_seconds(micro)
-        forwards = batches * ceil(trained_steps(self.config) / train.steps_per_forward)
+        speeds = self.speeds
+        updates = max(1.0, self.samples * self.sequence / self.own) * self.config.train.max_epochs
+        seconds = self._drawn_for_reward() if self.rewarded else self._replay_seconds()
+        forwards = ceil(self.own / self.micro) * ceil(trained_steps(self.config) / self.together)
         exchanged = speeds.reducing(self.zero, self.model, forwards)
         exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)
         tensors = sum(parameter.requires_grad for parameter in self.policy.parameters())
         step = speeds.optimizer_step(self.zero, self.model, tensors)
-        return updates * (self.own / micro * seconds + exchanged + step)
+        return updates * (self.own / self.micro * seconds + exchanged + step)
 
     def _trained_work(self) -> Work:
         """Of forward and backward of a step's updates, whichever phase runs the forwards."""
-        a, s, epochs = self.config.algorithm, self.config.sampling, self.config.train.max_epochs
-        micro = min(self.own, self.config.train.micro_train_batch_size)
+        samples = self.samples * self.config.train.max_epochs
         if self.rewarded:
-            steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
-            one = self.computed.denoised(micro, s.guidance_scale, backward=True).work.times(steps)
-            return (one + self.computed.decoded(micro, True).work).times(self.samples * epochs / micro)
-        steps = trained_steps(self.config)
-        count = ceil(micro * self.config.train.steps_per_forward / self.sequence)
-        one = self.computed.denoised(count, training_guidance(self.config), backward=True).work
-        return one.times(self.samples * steps * epochs / count)
+            one = self.computed.denoised(self.micro, self.guidance, backward=True).work.times(self.steps)
+            return (one + self.computed.decoded(self.micro, True).work).times(samples / self.micro)
+        one = self.computed.denoised(self._replayed_at_once(), self.guidance, backward=True).work
+        return one.times(samples * self.steps / self._replayed_at_once())
 
-    def _replay_seconds(self, micro: int) -> float:
+    def _replayed_at_once(self) -> int:
+        """Samples of a forward of an update, each at one of its steps; of shared tokens a part."""
+        return ceil(self.micro * self.together / self.sequence)
+
+    def _replay_seconds(self) -> float:
         """Of the trained steps of one micro-batch."""
-        steps, together = trained_steps(self.config), self.config.train.steps_per_forward
-        guidance, others = training_guidance(self.config), self._reference + self.config.keeps_old_policy
         kept = self._graphs().bytes > 0
-        samples, turns = (self._micro(), steps) if kept else (micro, ceil(steps / together))
-        count = ceil(samples * (1 if kept else together) / self.sequence)
-        share = steps * samples / self.sequence / (turns * count)
-        work, beside = self._denoising(count, guidance, True), Work()
-        if kept or others:
-            beside = self._denoising(count, guidance, False)
+        samples, turns = (self.drawn, self.steps) if kept else (self.micro, ceil(self.steps / self.together))
+        count = ceil(samples / self.sequence) if kept else self._replayed_at_once()
+        share = self.steps * samples / self.sequence / (turns * count)
+        work, beside = self._denoising(count, self.guidance, True), Work()
+        if kept or self.others:
+            beside = self._denoising(count, self.guidance, False)
         if kept:  # the forward was the rollout's
             work += beside.times(-1.0)
-        each = self.speeds.seconds(work.times(share, 1)) + others * self.speeds.seconds(beside.times(share, 1))
-        return turns * each * micro / samples
+        each = self.speeds.seconds(work.times(share, 1)) + self.others * self.speeds.seconds(beside.times(share, 1))
+        return turns * each * self.micro / samples
 
-    def _drawn_for_reward(self, micro: int) -> float:
+    def _drawn_for_reward(self) -> float:
         """Of the samples of one micro-batch, drawn and decoded with a gradient through the last steps."""
-        a, s = self.config.algorithm, self.config.sampling
-        trained = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
-        plain, learnt = (self._denoising(micro, s.guidance_scale, backward) for backward in (False, True))
-        decoded = self.speeds.seconds(self.computed.decoded(micro, True).work)
-        steps = (s.num_steps - trained) * self.speeds.seconds(plain) + trained * self.speeds.seconds(learnt)
-        return steps + decoded + self._encode_seconds() * micro / self.own
+        plain, learnt = (self._denoising(self.micro, self.guidance, backward) for backward in (False, True))
+        decoded = self.speeds.seconds(self.computed.decoded(self.micro, True).work)
+        steps = (self.config.sampling.num_steps - self.steps) * self.speeds.seconds(plain)
+        steps += self.steps * self.speeds.seconds(learnt)
+        return steps + decoded + self._encode_seconds() * self.micro / self.own
 
     def _update_items(self) -> list[Item]:
         """The samples of one update on the device, all of them on the host: those of all ranks of a group."""
@@ -419,20 +395,17 @@ class DiffusionPlanner:
         return [Item(latents.name, latents.bytes * self.sequence, latents.lower, HOST), update, *others]
 
     def _replayed(self) -> tuple[float, float]:
-        """(device, host) bytes of a micro-batch of denoising steps, forward and backward; of shared tokens a part."""
-        count = min(self.own, self.config.train.micro_train_batch_size)
-        count = ceil(count * self.config.train.steps_per_forward / self.sequence)
-        guidance = training_guidance(self.config)
-        held = self.computed.denoised(count, guidance, backward=True)
-        others = self._reference + self.config.keeps_old_policy  # they run while the graph is there
-        beside = self.computed.denoised(count, guidance, backward=False).peak if others else 0
-        return self._on_device(held, 1, beside)
+        """(device, host) bytes of a micro-batch of denoising steps, forward and backward."""
+        count, beside = self._replayed_at_once(), 0
+        if self.others:  # they run while the graph is there
+            beside = self.computed.denoised(count, self.guidance, backward=False).peak
+        return self._on_device(self.computed.denoised(count, self.guidance, backward=True), 1, beside)
 
     def _beside_graphs(self) -> Item:
         """The reference's forward over all kept steps of a micro-batch of the rollout."""
         size = 0
-        if self._graphs().bytes and self._reference:
-            rows, guidance = self._micro() * self._graph_steps(), self.config.sampling.guidance_scale
+        if self._graphs().bytes and self.reference:
+            rows, guidance = self.drawn * self._graph_steps(), self.config.sampling.guidance_scale
             size = self.computed.denoised(rows, guidance, backward=False).peak
         return Item("reference on the kept steps", size, "micro_rollout_batch_size, rollout_graph_gib")
 
@@ -445,14 +418,12 @@ class DiffusionPlanner:
 
     def _reward_gradient(self) -> tuple[float, float]:
         """(device, host) bytes of the steps with gradient and the decoding of a micro-batch, until its backward."""
-        a, count = self.config.algorithm, min(self.own, self.config.train.micro_train_batch_size)
-        steps = gradient_steps(self.config.sampling.num_steps, a.mid_timestep, a.final_timestep)
-        step = self.computed.denoised(count, self.config.sampling.guidance_scale, backward=True)
-        decoded = self._decoded(count, backward=True)
-        device, host = self._on_device(step, len(steps))
+        step = self.computed.denoised(self.micro, self.guidance, backward=True)
+        decoded = self._decoded(self.micro, backward=True)
+        device, host = self._on_device(step, self.steps)
         if self.config.model.use_gradient_checkpointing_offload:
             return max(device, decoded.peak - decoded.kept), host + decoded.kept
-        return max(device, len(steps) * step.kept + decoded.peak), 0
+        return max(device, self.steps * step.kept + decoded.peak), 0
 
     def _sync(self) -> Phase:
         """Sampling uses the trained weights themselves."""

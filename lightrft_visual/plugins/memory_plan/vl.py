@@ -14,18 +14,17 @@ from math import ceil
 
 from ...config import registry
 from ...config.placement import GIB, Device
-from ...config.shared import FULL
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
 from .meta import Work
 from .process import fragments, host_engine, program
-from .reward_models import RewardModel, judges_of, judging, reward_items
+from .reward_models import judges_of, judging, reward_items
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, ENGINE_CALLS, SYNC_CALLS, Speeds
 from .vl_shape import MicroBatch, VLShape
-from .zero import BUCKETS, FP32, Model, Zero, rounded
+from .zero import BUCKETS, FP32, Model, Zero, in_use, rounded
 
 FP8 = 1  # byte
 ASLEEP = 0.75 * GIB  # what an engine keeps on an accelerator while it sleeps: CUDA graphs, its context
@@ -48,6 +47,7 @@ class VLPlanner:
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
         self.speeds = Speeds.of(device, shape.width, ranks, local)
+        self.judges = judges_of(config)
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -61,23 +61,9 @@ class VLPlanner:
             about += "; a trainer's device alone, those of the rollout workers hold an engine each"
         phases = (self._load(), self._generate(), self._score(), self._train(), self._sync())
         trained = self._update_work(self._micro_batch()).times(self._updates())
-        return Plan(about, self.device, self.ranks, self.local, phases, self._in_use(), trained, self._tokens())
-
-    def _in_use(self) -> frozenset[str]:
-        """Settings that are on, by the words of the items' advice."""
-        c, zero = self.config, self.config.distributed
-        on = {
-            "bf16": c.model.bf16,
-            "gradient_checkpointing": c.model.gradient_checkpointing == FULL,
-            "lora_rank": c.model.lora_rank > 0,
-            "offload_reference": c.rollout.offload_reference,
-            "zero_stage 2": zero.zero_stage >= 2,
-            "zero_stage 3": zero.zero_stage == 3,
-            "adam_offload": zero.adam_offload,
-            "reward_cpu_offload": c.reward.reward_cpu_offload,
-            "offload_trainer": c.rollout.offload_trainer or zero.adam_offload or zero.zero_stage == 0,  # ZeRO moves it
-        }
-        return frozenset(name for name, there in on.items() if there)
+        moves = self.config.rollout.offload_trainer or self.zero.stage == 0 or self.config.distributed.adam_offload
+        used = in_use(self.config, offload_reference=self.config.rollout.offload_reference, offload_trainer=moves)
+        return Plan(about, self.device, self.ranks, self.local, phases, used, trained, self._tokens())
 
     # -- what stands there all the time --------------------------------------------------------------------------
 
@@ -109,11 +95,7 @@ class VLPlanner:
         if self.config.train.enable_ema:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
-        return items + reward_items(self._judges, self.zero, judge)
-
-    @cached_property
-    def _judges(self) -> dict[str, RewardModel]:
-        return judges_of(self.config)
+        return items + reward_items(self.judges, self.zero, judge)
 
     @cached_property
     def _teacher(self) -> Item | None:
@@ -247,7 +229,7 @@ class VLPlanner:
         always = [*self._engine(awake=False), *self._batch()]
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
-        moments += [[*self._models(False, judge=name), *always] for name in self._judges]
+        moments += [[*self._models(False, judge=name), *always] for name in self.judges]
         return Phase.fullest("score", self._score_seconds(samples, prompts), *moments)
 
     def _score_seconds(self, samples: list[SampleRef], prompts: int) -> float:
@@ -264,7 +246,7 @@ class VLPlanner:
         for times, adapters in ((own, True), (reference, False)):
             work = self.shape.work(batch, self.device, False, adapters)
             seconds += times * self.speeds.seconds(work.times(forwards, calls))
-        return seconds + judging(self._judges, self.speeds, self.samples, self.samples * self.length)
+        return seconds + judging(self.judges, self.speeds, self.samples, self.samples * self.length)
 
     def _tokens(self) -> int:
         """That are computed in a pass over the step's samples."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import Any
 
 from torch import nn
 
-from ...config.shared import DistributedConfig
+from ...config.shared import FULL, DistributedConfig
 from ...rollout.weight_sync import BUCKET_BYTES
 from .table import HOST, Item
 
@@ -49,6 +50,21 @@ class Model:
     def bytes(self) -> int:
         """Of the whole model's weights."""
         return self.numbers * self.width
+
+
+def in_use(config: Any, **own: bool) -> frozenset[str]:
+    """Settings that are on, by the words of the items' advice. own: of this kind of run."""
+    model, zero = config.model, config.distributed
+    on = {
+        "bf16": model.bf16,
+        "gradient_checkpointing": model.gradient_checkpointing == FULL,
+        "lora_rank": model.lora_rank > 0,
+        "zero_stage 2": zero.zero_stage >= 2,
+        "zero_stage 3": zero.zero_stage == 3,
+        "adam_offload": zero.adam_offload,
+        "reward_cpu_offload": config.reward.reward_cpu_offload,
+    }
+    return frozenset(name for name, there in (on | own).items() if there)
 
 
 def rounded(name: str, sizes: Iterable[float]) -> list[Item]:

@@ -94,7 +94,7 @@ def test_a_dry_run_says_what_it_would_choose(capsys):
 
 
 def test_all_ranks_take_what_holds_least(monkeypatch):
-    config = parse_run(RunConfig, ["--gradient_checkpointing", "auto"]).config
+    config = parse_run(RunConfig, ["--gradient_checkpointing", "auto", "--auto_micro_batches", "false"]).config
     monkeypatch.setattr(check, "present", lambda local: CARD)
     monkeypatch.setattr(check.collectives, "all_reduce_max", lambda value: torch.maximum(value, torch.tensor(1.0)))
     check.use_choices(config)

@@ -97,9 +97,9 @@ def test_sizes_are_chosen_for_a_card_unless_told_otherwise(capsys, more: str, to
 
 
 def test_all_ranks_take_the_smallest(monkeypatch) -> None:
-    config = parse_run(RunConfig, SMALL).config
+    config = parse_run(RunConfig, [*SMALL, "--no_gradient_checkpointing"]).config
     monkeypatch.setattr(sizes, "present", lambda local: CARD)
     other = torch.tensor([-64.0, -8.0], dtype=torch.float64)  # what the other rank has chosen
     monkeypatch.setattr(sizes.collectives, "all_reduce_max", lambda values: torch.maximum(values, other))
-    sizes.use_chosen_sizes(config)
+    sizes.use_choices(config)
     assert (config.rollout.micro_rollout_batch_size, config.train.micro_train_batch_size) == (64, 8)
