@@ -246,7 +246,7 @@ class DiffusionPlanner:
         config, size = self.config, 0.0
         if config.rollout_graphs_serve and len(self.policy.trainable) == 1:
             one = self.computed.denoised(1, config.sampling.guidance_scale, backward=True).kept
-            size = one * self.samples * trained_steps(config)
+            size = one * self.samples * self.steps
         fits = size <= config.train.rollout_graph_gib * GIB
         return Item("graphs of the rollout", size if fits else 0, "rollout_graph_gib")
 
@@ -405,7 +405,7 @@ class DiffusionPlanner:
         """The reference's forward over all kept steps of a micro-batch of the rollout."""
         size = 0
         if self._graphs().bytes and self.reference:
-            rows, guidance = self.drawn * self._graph_steps(), self.config.sampling.guidance_scale
+            rows, guidance = self.drawn * self.steps, self.config.sampling.guidance_scale
             size = self.computed.denoised(rows, guidance, backward=False).peak
         return Item("reference on the kept steps", size, "micro_rollout_batch_size, rollout_graph_gib")
 

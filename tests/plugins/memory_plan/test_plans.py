@@ -204,11 +204,10 @@ def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplo
 def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
     argv = "--num_steps 6 --rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8".split()
 
-    def held(*more: str) -> dict[str, float]:
+    def held(*more: str, item: str = "graphs of the rollout") -> dict[str, float]:
         config = parse_run(DiffusionRunConfig, [*argv, *more], preset=DIFFUSION_PRESET).config
         plan = check.plan_of(config, DEVICES["h100-80gb"], 1, 1)
-        named = {phase.name: {item.name: item.bytes for item in phase.items} for phase in plan.phases}
-        return {name: items.get("graphs of the rollout", 0) for name, items in named.items()}
+        return {phase.name: sum(each.bytes for each in phase.items if each.name == item) for phase in plan.phases}
 
     torch.manual_seed(0)
     drawing = DiffusionPolicy(family_of(build_pipeline(TinyDiffusionSettings()), TEXT_LENGTH), LoraSettings(32))
@@ -221,6 +220,8 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
     assert found["load"] == found["sync"] == 0
     assert held("--timestep_fraction", "0.4")["generate"] == pytest.approx(found["generate"] * 2 / 5)
     assert not any(held("--rollout_graph_gib", "0.001").values()) and not any(held("--max_epochs", "2").values())
+    # The reference then runs over all kept steps of a micro-batch at once.
+    assert held("--beta", "0.01", item="reference on the kept steps")["train"] > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "qwen2"])
