@@ -53,7 +53,7 @@ class LossInputs:
     ref_log_probs: the reference model's, for the KL loss. policy_mask: the tokens of action_mask whose policy term is
     kept (high-entropy filtering), default all; denominators still count action_mask. chosen: the tokens that the policy
     loss treats otherwise, where its registry entry has a function that chooses them.
-    extra: what the forward brought for the terms of the loss, by name.
+    rewards: (B), NaN where a sample has none. extra: what the forward brought for the terms of the loss, by name.
     """
 
     log_probs: T
@@ -65,6 +65,7 @@ class LossInputs:
     ref_log_probs: T | None = None
     policy_mask: T | None = None
     chosen: T | None = None
+    rewards: T | None = None
     extra: Mapping[str, T] = field(default_factory=dict)
 
 

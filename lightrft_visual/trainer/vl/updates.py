@@ -274,6 +274,7 @@ class PolicyUpdate:
             ref_log_probs=per_action(experience, "base_action_log_probs"),
             policy_mask=policy_mask,
             chosen=chosen,
+            rewards=None if (rewards := experience.info.get("reward")) is None else rewards.to(device),
             extra=extra,
         )
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_models import PlainEngine, actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
 
+from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate
+from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.batch_plan import MicroBatch
@@ -89,6 +91,30 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
         filled_in.append([item.action_log_probs for item in buffer])
     assert all(len(item.action_log_probs) == len(item.action_mask) for item in buffer)
     assert all(torch.equal(left, right) for left, right in zip(*filled_in)) and filled_in[0][0].any()
+
+
+class RightAnswers(LossTerm):
+    """Imitates samples whose reward is 1."""
+
+    def share(self, inputs, mode, denominators):
+        right = inputs.action_mask & (inputs.rewards == 1).unsqueeze(1)
+        loss = aggregate(-inputs.log_probs, right, mode, denominators)
+        return loss, {"right": aggregate(right.float(), right, "token-mean", denominators), "imitated": loss.detach()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_term_of_the_loss_reads_the_rewards(tmp_path, packed, monkeypatch):
+    monkeypatch.setattr(registry, "loss_terms", registry.Registry("term", kinds.LossTerm, "config"))
+    registry.loss_terms.register("right", about="")(lambda config: RightAnswers())
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
+    buffer = filled(checkpoint, 2, packed)
+    tokens = torch.tensor([len(item.action_mask) for item in buffer])
+    rewards = torch.tensor([1.0, math.nan, 0.0, 1.0])[: len(buffer)]
+    for item, reward in zip(buffer, rewards.tolist()):
+        item.info["reward"] = reward
+    found = stepped(PlainEngine(actor_of(checkpoint)), buffer, planned(buffer, config), config)
+    assert found["right"] == pytest.approx((tokens[rewards == 1].sum() / tokens.sum()).item())
+    assert found["imitated"] > 0
 
 
 def test_the_first_deviation_is_of_the_samples_of_this_step(tmp_path):
