@@ -62,23 +62,6 @@ class EmbeddedZoom(ToolEnvironment):
         return closer(self.row["scene"], part)
 
 
-class EmbeddedZoomOfAnother(EmbeddedZoom):
-    """For measuring: the enlarged mark has a colour that has nothing to do with the answer."""
-
-    def shown(self, part: int) -> Image.Image:
-        """The quarter, with a colour drawn from the row's seed."""
-        colour = random.Random(self.row["seed"]).choice(list(COLOURS))
-        return closer(self.row["scene"] | {"colour": colour}, part)
-
-
-class EmbeddedZoomOfNothing(EmbeddedZoom):
-    """For measuring: the tool gives back the image as it was."""
-
-    def shown(self, part: int) -> Image.Image:
-        """The whole scene."""
-        return draw_scene(self.row["scene"])
-
-
 def draw_scene(scene: dict[str, Any]) -> Image.Image:
     """The whole scene."""
     return _draw(scene, (0, 0), 1)

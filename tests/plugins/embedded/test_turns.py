@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,10 +80,14 @@ def test_zoom_environment_shows_the_quarter_and_refuses_others():
     assert environment.step(Action("red"))[:3] == (None, None, True)
 
 
+CHECKS = Path(__file__).parents[3] / "scripts/bench/zoom_checks.py"
+NAMES = "EmbeddedZoomOfAnother", "EmbeddedZoomOfNothing"
+
+
 def test_environments_for_measuring_show_other_colours_or_nothing():
     shown = set()
     for seed in range(20):
-        other, nothing = zoom.EmbeddedZoomOfAnother(), zoom.EmbeddedZoomOfNothing()
+        other, nothing = (environment_factory(EpisodeConfig(environment=f"{CHECKS}:{name}"))() for name in NAMES)
         scene = scenes(1)[0]
         for environment in (other, nothing):
             environment.reset({"scene": scene, "seed": seed})
