@@ -23,6 +23,7 @@ import torch
 import torch.multiprocessing
 from waiting import polls
 
+from lightrft_visual.runtime import watchdog
 from lightrft_visual.runtime.host_memory import free_port
 
 PRELOADED = [
@@ -54,7 +55,7 @@ def ranks_environment(environment: dict[str, str], ranks: int) -> list[dict[str,
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def run_script(script: str, arguments: Sequence[str], environment: dict[str, str], log: str) -> None:
+def begin(environment: dict[str, str], log: str) -> None:
     """In the new process."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -63,11 +64,39 @@ def run_script(script: str, arguments: Sequence[str], environment: dict[str, str
     os.environ.update(environment)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+
+
+def run_script(script: str, arguments: Sequence[str], environment: dict[str, str], log: str) -> None:
+    """In the new process."""
+    begin(environment, log)
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     runpy.run_path(script, run_name="__main__")
+
+
+def run_work(work: Callable, arguments: tuple, result: str, environment: dict[str, str], log: str) -> None:
+    """In the new process."""
+    begin(environment, log)
+    torch.save(work(*arguments), result)
+    leave()
+
+
+def leave() -> None:
+    """Ends a rank in order: with a process group the end of the interpreter aborts at times, and a child of the fork
+    server, which runs nothing at its exit, would count as gone to a rank that is slower."""
+    watchdog.stop()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def on_ranks(work: Callable, *arguments: object, ranks: int = 2, limit: float = 260) -> list:
+    """What a function of a module, such as a test's, gives on each of the ranks. Fails and ends as `run_on_ranks`."""
+    environments = ranks_environment(os.environ | {"OMP_NUM_THREADS": "1"}, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder, str(rank))) for rank in range(ranks)]
+        together(run_work, [(work, arguments, file, own) for file, own in zip(files, environments)], limit)
+        return [torch.load(file, weights_only=False) for file in files]
 
 
 def run_alone(script: Path, *arguments: object, limit: float, **environment: str) -> str:
@@ -87,12 +116,16 @@ def run_on_ranks(script: Path, arguments: Sequence[str], environment: dict[str, 
 
 def run_together(script: Path, arguments: Sequence[str], environments: Sequence[dict[str, str]], limit: float) -> str:
     """The script in as many processes as environments."""
+    return together(run_script, [(str(script), list(arguments), dict(own)) for own in environments], limit)
+
+
+def together(target: Callable, given: Sequence[tuple], limit: float) -> str:
+    """target(*given, log) in as many processes: what they have said. AssertionError as of `run_on_ranks`."""
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{number}.log") for number in range(len(environments))]
-        begun = []
-        for log, own in zip(logs, environments):
-            begun.append(server().Process(target=run_script, args=(str(script), list(arguments), dict(own), str(log))))
-            begun[-1].start()
+        logs = [Path(folder, f"{number}.log") for number in range(len(given))]
+        begun = [server().Process(target=target, args=(*own, str(log))) for log, own in zip(logs, given)]
+        for each in begun:
+            each.start()
         codes = wait_for(begun, limit)
         told = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
     assert not any(codes), f"{codes}\n" + "\n".join(text[-6000 // len(told) :] for text in told)

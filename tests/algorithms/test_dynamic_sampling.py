@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
-from dynamic_sampling_ranks import collected
-from launched import run_ranks
+import torch.distributed as dist
+from forked import on_ranks
 
-from lightrft_visual.algorithms.dynamic_sampling import GroupRef, balanced, is_informative
-from lightrft_visual.experience.rollouts import Rollout
+from lightrft_visual.algorithms.dynamic_sampling import DynamicSampling, GroupRef, balanced, by_group, is_informative
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
+
+
+def collected(
+    ranks: int, rank: int, differing: set[int], wanted: int, tries: int, captions: set[int] = frozenset()
+) -> tuple[DynamicSampling, list[int]]:
+    """(the sampling, its group ids): each round brings wanted * ranks new prompts, every rank its share. captions: the
+    prompts that ask for an image."""
+    sampling = DynamicSampling(wanted, tries)
+
+    def sample_round(number: int) -> list[Rollout]:
+        made = []
+        for place in range(wanted):
+            prompt = PromptFeatures("", [1], group_id=(number * wanted + place) * ranks + rank)
+            prompt.caption = "drawn" if prompt.group_id in captions else None
+            rewards = (0.0, 1.0) if prompt.group_id in differing else (0.5, 0.5)
+            made += [Rollout(prompt, [2], None, "", False, sample_id=0, reward=reward) for reward in rewards]
+        return made
+
+    rollouts = sampling.collect(sample_round)
+    assert all(len(group) == 2 for group in by_group(rollouts).values())
+    return sampling, list(by_group(rollouts))
+
+
+def shared(differing: list[int]) -> tuple[int, int, list[int]]:
+    dist.init_process_group("gloo")
+    sampling, ids = collected(dist.get_world_size(), dist.get_rank(), set(differing), wanted=4, tries=4)
+    return sampling.rounds, sampling.filled, ids
 
 
 def test_a_round_is_repeated_only_while_groups_that_differ_are_missing():
@@ -36,15 +61,12 @@ def test_answers_and_drawings_keep_their_shares_of_the_batch():
 
 
 @pytest.mark.parametrize(("differing", "rounds"), [([0, 2, 4, 6, 8, 10, 12, 14], 2), ([0, 1, 2, 3], 4)])
-def test_two_ranks_share_what_they_find(tmp_path, differing, rounds):
+def test_two_ranks_share_what_they_find(differing, rounds):
     """Even prompts are rank 0's: with the first list rank 1 never finds a group by itself."""
-    run_ranks("dynamic_sampling_ranks.py", str(tmp_path), json.dumps(differing), folder=Path(__file__).parent)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    first, second = on_ranks(shared, differing)
     whole, ids = collected(ranks=1, rank=0, differing=set(differing), wanted=8, tries=4)
-    assert {each["rounds"] for each in ranks} == {whole.rounds} == {rounds}
-    assert {each["filled"] for each in ranks} == {whole.filled}
-    assert [len(each["ids"]) for each in ranks] == [4, 4]
-    assert sorted(ranks[0]["ids"] + ranks[1]["ids"]) == sorted(ids)
+    assert first[:2] == second[:2] == (whole.rounds, whole.filled) and whole.rounds == rounds
+    assert len(first[2]) == len(second[2]) == 4 and sorted(first[2] + second[2]) == sorted(ids)
 
 
 def test_rewards_that_are_compared_one_by_one_may_differ_where_their_sum_does_not():

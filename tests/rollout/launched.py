@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
 from forked import ranks_environment, run_on_ranks
 from waiting import output_of
-
-from lightrft_visual.runtime import watchdog
 
 HERE = Path(__file__).parent
 
@@ -41,11 +38,3 @@ def run_fresh_ranks(script: Path, arguments: tuple[str, ...], environment: dict,
             process.kill()
     codes = [process.returncode for process in processes]
     assert codes == [0] * ranks, f"{codes}\n" + "\n".join(text[-3000:] for text in outputs)
-
-
-def leave() -> None:
-    """Ends a rank's script in order: with a process group the end of the interpreter aborts at times, and a child of
-    the fork server, which runs nothing at its exit, would count as gone to a rank that is slower."""
-    watchdog.stop()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from engine_rig import Rig
-from launched import leave
+from forked import leave
 from tiny_models import actor_of, mixed_prompts
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig

@@ -2,14 +2,133 @@
 
 from __future__ import annotations
 
-import json
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
+import deepspeed
 import pytest
 import tiny_families
 import torch
-from launched import run_ranks
+from deepspeed.runtime.zero import partition_parameters
+from diffusers import DiffusionPipeline
+from forked import on_ranks
 from tiny_models import checkpoint_of
+from torch import nn
+
+from lightrft_visual.config.vl import DistributedConfig, ModelConfig
+from lightrft_visual.models.diffusion.layers import load_divided
+from lightrft_visual.models.loading import load_transformer
+from lightrft_visual.models.weight_copies import gathered
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+
+
+class Held:
+    """The most bytes that the parameters made in this process had at one time, whole ones and parts of divided ones."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, weakref.ref] = {}
+        self.peak = 0
+
+    def measure(self) -> None:
+        storages = {}
+        for parameter in [reference() for reference in self.alive.values()]:
+            for tensor in (getattr(parameter, "data", None), getattr(parameter, "ds_tensor", None)):
+                if tensor is not None and tensor.device.type != "meta":
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(storages.values()))
+
+    def after(self, function: Callable) -> Callable:
+        def measured(*arguments, **named):
+            result = function(*arguments, **named)
+            self.measure()
+            return result
+
+        return measured
+
+    @contextmanager
+    def watching(self):
+        made, init = nn.Parameter.__new__, partition_parameters.Init
+        convert, enter = init._convert_to_deepspeed_param, deepspeed.zero.GatheredParameters.__enter__
+
+        def new(cls, *arguments, **named):
+            parameter = made(cls, *arguments, **named)
+            self.alive[id(parameter)] = weakref.ref(parameter)
+            self.measure()
+            return parameter
+
+        nn.Parameter.__new__ = new
+        init._convert_to_deepspeed_param = self.after(convert)
+        deepspeed.zero.GatheredParameters.__enter__ = self.after(enter)
+        try:
+            yield self
+        finally:
+            nn.Parameter.__new__ = made
+            init._convert_to_deepspeed_param, deepspeed.zero.GatheredParameters.__enter__ = convert, enter
+
+
+def compared(load_divided: Callable[[], nn.Module], load_whole: Callable[[], nn.Module]) -> dict:
+    """What differs between both, how much this rank held, and the bytes of the model and of its largest module."""
+    with Held().watching() as held:
+        divided = load_divided()
+    whole = load_whole()
+    theirs, different = dict(whole.named_parameters()), []
+    ours = dict(divided.named_parameters())
+    with gathered(list(ours.values())):
+        for name in ours.keys() | theirs.keys():
+            mine, other = ours.get(name), theirs.get(name)
+            if not same(mine, other):
+                different.append(name)
+    buffers = dict(divided.named_buffers())
+    different += [name for name, buffer in whole.named_buffers() if not same(buffers.get(name), buffer)]
+    own = [sum(p.nbytes for p in module.parameters(recurse=False)) for module in whole.modules()]
+    return {
+        "different": different,
+        "peak": held.peak,
+        "total": sum(p.nbytes for p in theirs.values()),
+        "module": max(own),
+    }
+
+
+def same(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return mine is not None and other is not None and mine.dtype == other.dtype and torch.equal(mine.cpu(), other)
+
+
+def by_model(given: list[tuple[str, str, bool]]) -> dict[str, dict]:
+    """Models that are divided while they load, against whole ones, and the most that a rank holds."""
+    results = {}
+    for name, folder, bf16 in given:
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3), bf16=bf16)
+        if not results:
+            strategy.setup_distributed()
+        if Path(folder, "model_index.json").is_file():
+            results[name] = compared_pipelines(folder, strategy)
+        else:
+            results[name] = compared_transformers(folder, strategy)
+    return results
+
+
+def compared_transformers(folder: str, strategy: DeepspeedStrategy) -> dict:
+    def divided():
+        with strategy.loading():
+            return load_transformer(folder, ModelConfig(), strategy.dtype)
+
+    return compared(divided, lambda: load_transformer(folder, ModelConfig(), strategy.dtype))
+
+
+def compared_pipelines(folder: str, strategy: DeepspeedStrategy) -> dict:
+    names = ("transformer", "transformer_2", "unet")
+
+    def divided():
+        return nn.ModuleDict(load_divided(folder, names, strategy.dtype, strategy.divide))
+
+    def whole():
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=strategy.dtype)
+        return nn.ModuleDict({name: pipeline.components[name] for name in names if name in pipeline.components})
+
+    return compared(divided, whole)
+
 
 RANKS = 2
 # Name of a model, and whether it is loaded in bfloat16.
@@ -34,8 +153,7 @@ def results(tmp_path_factory) -> list[dict]:
             given.append((name, str(root / name), bf16))
         else:
             given.append((name, checkpoint_of(root, name).path, bf16))
-    run_ranks("zero3_loading_ranks.py", json.dumps(given), str(root), ranks=RANKS, folder=Path(__file__).parent)
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return on_ranks(by_model, given, ranks=RANKS)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in MODELS])

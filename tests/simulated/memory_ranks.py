@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from launched import leave
+from forked import leave
 from simulated.accelerator import install
 
 from lightrft_visual.config.vl import DistributedConfig

@@ -2,28 +2,155 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import tiny_families
-from launched import run_ranks
+import torch
+from forked import on_ranks
+from PIL import Image
 
+from lightrft_visual.config.diffusion import DistributedConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.vision import stacked
 from lightrft_visual.models.diffusion.context_parallel import ContextParallel
-from lightrft_visual.models.diffusion.policy import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
-# Joint texts, masked texts with LoRA, two experts of videos, a plan of our own. `context_ranks.py` takes all families
+T = torch.Tensor
+HEADS, SAMPLES, SIDE = 4, 4, 48
+TALL = 64  # pixels of Qwen-Image's, of which a token takes 16 by 16
+VIDEOS = ("wan_i2v", "wan_two_experts", "ltx2", "ltx23")
+# SD3's texts are of 5 tokens of CLIP and these of T5.
+TEXT_LENGTHS = {
+    "qwen_image_edit": None,
+    "qwen_image_edit_plus": None,
+    "sd3": 3,
+    "flux": 4,
+    "flux_kontext": 8,
+    "flux2": 8,
+    "flux2_klein": 12,
+    "ltx2": 16,
+    "ltx23": 16,
+}
+LORA = ("flux_kontext", "qwen_image", "wan_i2v")
+
+
+def pipeline_of(kind: str):
+    if kind == "sd3":
+        return build_pipeline(TinyDiffusionSettings(heads=HEADS, head_dim=8, layers=2, picture_size=SIDE))
+    torch.manual_seed(0)
+    pipeline = tiny_families.FAMILIES[kind]()
+    for name in ("transformer", "transformer_2"):
+        if (old := pipeline.components.get(name)) is not None:
+            torch.manual_seed(len(name))
+            new = type(old).from_config(dict(old.config) | {"num_attention_heads": HEADS})
+            pipeline.register_modules(**{name: new})
+    return pipeline
+
+
+def policy_of(kind: str) -> DiffusionPolicy:
+    lora = LoraSettings(rank=3) if kind in LORA else None
+    policy = DiffusionPolicy(family_of(pipeline_of(kind), TEXT_LENGTHS.get(kind, 5)), lora)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():  # LoRA's begin as zeros
+            weight += 0.05 * torch.randn(weight.shape, generator=draw)
+    return policy
+
+
+def inputs_of(kind: str, policy: DiffusionPolicy) -> tuple[T, T, dict[str, T]]:
+    """Latents, timesteps on both sides of two experts' boundary, conditions."""
+    frames, draw = 13 if kind in VIDEOS else 1, torch.Generator().manual_seed(2)
+    height, width = TALL if kind.startswith("qwen") else SIDE, SIDE
+    if kind.startswith("ltx"):
+        height, width, frames = 64, 64, 17
+    latents = torch.randn(SAMPLES, *policy.latent_shape(height, width, frames), generator=draw)
+    timesteps = torch.tensor([950.0, 900.0, 400.0, 100.0])
+    texts = ["a red circle", "a blue cross"] * (SAMPLES // 2)
+    images = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue", "green", "black")]
+    negative = "blue" if policy.family.uses_negative else None
+    if policy.family.most_source_images:
+        policy.family.source_pixels = TALL * TALL if kind.startswith("qwen") else SIDE * SIDE
+        conditions = stacked(policy.encode_edits(texts, [[each] for each in images], negative), policy.device)
+    else:
+        conditions = policy.encode_prompts(texts, negative)
+    if policy.family.takes_first_frame:
+        conditions |= policy.encode_first_frames(images, SIDE, SIDE, frames)
+    return latents, timesteps, conditions
+
+
+def result(policy: DiffusionPolicy, inputs: tuple[T, T, dict[str, T]], own: slice) -> dict[str, T]:
+    """Velocities, loss and gradients of some samples, each of whose numbers is weighed differently."""
+    latents, timesteps, conditions = inputs
+    weights = torch.randn(latents.shape, generator=torch.Generator().manual_seed(3))[own]
+    policy.zero_grad(set_to_none=True)
+    velocity = policy.velocity(latents[own], timesteps[own], {k: v[own] for k, v in conditions.items()}, 3.0)
+    loss = (velocity * weights).mean() * len(weights)
+    loss.backward()
+    named = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+    return {"velocity": velocity.detach(), "loss": loss.detach(), **gradients}
+
+
+def difference(whole: dict[str, T], parts: dict[str, T], own: slice, size: int) -> float:
+    """Largest of velocities, of the loss, and of gradients, summed over ranks as an optimizer step does."""
+    found = [(parts.pop("velocity") - whole["velocity"][own]).abs().max()]
+    parts["loss"] = parts["loss"] / size  # each member of a group has it whole
+    for name, each in parts.items():
+        wanted = whole[name]
+        found.append((collectives.all_reduce_sum(each) - wanted).abs().max() / wanted.abs().max().clamp_min(1.0))
+    return collectives.all_reduce_max(torch.stack(found).max()).item()
+
+
+def cases(kind: str):
+    """Groups of 4 ranks compute activations but attention again in their backward."""
+    policy = policy_of(kind)
+    inputs = inputs_of(kind, policy)
+    whole = result(policy, inputs, slice(None))
+    for size in (2, 4):
+        count = SAMPLES * size // collectives.world_size()
+        own = slice(collectives.rank() // size * count, (collectives.rank() // size + 1) * count)
+        parallel = ContextParallel(policy.family, size)
+        parallel.divide()
+        yield f"{size} ranks", difference(whole, result(policy, inputs, own), own, size)
+        parallel.join()
+        if size == 2:
+            again = result(policy, inputs, slice(None))
+            yield "joined again", max((again[name] - each).abs().max().item() for name, each in whole.items())
+            policy.enable_gradient_checkpointing(how="attention")
+
+
+def refused() -> dict[str, str]:
+    """What is said of tokens that the ranks do not divide, by the forward that has them."""
+    found = {}
+    for name, side, length in (("image", 44, 4), ("text", SIDE, 3)):
+        policy = policy_of("flux")
+        policy.family.text_length = length
+        parallel = ContextParallel(policy.family, 2)
+        parallel.divide()
+        try:
+            latents = torch.zeros(1, *policy.latent_shape(side, side))
+            policy.velocity(latents, torch.tensor([500.0]), policy.encode_prompts(["a red circle"]), 1.0)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def divided(kinds: tuple[str, ...]) -> dict[str, dict]:
+    """Tiny denoisers over groups of 2 and 4 ranks, beside one rank that has all tokens."""
+    DeepspeedStrategy(DistributedConfig()).setup_distributed()
+    return {"differences": {kind: dict(cases(kind)) for kind in kinds}, "refused": refused()}
+
+
+# Joint texts, masked texts with LoRA, two experts of videos, a plan of our own. `divided` takes all families
 # that have a plan: flux_kontext, flux2, flux2_klein, qwen_image_edit, qwen_image_edit_plus, wan_i2v, ltx23 are as near.
 KINDS = ("sd3", "flux", "qwen_image", "wan_two_experts", "ltx2")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    out = tmp_path_factory.mktemp("ranks") / "out.json"
-    run_ranks("context_ranks.py", ",".join(KINDS), str(out), ranks=4, folder=Path(__file__).parent)
-    return json.loads(out.read_text())
+def found() -> dict:
+    return on_ranks(divided, KINDS, ranks=4)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

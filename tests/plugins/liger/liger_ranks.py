@@ -8,7 +8,7 @@ from pathlib import Path
 
 import interpreted  # noqa: F401  # what the interpreter lacks
 import torch
-from launched import leave
+from forked import leave
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.rollouts import ScoringRule

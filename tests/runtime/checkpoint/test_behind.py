@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from launched import run_ranks
+from forked import on_ranks
 
+from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import CheckpointError
+from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.checkpoint.behind import Copies, write_file
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, verify
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.train_engine import TrainEngine
 
 
 class Gate:
@@ -109,12 +114,10 @@ def test_copies_share_what_the_originals_share_and_use_the_same_memory_again():
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("behind")
-    run_ranks("behind_ranks.py", str(folder), folder=Path(__file__).parent)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(saved_by_ranks, str(tmp_path_factory.mktemp("behind")))
 
 
-@pytest.mark.parametrize("stage", "0123")
+@pytest.mark.parametrize("stage", range(4))
 def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ranks, stage):
     at_once, behind = two_ranks[0][stage]
     assert behind == at_once and {"state0", "state1"} < behind.keys()
@@ -128,3 +131,71 @@ def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint
     assert "saving checkpoint-000002 failed on rank 1: the disk is full" in told
     assert "no complete checkpoint" in nothing and resumed == "checkpoint-000001"
     assert folders == ["checkpoint-000001", "latest"]
+
+
+def stepped(engine: TrainEngine, inputs: torch.Tensor) -> None:
+    engine.accumulate(engine(inputs).square().sum(), last=True)
+    assert engine.step().applied
+
+
+def hashes(strategy: DeepspeedStrategy, root: Path) -> list[dict]:
+    """Of the files of one state saved at once, and behind a step that changes it."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
+    module[0].weight.requires_grad_(False)
+    engine, inputs = strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), torch.randn(6, 4)
+    stepped(engine, inputs)
+    manager, moments = CheckpointManager(root), torch.ones(3)
+
+    def write(folder: Path) -> None:
+        engine.save(str(folder), "policy")
+        save_state(folder / f"state{collectives.rank()}", {"moments": moments})
+
+    paths = [manager.save(1, write), manager.save(2, write, behind=True)]
+    moments.zero_()
+    stepped(engine, inputs)
+    manager.finish()
+    return [verify(path)["files"] for path in paths]
+
+
+def failing(root: Path, behind: bool) -> list[str]:
+    """What ranks are told where rank 1 cannot write and where there is nothing, what they resume, and the folders."""
+    manager = CheckpointManager(root)
+    manager.save(1, lambda folder: (folder / f"{collectives.rank()}").write_text("1"))
+
+    def full(path: Path, state: dict) -> None:
+        path.write_text("2")
+        if collectives.rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    def write(folder: Path) -> None:
+        path = folder / f"{collectives.rank()}"
+        write_file(path, {}, partial(full, path))
+
+    def saved() -> None:
+        manager.save(2, write, behind=behind)
+        manager.finish()
+
+    told = [refused(saved), refused(partial(resolve_resume, "auto", root / "empty")), resolve_resume("auto", root).name]
+    collectives.barrier()
+    return told + sorted(path.name for path in root.iterdir())
+
+
+def refused(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def saved_by_ranks(out: str) -> dict:
+    """Engines of ZeRO 0 to 3 saved at once and behind the run, and a rank that cannot write."""
+    results = {}
+    for stage in range(4):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+        if stage == 0:
+            strategy.setup_distributed()
+        results[stage] = hashes(strategy, Path(out, f"zero{stage}"))
+    results |= {name: failing(Path(out, name), name == "behind") for name in ("at_once", "behind")}
+    return results

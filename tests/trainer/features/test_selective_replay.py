@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from launched import run_ranks
+import torch.distributed as dist
+from forked import on_ranks
 from replay_cases import text_item, vision_item
-from selective_ranks import filled_buffer, refilled, sample
 
-from lightrft_visual.config.vl import AlgorithmConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.trainer.features.selective_replay import SelectiveReplay, advantage_size
+
+STEPS = [1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 5.0, 0.0, 0.0]
+
+
+def sample(number: int, advantage: float, version: int):
+    return text_item(
+        length=4 + number % 3,
+        action_log_probs=torch.full((2,), -1.0 - number),
+        advantages=torch.full((2,), advantage),
+        sample_id=torch.tensor(number),
+        group_id=torch.tensor(number // 2),
+        policy_version=torch.tensor(version),
+        valid=torch.tensor(True),
+    )
+
+
+def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, rank: int = 0, ranks: int = 1):
+    buffer = NaiveReplayBuffer(2)
+    for place, advantage in enumerate(advantages):
+        if place % ranks == rank:
+            buffer.items.append(sample(start + place, advantage, version))
+    return buffer
+
+
+def refilled(replay: SelectiveReplay, step: int, rank: int = 0, ranks: int = 1):
+    """The buffer of a step, and what refilling it says."""
+    buffer = filled_buffer(STEPS[step], 6 * step, step, rank, ranks)
+    return buffer, replay.refill(buffer, step)
+
+
+def replayed() -> dict:
+    """Over two steps, each rank with every second sample."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    replay, small = (SelectiveReplay(capacity=capacity, seed=0) for capacity in (100, 4))
+    for step in (0, 1):
+        buffer, found = refilled(replay, step, rank, ranks)
+        refilled(small, step, rank, ranks)
+    told = {"replaced": found.replaced, "numbers": [int(item.sample_id) for item in buffer]}
+    return told | {"kept": [int(item.sample_id) for item in small.kept], "state": small.state_dict()}
+
 
 ADVANTAGES = [1.0, 0.0, -2.0, 0.0, 0.0, 0.5]
 
@@ -105,9 +142,8 @@ def test_the_kept_samples_survive_a_checkpoint(tmp_path):
     assert torch.equal(replay.kept[2].pixel_values, again.kept[2].pixel_values)
 
 
-def test_two_ranks_draw_and_keep_what_one_would(tmp_path):
-    run_ranks("selective_ranks.py", str(tmp_path), folder=Path(__file__).parent)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+def test_two_ranks_draw_and_keep_what_one_would():
+    ranks = on_ranks(replayed)
     alone, small = SelectiveReplay(capacity=100, seed=0), SelectiveReplay(capacity=4, seed=0)
     for step in (0, 1):
         whole, found = refilled(alone, step)
@@ -117,13 +153,7 @@ def test_two_ranks_draw_and_keep_what_one_would(tmp_path):
     assert [len(each["numbers"]) for each in ranks] == [3, 3]
     assert sorted(ranks[0]["kept"] + ranks[1]["kept"]) == numbers(small.kept) == [3, 5, 8, 11]
 
-    joined, states = SelectiveReplay(capacity=4, seed=0), [tmp_path / f"state_{rank}.safetensors" for rank in (0, 1)]
-    joined.load_state_dict(joined.state_of_ranks([load_state(state) for state in states]))
+    joined = SelectiveReplay(capacity=4, seed=0)
+    joined.load_state_dict(joined.state_of_ranks([each["state"] for each in ranks]))
     assert [sorted(numbers(refilled(each, 2)[0])) for each in (joined, small)] == [[3, 5, 8, 11, 15, 17]] * 2
     assert sorted(numbers(joined.kept)) == numbers(small.kept) == [5, 8, 11, 15]
-
-
-def test_it_needs_groups():
-    with pytest.raises(ConfigError, match="selective_replay replaces samples of groups"):
-        AlgorithmConfig(selective_replay=64, advantage_estimator="reinforce").check()
-    assert AlgorithmConfig(selective_replay=64, init_kl_coef=0.0).reads_log_probs
