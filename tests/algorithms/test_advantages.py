@@ -368,8 +368,6 @@ class TestDistillation:
     def test_it_says_what_it_lacks(self):
         with pytest.raises(ValueError, match="teacher_coef needs the log-probs of policy and teacher"):
             finish_advantages([experience([1])], AlgorithmConfig(teacher_coef=1.0))
-        with pytest.raises(ConfigError, match="distillation learns from a teacher alone"):
-            AlgorithmConfig(advantage_estimator="distillation").check()
 
 
 class TestFinish:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.policy_losses import LossDenominators, LossInputs, policy_loss
-from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.config.vl import AlgorithmConfig
 
 
 def token(probability, drawn, advantage, recomputed=None):
@@ -138,26 +137,3 @@ def test_k3_unbiased_has_the_gradient_of_the_kl_whatever_drew_the_tokens():
     (found,) = torch.autograd.grad(total, logits)
     assert total.item() == pytest.approx(exact.item(), abs=1e-6)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy_loss": "luspo"}, "made by --loss_agg_mode seq-mean-token-sum"),
-        ({"policy_loss": "dppo_tv", "tis_mode": "token"}, "compares with the engine's log-probs itself"),
-        ({"policy_loss": "vespo"}, "top_p 1"),
-        ({"off_policy_delta": 0.5}, "top_p 1"),
-        ({"cov_share": 0.1}, "cov_share belongs to policy_loss clip_cov or kl_cov"),
-        ({"policy_loss": "kl_cov", "clip_cov_low": 0.5}, "clip_cov_low belongs to policy_loss clip_cov"),
-        ({"policy_loss": "clip_cov", "clip_cov_low": 6.0}, "not below clip_cov_high"),
-        ({"entropy_coef_step": 0.1}, "belongs to an entropy_target"),
-        ({"entropy_target": 0.5, "entropy_coef": 0.1}, "cannot start at 0.1"),
-    ],
-)
-def test_what_does_not_belong_together_is_refused(settings, message):
-    shaped = message == "top_p 1"
-    with pytest.raises(ConfigError, match=message):
-        config = RunConfig()
-        config.algorithm = AlgorithmConfig(**settings)
-        config.rollout.top_p = 0.9 if shaped else 1.0
-        config.check()

@@ -96,6 +96,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--decay_type", "2"], "old policy"),
         ([*DPO, "--decay_type", "2"], "old policy"),
         (["--score_target", "0.5"], "belongs to reward_fl"),
+        (["--compile", "true", "--zero_stage", "3"], "zero_stage 0 to 2"),
     ),
 )
 def test_refusals(arguments: list[str], message: str) -> None:

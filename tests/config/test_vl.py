@@ -56,6 +56,35 @@ def load(text: str) -> RunConfig:
         ("--guard.keep_best true --prompt_data a.jsonl --reward_fn a.py:f", "name a judge"),
         ("--guard.policy rollback --prompt_data a.jsonl --gold_fn a.py:f", "name held-out prompts by --eval_data"),
         ("--guard.policy rollback --gold_fn a.py:f --max_eval_samples 0", "name held-out prompts by --eval_data"),
+        ("--guard.watch false --guard.policy stop", "needs guard.watch"),
+        ("--guard.policy rollback --guard.keep_best false", "keep_best"),
+        ("--gold_fn a.py:f --gold_recipe b.yaml", "not both"),
+        ("--guard.policy lower", "warn, stop, rollback"),
+        ("--policy_loss luspo", "made by --loss_agg_mode seq-mean-token-sum"),
+        ("--policy_loss dppo_tv --tis_mode token", "compares with the engine's log-probs itself"),
+        ("--policy_loss vespo --top_p 0.9", "top_p 1"),
+        ("--off_policy_delta 0.5 --top_p 0.9", "top_p 1"),
+        ("--cov_share 0.1", "cov_share belongs to policy_loss clip_cov or kl_cov"),
+        ("--policy_loss kl_cov --clip_cov_low 0.5", "clip_cov_low belongs to policy_loss clip_cov"),
+        ("--policy_loss clip_cov --clip_cov_low 6", "not below clip_cov_high"),
+        ("--entropy_coef_step 0.1", "belongs to an entropy_target"),
+        ("--entropy_target 0.5 --entropy_coef 0.1", "cannot start at 0.1"),
+        ("--advantage_estimator reinforce --share_prefix true --n_samples_per_prompt 1", "share_prefix need n_samples"),
+        ("--init_kl_coef 0 --ref_update_steps 2", "ref_update_steps needs a KL"),
+        ("--ref_update_mixup 0.5", "ref_update_mixup belongs"),
+        ("--init_kl_coef 0.1 --ref_update_steps 2 --lora_rank 4", "with LoRA the reference"),
+        ("--target_parameters experts.down_proj", "target_parameters needs"),
+        ("--target_parameters experts.down_proj --lora_rank 4 --lora_dropout 0.1", "target_parameters needs"),
+        ("--teacher_coef 1", "give both, or none"),
+        ("--selective_replay 64 --advantage_estimator reinforce", "selective_replay replaces samples of groups"),
+        ("--papo_entropy_coef 0.1", "papo_entropy_coef belongs to a papo_coef above 0"),
+        ("--compile true --zero_stage 3", "zero_stage 0 to 2"),
+        ("--compile true --sp_size 2", "without compile"),
+        ("--noisy_rollout_share 0.05 --n_samples_per_prompt 8", "noisy_rollout_share"),
+        ("--noisy_rollout_share 0.95 --n_samples_per_prompt 4", "noisy_rollout_share"),
+        ("--placement split async.max_staleness=1 --noisy_rollout_share 0.5", "ahead, and noisy_rollout_share cannot"),
+        ("--advantage_estimator distillation", "distillation learns from a teacher alone"),
+        ("--compile true --use_liger_kernel true", "compile and use_liger_kernel .* leave one out"),
     ],
 )
 def test_refused(flags, message):
@@ -104,6 +133,7 @@ def test_what_belongs_together_is_accepted():
     load("--overlong_buffer --overlong_buffer_len 128")
     load("--policy_loss sapo --sapo_tau_neg 2 --papo_coef 0.01 --papo_mask_ratio 0.5 --tis_mode token --tis_cap 3")
     load("--packing_samples --max_tokens_per_batch 2048")
+    load("--noisy_rollout_share 0.5 --n_samples_per_prompt 8 --selective_replay 64")
     load("--guard.policy rollback --reward_fn a.py:f")  # the embedded questions' exact answers are gold beside it
     load("--guard.policy rollback --prompt_data embedded_reasoning")
     load("--guard.policy rollback --prompt_data a.jsonl --eval_data b.jsonl --gold_fn a.py:f")

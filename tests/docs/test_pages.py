@@ -1,10 +1,13 @@
-"""Pages name every choice there is and no setting that does not exist; rows, values and code of theirs are right."""
+"""Pages name every choice there is and no setting that does not exist; rows, values, code, pictures and the messages
+that troubleshooting explains are right."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -20,7 +23,8 @@ from lightrft_visual.errors import CheckpointError
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 from lightrft_visual.rewards.registry import scorer_names
 
-DOCS = {path.stem: path.read_text() for path in (Path(__file__).resolve().parents[2] / "docs").glob("*.md")}
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 DRAWING = DOCS["diffusion"] + DOCS["reward_fl"]
 OWN = (
     "algorithms", "architecture", "choices", "data", "diffusion", "guard", "hooks", "multi_turn", "reward_fl", "sft",
@@ -96,3 +100,41 @@ def test_the_example_of_checkpoints_saves_and_resumes_and_verifies(tmp_path: Pat
     exec(example, {})
     exec(verify, {})
     assert (tmp_path / "outputs" / "run" / "latest").read_text() == "checkpoint-000100\n"
+
+
+def test_the_loop_is_what_its_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import draw_loop
+
+    assert draw_loop.FILE.read_text() == draw_loop.svg(), "run python scripts/draw_loop.py"
+    assert ElementTree.fromstring(draw_loop.svg()).tag.endswith("svg")
+
+
+TEXT = DOCS["troubleshooting"]
+LEARNING = TEXT.index("## It runs and does not learn"), TEXT.index("## Resuming")
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", TEXT[: LEARNING[0]] + TEXT[LEARNING[1] :], re.M)
+
+
+def said() -> str:
+    """All texts of the package, what they are filled with left out; neighbours joined."""
+    found = []
+    for path in (ROOT / "lightrft_visual").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [each.value if isinstance(each, ast.Constant) else "\0" for each in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+SAID = said()
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_is_one_of_the_package(message: str) -> None:
+    assert message in SAID
+
+
+def test_messages_were_found() -> None:
+    assert len(MESSAGES) > 25

@@ -55,15 +55,3 @@ def test_every_vision_tensor_was_in_the_test_above():
     kinds = {name: spec.kind for name, spec in replay_fields(ExperienceVL).items()}
     names = [name for name, kind in kinds.items() if kind is not Kind.OBJECTS]
     assert [name for name in [*names, *CONTRACT_NAMES] if getattr(batch, name) is None] == []
-
-
-def test_pinning_without_an_accelerator_changes_nothing():
-    batch = make_experience_batch([text_item(), text_item()])
-    before = batch.sequences.clone()
-    assert batch.pin_memory() is batch
-    assert torch.equal(batch.sequences, before)
-
-
-def test_required_fields_in_the_order_that_users_know():
-    batch = make_experience_batch([vision_item(1)])
-    assert ExperienceVL(batch.sequences, batch.pixel_values, batch.image_grid_thws).batch_size == 1

@@ -44,7 +44,6 @@ LENGTH = "--reward_fn {folder}/length.py:length"
 # In this order: what a file registers follows the later runs of the process too.
 FEATURES = {
     "callbacks": f"4 {LENGTH}",
-    "scorer": f"2 --plugins {HERE}/own_scorer.py reward.components.vowels=1.0",
     "term": f"2 {LENGTH} --plugins {HERE}/own_term.py",
     "hook": f"4 {LENGTH} --plugins {HERE}/own_hook.py --save_steps 2",
     "hook_resumed": f"4 {LENGTH} --plugins {HERE}/own_hook.py --resume_from {{folder}}/hook/checkpoint-000002",

@@ -1,5 +1,5 @@
-"""A choice of every kind is added by one file outside of the package, and runs. A term of the loss, a hook with state
-and a scorer are one file each; runs are made with them, and with callbacks from Python."""
+"""A choice of every kind is added by one file outside of the package, and runs. A term of the loss and a hook with
+state are one file each; runs are made with them, and with callbacks from Python."""
 
 from __future__ import annotations
 
@@ -145,16 +145,7 @@ def test_a_term_of_the_loss_brings_its_part_of_the_forward_its_share_and_its_met
     for row in rows(featured / "term"):
         assert row["calm"] > 0
         assert row["loss"] - row["policy_loss"] == pytest.approx(0.5 * row["calm"], rel=1e-4)
-    assert all("calm" not in row for row in rows(featured / "scorer"))
-
-
-def test_a_scorer_is_named_among_the_rewards(featured):
-    for step, row in enumerate(rows(featured / "scorer"), start=1):
-        found = records(featured / "scorer", step)
-        texts = [record["response"].lower() for record in found]
-        expected = [sum(text.count(letter) for letter in "aeiou") / max(1, len(text)) for text in texts]
-        assert [record["reward"] for record in found] == pytest.approx(expected)
-        assert len(found) == 8 and row["reward/vowels"] == pytest.approx(sum(expected) / 8, abs=1e-6)
+    assert all("calm" not in row for row in rows(featured / "callbacks"))
 
 
 def test_a_hook_changes_rewards_and_goes_on_exactly_after_a_resume(featured):

@@ -45,20 +45,6 @@ def dense(query, key, value, window: int | None = None, scale: float | None = No
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-@pytest.mark.parametrize("continues", [ALONE, CONTINUED])
-@pytest.mark.parametrize("window", [None, 100, 10, 4, 1])
-def test_segments_equal_a_dense_mask(qkv, window, continues):
-    segments = Segments(LENGTHS, torch.device("cpu"), continues)
-    for each in qkv:
-        each.requires_grad_()
-    ours, _ = segment_attention(None, *qkv, segments.mask, segments, scaling=0.3, sliding_window=window)
-    wanted = dense(*qkv, window, 0.3, continues)
-    torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-6)
-    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
-    gradients = [torch.autograd.grad((made * weights).sum(), qkv) for made in (ours, wanted)]
-    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_segments_of_any_lengths_equal_a_dense_mask_with_their_gradients(data):

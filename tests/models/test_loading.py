@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import checkpoint_of, load
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from watched import Operations
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -111,12 +111,6 @@ def test_a_processor_of_another_model_is_refused(copy):
     with_config(copy, image_token_id=7)
     with pytest.raises(ConfigError, match="its processor writes no token 7 for an image, which config.json names"):
         open_checkpoint(str(copy), ModelConfig(), DataConfig())
-
-
-def test_a_text_model_has_no_processor_and_always_a_padding_token(root):
-    checkpoint = checkpoint_of(root, "qwen2")
-    assert checkpoint.processor is None and not checkpoint.vision
-    assert isinstance(checkpoint.config, PretrainedConfig)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from watched import Operations
 
-from lightrft_visual.models.logprobs import LogProbLinear, chunk_length, linear_log_probs, plain_log_probs
+from lightrft_visual.models.logprobs import LogProbLinear, linear_log_probs, plain_log_probs
 
 
 def problem(rows=13, width=6, vocab=17, seed=0, dtype=torch.float32):
@@ -213,9 +213,3 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
     arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
     with pytest.raises(ValueError, match=message):
         linear_log_probs(**arguments)
-
-
-def test_chunks_are_larger_on_an_accelerator():
-    assert chunk_length(152_064, torch.device("cpu")) == 110
-    assert chunk_length(152_064, torch.device("cuda")) == 882
-    assert chunk_length(2**30, torch.device("cpu")) == 1

@@ -133,9 +133,3 @@ def test_weights_of_other_types_are_published_as_they_are():
     weight = torch.zeros(2, 3, 4)
     assert as_published("qwen3_moe", "mlp.experts.down_proj", weight) is weight
     assert as_published("qwen3_vl_moe", "mlp.gate.weight", weight) is weight
-
-
-@pytest.mark.parametrize("settings", [{"lora_rank": 0}, {"lora_rank": 4, "lora_dropout": 0.1}])
-def test_adapters_of_experts_need_lora_without_dropout(settings):
-    with pytest.raises(ConfigError, match="target_parameters needs"):
-        ModelConfig(target_parameters="experts.down_proj", **settings).check()

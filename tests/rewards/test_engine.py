@@ -25,11 +25,11 @@ def test_default_is_exact_match_over_uneven_micro_batches():
     assert result.score.dtype == torch.float32 and outputs[1].reward_valid.tolist() == [True]
 
 
-def test_thousand_random_recipes_match_a_per_sample_reference():
+def test_random_recipes_match_a_per_sample_reference():
     """Each model sees exactly the samples whose recipe weighs it, once, and scores go back to their places."""
     rng = random.Random(0)
     names = ["m0", "m1", "m2"]
-    for _ in range(1000):
+    for _ in range(100):
         calls = {name: [] for name in names}
 
         def model(name, calls=calls):

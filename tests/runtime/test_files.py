@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.errors import ConfigError, FolderInUse
-from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.files import FILE_NAME, FolderLock, append_line, read_jsonl, to_json, write_atomic
 
 
@@ -158,14 +157,6 @@ def test_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         FolderLock.take(tmp_path / "run")
-
-
-def test_recorder_releases_its_lock_when_it_is_closed(tmp_path):
-    recorder = RunRecorder(tmp_path, locks=[FolderLock.take(tmp_path)])
-    with pytest.raises(FolderInUse):
-        FolderLock.take(tmp_path)
-    recorder.close()
-    FolderLock.take(tmp_path).release()
 
 
 def test_disk_that_is_full_leaves_no_lock(tmp_path, monkeypatch):

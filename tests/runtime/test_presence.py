@@ -63,13 +63,6 @@ def ends(rank: Rank) -> tuple[int, str]:
     return rank.wait(LIMIT), rank.told()
 
 
-def test_a_rank_killed_in_mid_run_is_named_by_the_other_which_ends_with_1(start):
-    ranks = start(("waits", LONG), ("waits", LONG))
-    ranks[0].kill()
-    code, told = ends(ranks[1])
-    assert code == 1 and "error: rank 0 is gone" in told and "rank 1 ends in stage: start-up" in told, told
-
-
 def test_of_three_ranks_both_others_name_the_one_that_is_killed(start):
     ranks = start(("in_a_collective", LONG), ("in_a_collective", LONG), ("in_a_collective", LONG))
     ranks[2].kill()

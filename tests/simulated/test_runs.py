@@ -40,7 +40,6 @@ SEEING = {
     "grpo_0": "--zero_stage 0 --init_kl_coef 0.05",
     "grpo_1": "--zero_stage 1 --packing_samples true",
     "grpo_2": "--zero_stage 2 --gradient_checkpointing true --reward_running_norm true",
-    "grpo_3": "--zero_stage 3 --init_kl_coef 0.05",
     "offload": "--zero_stage 2 --adam_offload true",
     "states_moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true",
     "reference_moved": "--zero_stage 0 --init_kl_coef 0.05 --offload_reference true",
@@ -79,7 +78,7 @@ COUNTED_DRAWING = {
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 TWO_RANKS = (
-    "grpo_1", "grpo_3", "ppo", "ppo_resumed", "models", "flow_grpo_3", "nft", "reward_fl",
+    "grpo_1", "ppo", "ppo_resumed", "ppo_3", "models", "flow_grpo_3", "nft", "reward_fl",
 )  # fmt: skip
 COMPARED = ("grpo_0", "rloo_lora", "flow_grpo", "reward_fl")
 ONE_RANK = (*COMPARED, *(name for name in (*SEEING, *DRAWING) if name not in (*COMPARED, *TWO_RANKS)))

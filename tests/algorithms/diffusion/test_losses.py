@@ -11,7 +11,6 @@ from lightrft_visual.algorithms.diffusion.advantages import (
     decoupled_group_advantages,
     gathered_group_advantages,
     group_advantages,
-    group_metrics,
 )
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.ddpo import DDPO, DPOK
@@ -61,15 +60,6 @@ def test_advantages_are_clamped():
         rewards, torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool), clip=2.0
     )
     assert advantages[0] == 2.0
-
-
-def test_metrics_of_groups():
-    rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0]), torch.arange(8) // 4
-    advantages, metrics = gathered_group_advantages(rewards, groups, torch.ones(8, dtype=torch.bool))
-    assert len(advantages) == 8
-    assert metrics["group_size"] == 4 and metrics["zero_std_ratio"] == 0.5
-    assert metrics["mean_reward_50"] == pytest.approx((2.5 + 5) / 2)
-    assert metrics == group_metrics(rewards, groups, torch.ones(8, dtype=torch.bool))
 
 
 def test_decoupled_rewards_are_gdpo_over_the_batch():

@@ -13,10 +13,6 @@ from tiny_families import sd3_policy
 from torch import nn
 from watched import Operations
 
-from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.load import load_config
-from lightrft_visual.config.spellings import DIFFUSION_PRESET
-from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import LoraSettings, repeated_blocks
 
 DEVICE = get_accelerator().device_name()
@@ -107,8 +103,3 @@ def test_blocks_are_those_that_diffusers_names_or_the_lists_of_layers():
     assert repeated_blocks(named) == [named.deep[0], named.deep[2]]
     transformer = policy().denoisers["transformer"]
     assert repeated_blocks(transformer) == list(transformer.transformer_blocks)
-
-
-def test_whole_weights_are_asked_for():
-    with pytest.raises(ConfigError, match="zero_stage 0 to 2"):
-        load_config(DiffusionRunConfig, ["compile=true", "zero_stage=3"], preset=DIFFUSION_PRESET)

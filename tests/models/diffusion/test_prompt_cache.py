@@ -29,18 +29,6 @@ def test_encoded_once_and_the_oldest_goes_first():
     assert ask("d")["context"].shape == (1, 4) and len(cache) == 1  # larger than the limit
 
 
-def test_a_prompt_encodes_the_same_in_any_company():
-    policy = sd3_policy()
-    other = DiffusionPolicy(policy.family)
-    together = policy.encode_prompts(["a red circle", "a blue cross", "a red circle"], "")
-    alone = other.encode_prompts(["a red circle"], "")
-    assert set(together) == {"context", "pooled", "negative_context", "negative_pooled"}
-    for name, value in together.items():
-        for same in (value[:1], value[2:]):
-            torch.testing.assert_close(same, alone[name], rtol=1e-5, atol=1e-6)
-    assert not torch.equal(together["context"][0], together["context"][1])
-
-
 def test_prompts_and_the_negative_one_are_encoded_once_and_several_in_one_call(monkeypatch):
     policy, texts, calls = sd3_policy(), [], []
     pipeline, encode = policy.family.pipeline, policy.family.encode_prompts

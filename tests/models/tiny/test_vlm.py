@@ -1,4 +1,4 @@
-"""Tiny checkpoints are ordinary checkpoints: they load, round-trip text, and come out the same from one seed."""
+"""Tiny checkpoints, and the tiny SD3: ordinary ones that load, round-trip text, and come out the same from one seed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, load
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
+from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_clip_tokenizer, build_pipeline
 from lightrft_visual.models.tiny.vlm import (
     FAMILIES,
     SPECIAL_TOKENS,
@@ -60,17 +61,11 @@ def test_checkpoints_load_through_the_auto_classes(root, family):
     assert AutoTokenizer.from_pretrained(checkpoint.path).get_vocab() == checkpoint.tokenizer.get_vocab()
     if family in VISION_FAMILIES:
         assert type(AutoProcessor.from_pretrained(checkpoint.path)) is type(checkpoint.processor)
+    tied = load(checkpoint_of(root, f"{family}+tied").path, checkpoint.vision)
+    for each, shared in ((model, False), (tied, True)):
+        assert (each.get_output_embeddings().weight is each.get_input_embeddings().weight) == shared
     ends = GenerationConfig.from_pretrained(checkpoint.path).eos_token_id
     assert ends == [checkpoint.tokenizer.eos_token_id] == checkpoint.eos_ids
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_tied_and_untied_embeddings(tmp_path, family, tied):
-    folder = build_tiny_checkpoint(tmp_path / "m", family, tie_embeddings=tied)
-    model = load(folder, family in VISION_FAMILIES)
-    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert shared == tied
 
 
 def test_one_seed_one_model(tmp_path):
@@ -85,3 +80,17 @@ def test_one_seed_one_model(tmp_path):
 def test_an_unknown_family_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="unknown family 'gpt'; known: qwen2_vl, "):
         tiny_config("gpt", tokenizer, tie_embeddings=False)
+
+
+def test_unknown_words_are_spelt():
+    clip = build_clip_tokenizer()
+    assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
+
+
+def test_the_same_settings_give_the_same_weights():
+    settings = TinyDiffusionSettings(layers=1)
+    one, two = build_pipeline(settings), build_pipeline(settings)
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        left, right = one.components[name].state_dict(), two.components[name].state_dict()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()

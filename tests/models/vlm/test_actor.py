@@ -120,24 +120,6 @@ def test_the_rule_of_sampling_is_the_rule_of_scoring(root):
         assert (ours.entropy is not None) == with_entropy
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_a_batch_without_images_runs_the_vision_tower_and_gets_nothing_from_it(root, family):
-    checkpoint = checkpoint_of(root, family)
-    actor = actor_of(checkpoint)
-    rollouts = rollouts_of(checkpoint, text_prompts())
-    inputs = inputs_of(checkpoint, rollouts)
-    loss, gradients = loss_and_gradients(actor, [inputs])
-    (tower,) = checkpoint.family.towers
-    vision = [name for name, _ in actor.named_parameters() if f".{tower}." in name]
-    touched = [name for name in vision if name in gradients]
-    assert len(touched) >= 0.8 * len(vision) and not any(gradients[name].any() for name in touched)
-    with torch.no_grad():
-        for name, parameter in actor.named_parameters():
-            if name in vision:
-                parameter.add_(0.1)
-    assert loss_and_gradients(actor, [inputs])[0] == loss
-
-
 @pytest.mark.parametrize("prompts", [mixed_prompts(videos=False), text_prompts()], ids=["images", "text"])
 def test_a_frozen_vision_tower_gets_no_gradient_and_changes_no_loss(root, prompts):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")

@@ -14,7 +14,7 @@ from stock_families import stock_checkpoint
 
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.sft import SFTRunConfig
-from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.plugins.liger import kernels as liger
@@ -62,9 +62,7 @@ def test_a_run_on_the_cpu_is_refused_before_the_model_is_looked_for(monkeypatch)
         open_checkpoint("/no/such/model", KERNELS, DataConfig())
 
 
-def test_compile_and_kernels_are_one_or_the_other_and_supervised_runs_have_the_kernels():
-    with pytest.raises(ConfigError, match="compile and use_liger_kernel .* leave one out"):
-        load_config(RunConfig, ["compile=true", "use_liger_kernel=true"], preset=None)
+def test_supervised_runs_have_the_kernels():
     assert load_config(SFTRunConfig, ["--use_liger_kernel"], preset=None).model.use_liger_kernel
 
 

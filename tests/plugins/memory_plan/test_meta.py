@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightrft_visual.plugins.memory_plan.meta import LiveBytes, held_bytes, on_meta, weights_bytes
+from lightrft_visual.plugins.memory_plan import meta as module
+from lightrft_visual.plugins.memory_plan.meta import Held, LiveBytes, held_bytes, on_meta, remembered, weights_bytes
 
 WIDTH, ROWS = 64, 32
 LAYER = ROWS * WIDTH * 4  # bytes of one activation
@@ -61,13 +62,6 @@ def test_it_agrees_with_what_autograd_saves_of_real_tensors() -> None:
     assert result.requires_grad and own == held(on_meta(Stack), backward=True).kept
 
 
-def test_gradients_of_weights_leave_at_once() -> None:
-    module = on_meta(Stack)
-    held(module, backward=True)
-    assert all(parameter.grad is None for parameter in module.parameters())
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
-
-
 def test_attention_keeps_no_scores_and_pytorchs_own_is_back_afterwards() -> None:
     own, heads, length = F.scaled_dot_product_attention, 4, 256
 
@@ -103,3 +97,41 @@ def test_nothing_is_allocated(backward: bool) -> None:
     module = on_meta(lambda: nn.Linear(100_000, 100_000))
     x = torch.zeros(1, 100_000, device="meta")
     assert held_bytes(module, lambda: module(x), backward=backward).kept == 4 * 100_000
+
+
+@pytest.fixture
+def count(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    counted = []
+
+    def once() -> Held:
+        counted.append(None)
+        return Held(1, len(counted))
+
+    once.counted = counted
+    return once
+
+
+def test_a_shape_is_counted_once(count) -> None:
+    assert remembered("one", count) == remembered("one", count) == Held(1, 1)
+    assert remembered("another", count) == Held(1, 2) and len(count.counted) == 2
+
+
+def test_other_code_counts_anew(count, monkeypatch) -> None:
+    remembered("one", count)
+    monkeypatch.setattr(module, "_code", lambda: "other versions")
+    assert remembered("one", count) == Held(1, 2)
+
+
+def test_a_damaged_file_counts_anew(count, tmp_path) -> None:
+    remembered("one", count)
+    (kept,) = (tmp_path / "plans").iterdir()
+    for damaged in ("", "[1", "7", "[1]"):
+        kept.write_text(damaged)
+        assert remembered("one", count).kept == 1
+    assert len(count.counted) == 5
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(count, tmp_path) -> None:
+    (tmp_path / "plans").touch()
+    assert remembered("one", count) == Held(1, 1) and remembered("one", count) == Held(1, 2)

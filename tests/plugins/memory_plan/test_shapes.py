@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
+from moe import KIND
+from stock_families import STOCK
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
@@ -20,7 +22,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.memory_plan.meta import on_meta
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import find_shipped, language_model, shipped
-from lightrft_visual.plugins.memory_plan.vl_shape import VLShape
+from lightrft_visual.plugins.memory_plan.vl_shape import MicroBatch, VLShape
 
 # Of the checkpoints' own index files.
 LANGUAGE = {
@@ -120,3 +122,28 @@ def test_a_model_of_a_hub_that_does_not_answer_is_asked_for_once_and_not_planned
     monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **named: asked.append(named))
     assert language_model(ModelConfig(pretrain="org/none"), online=True) is None and asked == [["config.json"]]
+
+
+BATCH = MicroBatch(rows=2, length=128, actions=16, prompts=2)
+
+
+def shape_of(experts: int, active: int, bf16: bool = False) -> VLShape:
+    config, _, _ = STOCK[KIND]()
+    config.text_config.num_experts, config.text_config.num_experts_per_tok = experts, active
+    return VLShape(RunConfig(model=ModelConfig(bf16=bf16)), config)
+
+
+def test_weights_are_those_of_all_experts():
+    few, many = shape_of(8, 2), shape_of(24, 2)
+    each = 3 * 64 * 48 + 64  # gate, up and down, and a row of the router, in each of two layers
+    assert many.base - few.base == 2 * 16 * each
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_activations_are_those_of_the_active_experts(bf16):
+    width, tokens, layers = (2 if bf16 else 4), 256, 2
+    kept = {(experts, active): shape_of(experts, active, bf16)._decoded(BATCH, backward=True).kept
+            for experts, active in ((8, 2), (8, 4), (24, 2))}  # fmt: skip
+    one = tokens * width * (64 + 4 * 48)  # what a token's way through an expert keeps at least: input, gate, up, both
+    assert kept[8, 4] - kept[8, 2] >= 2 * layers * one
+    assert kept[24, 2] - kept[8, 2] <= layers * tokens * 16 * 16  # scores of the routers alone

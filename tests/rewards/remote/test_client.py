@@ -345,10 +345,6 @@ BAD_REPLIES = {
     "a mask for positions": (200, {"rewards": [1], "failed": [False]}, [], "no list of positions"),
     "a position that is none": (200, {"rewards": [1], "failed": [1]}, [], "no list of positions"),
     "a word for positions": (200, {"rewards": [1], "failed": "all"}, [], "no list of positions"),
-    "too few scores": (200, {"rewards": []}, [], "0 scores for 1 samples"),
-    "no scores": (200, {}, [], 'no "rewards"'),
-    "a page": (200, b"<html>", [], "not JSON"),
-    **{f"a {status}": (status, {"error": "no"}, [], f"HTTP {status}") for status in (400, 404, 500)},
     "what a terminal obeys": (500, b"\x1b[2Jnothing to see", [], r"HTTP 500: \x1b[2Jnothing"),
 }
 

@@ -1,15 +1,18 @@
-"""Plain state round-trips exactly, and nothing in a file can run."""
+"""Plain state round-trips exactly, and nothing in a file, of ours or DeepSpeed's, can run. That steps go on bit for bit
+after a load is in test_precision.py."""
 
 from __future__ import annotations
 
 import math
 import pickle
 import random
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -17,6 +20,7 @@ from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
+from lightrft_visual.runtime.safe_loading import SafeCheckpointEngine
 from lightrft_visual.runtime.usercode.surroundings import rng_state, set_rng_state
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
@@ -141,3 +145,26 @@ def test_missing_files_and_those_of_someone_else_are_refused(tmp_path):
         load_state(tmp_path / "foreign")
     with pytest.raises(CheckpointError, match="absent is missing"):
         load_state(tmp_path / "absent")
+
+
+def test_a_payload_in_deepspeeds_files_does_not_run(tmp_path):
+    mark = tmp_path / "ran"
+    torch.save({"optimizer": torch.zeros(1), "bad": Payload(mark)}, tmp_path / "optim_states.pt")
+    with pytest.raises(CheckpointError, match="optim_states.pt is refused"):
+        SafeCheckpointEngine().load(str(tmp_path / "optim_states.pt"))
+    assert not mark.exists()
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "optim_states.pt").read_bytes()[:50])
+    with pytest.raises(CheckpointError, match=r"cut\.pt"):
+        SafeCheckpointEngine().load(str(tmp_path / "cut.pt"))
+
+
+def test_enums_load_whatever_pythons_way_of_pickling_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self._name_)))
+    state = {"zero_stage": ZeroStageEnum.gradients, "weights": torch.arange(3.0)}
+    for zipped in (False, True):
+        engine = SafeCheckpointEngine()
+        engine.zipfile_serialization = zipped
+        engine.save(state, str(tmp_path / "optim_states.pt"))
+        found = engine.load(str(tmp_path / "optim_states.pt"))
+        assert found["zero_stage"] is ZeroStageEnum.gradients
+        assert torch.equal(found["weights"], state["weights"])

@@ -15,12 +15,7 @@ from safetensors.torch import load_file, save_file
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.errors import LightRFTVisualError
-from lightrft_visual.models.tiny.diffusion import (
-    TinyDiffusionSettings,
-    TinySD15Settings,
-    build_pipeline,
-    build_sd15_pipeline,
-)
+from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 BASE = (
@@ -108,11 +103,7 @@ RUNS = {
     "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16 --max_steps 1",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
     "frames": "--reward_fn {folder}/scores.py:red --num_frames 5 --max_steps 1",
-    **{
-        f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}"
-        for name in ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm")
-    },
-    "all_invalid_ddpo": f"{NOTHING} --diffusion_algorithm ddpo --pretrain {{folder}}/sd15",
+    **{f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}" for name in ("flow_grpo", "diffusion_dpo")},
     "all_invalid_reward_fl": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere "
     "--reward_max_invalid 1",
     "most_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth",
@@ -131,7 +122,6 @@ def prepare(folder: Path) -> None:
     weights = folder / "other" / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     shutil.copytree(folder / "pipeline", folder / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
-    build_sd15_pipeline(TinySD15Settings(unet_channels=(16, 16))).save_pretrained(folder / "sd15")
     photos = ["a photo of a cat", "a photo of a dog"]
     for name, texts in (("photos", photos), ("mixed", ["a red circle", "a blue cross", photos[0]])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))

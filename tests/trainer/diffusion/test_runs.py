@@ -176,7 +176,7 @@ def test_more_prompts_a_step_than_there_are_is_cut_to_them(folder):
     assert "rollout_batch_size: 3\n" in resolved and " train_batch_size: 12\n" in resolved
 
 
-@pytest.mark.parametrize("name", ("flow_grpo", "diffusion_nft", "diffusion_dpo", "awm", "ddpo", "reward_fl"))
+@pytest.mark.parametrize("name", ("flow_grpo", "diffusion_dpo", "reward_fl"))
 def test_a_step_of_invalid_samples_alone_ends_the_run_whatever_share_is_allowed(folder, name):
     found = facts(folder, f"all_invalid_{name}")
     assert found.get("error") == "RewardError" and "step 1: 100% of the samples are invalid" in found["text"], found

@@ -18,8 +18,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import checkpoint_of, features_of, inputs_of, load, prompts_for, text_prompts
 from whole_runs import rows, run_plan
 
-from lightrft_visual.config.load import load_config
-from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.models.vlm.actor import Actor, Critic
@@ -120,12 +118,6 @@ def test_what_cannot_be_compiled_is_refused(tmp_path, checkpoint):
         compile_blocks(Actor(load(experts.path, experts.vision), [], experts.eos_ids))
     with pytest.raises(ConfigError, match="not a qwen2_5_vl like this"):
         compile_blocks(Actor(eager, [], checkpoint.eos_ids))
-
-
-@pytest.mark.parametrize(("flags", "text"), [("zero_stage=3", "zero_stage 0 to 2"), ("sp_size=2", "without compile")])
-def test_whole_weights_and_whole_samples_are_asked_for(flags, text):
-    with pytest.raises(ConfigError, match=text):
-        load_config(RunConfig, ["compile=true", flags], preset=None)
 
 
 RUN = (

@@ -10,9 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.vl import RolloutConfig, RunConfig
-from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Completion, PromptBatch, SamplingSettings, collate
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.engine import RolloutStage
@@ -110,13 +107,3 @@ def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
     assert check.compared and check.largest == 0.0
     check.add(ours, batch.rollout_log_probs, batch.action_mask)
     assert check.largest == 3.0
-
-
-def test_a_share_that_leaves_no_clean_or_no_noisy_response_is_refused():
-    for share, n in ((0.05, 8), (0.95, 4)):
-        with pytest.raises(ConfigError, match="noisy_rollout_share"):
-            RolloutConfig(noisy_rollout_share=share, n_samples_per_prompt=n).check()
-    RolloutConfig(noisy_rollout_share=0.5, n_samples_per_prompt=8).check()
-    ahead = ["--placement", "split", "--max_staleness", "1", "--noisy_rollout_share", "0.5"]
-    with pytest.raises(ConfigError, match="generates ahead, and noisy_rollout_share cannot be part of that"):
-        parse_run(RunConfig, ahead)

@@ -65,14 +65,6 @@ def test_it_is_an_error_where_it_is_asked_for():
         resolved(PROVEN, wanted=True, attention="flash_attention_2")
 
 
-def test_one_sample_shares_with_nobody():
-    config = RunConfig()
-    config.train.share_prefix, config.rollout.n_samples_per_prompt = True, 1
-    config.algorithm.advantage_estimator = "reinforce"
-    with pytest.raises(ConfigError, match="share_prefix need n_samples_per_prompt of at least 2"):
-        config.check()
-
-
 @pytest.mark.parametrize(
     "flags,ranks,expected",
     [
@@ -196,24 +188,11 @@ def test_a_teacher_of_other_tokens_or_family_is_refused(tmp_path):
         teacher_for(student, other)
     with pytest.raises(ConfigError, match="is a qwen2_5_vl, the policy is of another family"):
         teacher_for(student, checkpoint_of(tmp_path, "qwen2_5_vl").path)
-    with pytest.raises(ConfigError, match="give both, or none"):
-        RunConfig(algorithm=AlgorithmConfig(teacher_coef=1.0)).check()
 
 
 def test_a_learning_rate_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="vision_learning_rate: no such parameter"):
         rates("qwen2", tmp_path, vision_learning_rate=1e-7)
-
-
-def test_only_a_reference_that_is_there_is_moved():
-    with pytest.raises(ConfigError, match="ref_update_steps needs a KL"):
-        AlgorithmConfig(init_kl_coef=0.0, ref_update_steps=2).check()
-    with pytest.raises(ConfigError, match="ref_update_mixup belongs"):
-        AlgorithmConfig(ref_update_mixup=0.5).check()
-    config = RunConfig()
-    config.algorithm.ref_update_steps, config.model.lora_rank = 2, 4
-    with pytest.raises(ConfigError, match="with LoRA the reference"):
-        config.check()
 
 
 def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
