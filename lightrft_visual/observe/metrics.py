@@ -202,6 +202,25 @@ def by_name(ranks: list[dict[str, dict]], kind: str) -> dict[str, list]:
     return found
 
 
+def gathered_in_order(mine: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """(number, something) of all ranks, by their numbers. A collective."""
+    return sorted((pair for part in all_gather_object(mine) for pair in part), key=lambda pair: pair[0])
+
+
+def means_over_ranks(mine: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The mean of the finite values under each name, over the samples of all ranks that have it; NaN where none is.
+
+    mine: (number, values by name) of this rank's samples; values are summed by the numbers, on any number of ranks
+    alike. One collective: ranks may know other names.
+    """
+    found: dict[str, list[float]] = {}
+    for _, values in gathered_in_order(mine):
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    finite = {name: [value for value in values if math.isfinite(value)] for name, values in found.items()}
+    return {name: sum(values) / len(values) if values else math.nan for name, values in finite.items()}
+
+
 METRIC_COLUMNS = (
     "step", "reward_mean", "reward_std", "loss", "kl", "grad_norm", "clip_frac", "ratio_max_dev_first",
     "rollout_logp_diff_max", "response_length", "tokens", "time_generate", "time_reward", "time_forward", "time_train",

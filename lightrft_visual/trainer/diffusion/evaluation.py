@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,15 +20,17 @@ from ...observe.guard.divergence import (
     thumbnails,
 )
 from ...observe.images import SHEET_IMAGES
+from ...observe.metrics import gathered_in_order, means_over_ranks
 from ...observe.recorder import gather_all, records_from_media
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
 from ..loop import Evaluated
 from .maker import score_samples
-from .stages import DiffusionSampling, drawing_batch
+from .stages import DiffusionSampling, DrawingBatch, drawing_batch
 
 T = torch.Tensor
+OF_LABEL = "of label "  # begins the names of means that are reported for some labels
 
 
 @dataclass
@@ -98,16 +99,10 @@ class DiffusionEvaluation:
         requests.sample_ids = torch.tensor(indices)
         media = torch.cat([each.media for each in self.sampling.draw(requests, 0, purpose="eval")]).cpu()
         scored = score_samples(self.rewards, requests, media)
-        values = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
-        values["eval_invalid_share"] = (~scored.valid.bool()).float()
-        own_labels = [prompts[i].label for i in indices]
-        for label in self.labels:
-            other = torch.tensor([each != label for each in own_labels])
-            values[f"eval_reward_{label}"] = scored.score.cpu().masked_fill(other, float("nan"))
-        shown, paired_scores = dict(scored.components), None
+        shown, golden, paired_scores = dict(scored.components), None, None
         if self.gold is not None:
             golden = score_samples(self.gold.rewards, requests, media)
-            values["eval_gold"] = shown["gold"] = golden.score
+            shown["gold"] = golden.score
             paired_scores = paired_scores_at(step, requests.sample_ids, (scored.score, scored.valid), golden)
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
@@ -115,23 +110,38 @@ class DiffusionEvaluation:
         )
         for record, index in zip(records, indices):
             record["sample_id"] = index
-        metrics = _means_over_ranks(values, requests.sample_ids, real)
-        if not metrics["eval_invalid_share"]:
-            del metrics["eval_invalid_share"]
-        labels = {each.label for each in prompts.rows} - {None}
-        if len(labels) > 1:
-            metrics["eval_reward_label_mean"] = _label_mean(sorted(labels), own_labels, scored.score, real)
+        metrics = self._means(requests, scored, golden, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]
         kept = gather_all(own)
         return Evaluated(metrics, kept[: self.trajectories], kept[:SHEET_IMAGES], paired_scores)
 
+    def _means(
+        self, requests: DrawingBatch, scored: RewardOutput, golden: RewardOutput | None, real: T
+    ) -> dict[str, float]:
+        """Over the real samples of all ranks. A collective."""
+        columns = {"eval_reward": scored.score, **{f"validation/reward/{k}": v for k, v in scored.components.items()}}
+        columns["eval_invalid_share"] = (~scored.valid.bool()).float()
+        columns |= {} if golden is None else {"eval_gold": golden.score}
+        rows = zip(*(values.tolist() for values in columns.values()))
+        values = [dict(zip(columns, row)) for row in rows]
+        for own, label in zip(values, requests.labels):
+            own |= {} if label is None else {f"{OF_LABEL}{label}": own["eval_reward"]}
+        ids = requests.sample_ids.tolist()
+        found = means_over_ranks([(id_, own) for id_, own, is_real in zip(ids, values, real.tolist()) if is_real])
+        metrics = {name: mean for name, mean in found.items() if not name.startswith(OF_LABEL)}
+        if not metrics["eval_invalid_share"]:
+            del metrics["eval_invalid_share"]
+        metrics |= {f"eval_reward_{label}": found[f"{OF_LABEL}{label}"] for label in self.labels}
+        by_label = [mean for name, mean in found.items() if name.startswith(OF_LABEL)]
+        if len(by_label) > 1:
+            metrics["eval_reward_label_mean"] = math.fsum(by_label) / len(by_label)
+        return metrics
+
     def _of_set(self, media: T, ids: T, real: T, as_base: bool) -> dict[str, float]:
         """What the images of all ranks show together."""
         mine = [(int(i), each) for i, each, r in zip(ids, thumbnails(media).numpy(), real) if bool(r)]
-        everything = sorted(
-            (pair for part in collectives.all_gather_object(mine) for pair in part), key=lambda pair: pair[0]
-        )
+        everything = gathered_in_order(mine)
         thumbs = torch.stack([torch.from_numpy(each) for _, each in everything])
         prompts = [self.prompts[index].prompt for index, _ in everything]
         found = self.gold.of_set(thumbs, prompts) if self.gold is not None else {}
@@ -143,28 +153,3 @@ class DiffusionEvaluation:
         elif self.base is not None and self.base.shape == thumbs.shape:
             found["eval_drift"] = drift(thumbs, self.base)
         return found
-
-
-def _label_mean(labels: list[str], own: list[str | None], scores: T, real: T) -> float:
-    """The mean over all labels of each one's mean score; own: of this rank's samples. A collective."""
-    mine = [(label, value) for label, value, r in zip(own, scores.tolist(), real) if bool(r) and math.isfinite(value)]
-    by_label: dict[str | None, list[float]] = defaultdict(list)
-    for label, value in (each for part in collectives.all_gather_object(mine) for each in part):
-        by_label[label].append(value)
-    means = [math.fsum(by_label[each]) / len(by_label[each]) if by_label[each] else math.nan for each in labels]
-    return math.fsum(means) / len(means)
-
-
-def _means_over_ranks(values: dict[str, T], ids: T, real: T) -> dict[str, float]:
-    """Means of this and all ranks' real, finite values, each summed in the order of the prompts. One collective: by a
-    recipe with labels, ranks may have scored other components."""
-    mine = {
-        name: [(int(i), float(v)) for i, v, r in zip(ids, each, real) if bool(r) and bool(torch.isfinite(v))]
-        for name, each in values.items()
-    }
-    ranks = collectives.all_gather_object(mine)
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in ranks for name in part):
-        entries = sorted(entry for part in ranks for entry in part.get(name, ()))
-        found[name] = sum(value for _, value in entries) / len(entries) if entries else float("nan")
-    return found

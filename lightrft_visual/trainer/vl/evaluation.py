@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from ...data.drawing_prompts import EvaluationRows, Fetched
 from ...data.validation import measured_labels, validation_shard_indices
 from ...experience.rollouts import PromptBatch, Rollout, SamplingSettings
 from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.images import SHEET_IMAGES
+from ...observe.metrics import means_over_ranks
 from ...observe.recorder import Record, gather_all, gather_records, records_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
@@ -22,6 +21,8 @@ from ..loop import Evaluated
 from .maker import ExperienceMaker
 
 log = logging.getLogger(__name__)
+TOTALS = ("eval_reward", "eval_reward_greedy")
+KINDS = {True: "drawing", False: "answer"}  # by whether a prompt asks for an image
 
 
 def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
@@ -63,6 +64,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self.labels = measured_labels(self.prompts.labels)
+        self.draws = any(caption is not None for caption in self.prompts.captions)
 
     def run(self, step: int) -> Evaluated:
         """`eval_reward`, `eval_reward_greedy`, and both for each of `labels`: `eval_reward_<label>`; of the sampled
@@ -79,17 +81,35 @@ class Evaluation:
                 batch.images[position], batch.videos[position] = fetched.rows[index].images, fetched.rows[index].videos
         real = [is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)]
         sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
-        metrics = _means("eval_reward", sampled, self.labels) | _means("eval_reward_greedy", greedy, self.labels)
-        metrics = dict(sorted(metrics.items(), key=lambda item: item[0] not in ("eval_reward", "eval_reward_greedy")))
-        metrics |= _component_means(sampled) | _left_out(sampled)
+        values = [(each.sample_id, self._values(each)) for each in sampled]
+        values += [(each.sample_id, self._named("eval_reward_greedy", each)) for each in greedy if each.valid]
         paired_scores = None
         if self.gold is not None:
-            scores = self._golden(sampled, metrics)
+            scores = gold_scores(self.gold, sampled)
+            for rollout, (score, valid) in zip(sampled, scores):
+                if valid:
+                    rollout.components["gold"] = score  # to be shown
+                    values.append((rollout.sample_id, by_kind("eval_gold", rollout, score, self.draws)))
             paired_scores = paired_scores_at(step, sampled, scores)
+        metrics = dict(sorted(means_over_ranks(values).items(), key=lambda item: (item[0] not in TOTALS, item[0])))
+        if not metrics.get("eval_invalid_share"):
+            metrics.pop("eval_invalid_share", None)
+        else:
+            _say_left_out(sampled, metrics["eval_invalid_share"])
         if self.samples is not None and self.samples.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
         records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
         return Evaluated(metrics, records, self._sheet(sampled), paired_scores)
+
+    def _values(self, rollout: Rollout) -> dict[str, float]:
+        """What a sampled response adds to the means, by their names."""
+        own = self._named("eval_reward", rollout) if rollout.valid else {}
+        applied = {name: score for name, score in rollout.components.items() if math.isfinite(score)}
+        own |= {f"validation/reward/{name}": score for name, score in applied.items()}
+        return own | {"eval_invalid_share": float(not rollout.valid)}
+
+    def _named(self, name: str, rollout: Rollout) -> dict[str, float]:
+        return by_kind(name, rollout, rollout.reward, self.draws, self.labels)
 
     def _sheet(self, rollouts: list[Rollout]) -> list[Record]:
         """The first drawing of each prompt, of the first prompts of all ranks that ask for one: the same prompts in
@@ -97,17 +117,6 @@ class Evaluation:
         first = {each.prompt.group_id: each for each in reversed(rollouts) if each.prompt.draws}
         mine = [first[group] for group in sorted(first)][:SHEET_IMAGES]
         return gather_all(records_from_rollouts(mine))[:SHEET_IMAGES]
-
-    def _golden(self, rollouts: list[Rollout], metrics: dict[str, float]) -> list[tuple[float, bool]]:
-        """`eval_gold` of all ranks' rollouts, by kind as the rewards; they get it as a component to show. Returns
-        `gold_scores`. A collective."""
-        scores = gold_scores(self.gold, rollouts)
-        for rollout, (score, valid) in zip(rollouts, scores):
-            if valid:
-                rollout.components["gold"] = score
-        mine = [(r.sample_id, None, score, r.prompt.draws) for r, (score, valid) in zip(rollouts, scores) if valid]
-        metrics |= means_of("eval_gold", mine, set())
-        return scores
 
     def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
         """Scored responses to this rank's prompts, of those that are real."""
@@ -117,49 +126,25 @@ class Evaluation:
         return [rollout for rollout, is_real in zip(rollouts, kept) if is_real]
 
 
-def _means(name: str, rollouts: list[Rollout], labels: set[str]) -> dict[str, float]:
-    """Means over the valid rewards of all ranks: all together, by label, and of answers and drawn images apart where
-    any are drawn. Summed in the prompts' order."""
-    mine = [(r.sample_id, r.prompt.label, r.reward, r.prompt.draws) for r in rollouts if r.valid]
-    return means_of(name, mine, labels)
+def by_kind(name: str, rollout: Rollout, score: float, draws: bool, labels: Collection[str] = ()) -> dict[str, float]:
+    """A score under the names of its means: of all, of its kind and of its label.
+
+    Args:
+        name: of the mean over all.
+        rollout: that has the score.
+        score: a valid one.
+        draws: whether the model also draws: answers and drawn images then have means of their own.
+        labels: that have. One that is called as a kind is not reported beside it.
+    """
+    kinds = [KINDS[rollout.prompt.draws]] if draws else []
+    own = [rollout.prompt.label] if rollout.prompt.label in labels else []
+    groups = kinds + [label for label in own if not (draws and label in KINDS.values())]
+    return {name: score} | {f"{name}_{group}": score for group in groups}
 
 
-def _left_out(rollouts: list[Rollout]) -> dict[str, float]:
-    """`eval_invalid_share`: of all ranks' rollouts without a usable reward, which no mean holds; {} without any.
-    A collective; also says how many, and what environments failed by."""
-    invalid = [each for each in rollouts if not each.valid]
-    counts = torch.tensor([float(len(invalid)), float(len(rollouts))])
-    lost, total = collectives.all_reduce_sum(counts).tolist()
-    if not lost:
-        return {}
-    failures = Counter(str(each.episode.failure).partition("\n")[0] for each in invalid if each.episode is not None)
-    why = "".join(f"; {count} x {failure}" for failure, count in failures.most_common(3) if failure != "None")
-    log.warning("%d of %d evaluated responses have no usable reward and are left out%s", lost, total, why)
-    return {"eval_invalid_share": lost / total}
-
-
-def _component_means(rollouts: list[Rollout]) -> dict[str, float]:
-    """`validation/reward/<component>`: means over all ranks' rollouts to which a component applies, summed in the
-    prompts' order. One collective: by a recipe with labels, ranks may have scored other components."""
-    mine = [(r.sample_id, r.components) for r in rollouts]
-    everything = sorted((one for part in collectives.all_gather_object(mine) for one in part), key=lambda one: one[0])
-    scores: dict[str, list[float]] = defaultdict(list)
-    for name, score in (pair for _, components in everything for pair in components.items()):
-        if math.isfinite(score):
-            scores[name].append(score)
-    return {f"validation/reward/{name}": sum(values) / len(values) for name, values in sorted(scores.items())}
-
-
-def means_of(name: str, mine: list[tuple[int, str | None, float, bool]], labels: set[str]) -> dict[str, float]:
-    """The same of (sample, label, score, whether an image was drawn). A label that is called as a kind is not reported
-    beside it. A collective."""
-    everything = sorted((one for part in collectives.all_gather_object(mine) for one in part), key=lambda one: one[0])
-    rewards: dict[str, list[float]] = defaultdict(list)
-    kinds = {True: "drawing", False: "answer"} if any(draws for *_, draws in everything) else {}
-    for _, label, reward, draws in everything:
-        rewards[name].append(reward)
-        if kinds:
-            rewards[f"{name}_{kinds[draws]}"].append(reward)
-        if label in labels and label not in kinds.values():
-            rewards[f"{name}_{label}"].append(reward)
-    return {key: sum(values) / len(values) for key, values in rewards.items()}
+def _say_left_out(rollouts: list[Rollout], share: float) -> None:
+    """How many responses no mean holds, and what this rank's environments failed by."""
+    episodes = [each.episode for each in rollouts if not each.valid and each.episode is not None]
+    failures = Counter(str(each.failure).partition("\n")[0] for each in episodes if each.failure is not None)
+    why = "".join(f"; {count} x {failure}" for failure, count in failures.most_common(3))
+    log.warning("%.0f%% of the evaluated responses have no usable reward and are left out%s", 100 * share, why)

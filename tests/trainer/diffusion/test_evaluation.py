@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.observe import metrics
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion import evaluation
 from lightrft_visual.trainer.diffusion.stages import Sampled
@@ -16,30 +17,16 @@ from lightrft_visual.trainer.diffusion.stages import Sampled
 
 def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypatch):
     """By a recipe with labels, a rank of few prompts may score what the other one does not, and in another order."""
-    real = torch.tensor([True, True])
     ranks = [
-        ({"eval_reward": torch.tensor([1.0, 2.0]), "text": torch.tensor([math.nan, 4.0])}, torch.tensor([0, 2]), real),
-        (
-            {"shape": torch.tensor([6.0, 7.0]), "eval_reward": torch.tensor([3.0, 9.0])},
-            torch.tensor([1, 0]),
-            torch.tensor([True, False]),
-        ),
+        [(0, {"eval_reward": 1.0, "text": math.nan}), (2, {"eval_reward": 2.0, "text": 4.0})],
+        [(1, {"shape": 6.0, "eval_reward": 3.0})],
     ]
-    sent = []
-    monkeypatch.setattr(
-        evaluation, "collectives", SimpleNamespace(all_gather_object=lambda mine: sent.append(mine) or [mine])
-    )
-    for rank in ranks:
-        evaluation._means_over_ranks(*rank)
-    assert len(sent) == 2
-    monkeypatch.setattr(evaluation, "collectives", SimpleNamespace(all_gather_object=lambda mine: sent))
-    found = [evaluation._means_over_ranks(*rank) for rank in ranks]
-    assert found[0] == found[1] == {"eval_reward": 2.0, "text": 4.0, "shape": 6.0}
+    monkeypatch.setattr(metrics, "all_gather_object", lambda mine: ranks)
+    assert [metrics.means_over_ranks(own) for own in ranks] == [{"eval_reward": 2.0, "text": 4.0, "shape": 6.0}] * 2
 
 
 def test_a_reward_that_no_prompt_has_is_nan():
-    found = evaluation._means_over_ranks({"text": torch.tensor([math.nan])}, torch.tensor([0]), torch.tensor([True]))
-    assert math.isnan(found["text"])
+    assert math.isnan(metrics.means_over_ranks([(0, {"text": math.nan})])["text"])
 
 
 class Rows(list):

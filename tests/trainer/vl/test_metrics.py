@@ -10,7 +10,7 @@ from PIL import Image
 
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.hooks import StepData
-from lightrft_visual.trainer.vl.evaluation import means_of
+from lightrft_visual.trainer.vl.evaluation import by_kind
 from lightrft_visual.trainer.vl.maker import add_kl
 from lightrft_visual.trainer.vl.parts import VLWatched
 from lightrft_visual.trainer.vl.updates import kl_per_token
@@ -54,12 +54,13 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
 
 
 def test_evaluations_are_told_by_kind_and_by_label():
-    shapes = [(0, "drawing", 1.0, True), (1, "portrait", 0.0, True)]
-    questions = [(2, "colour", 0.5, False), (3, None, 1.0, False)]
-    labels = {"drawing", "portrait", "colour"}
-    assert means_of("eval", shapes + questions, labels) == {
-        "eval": 0.625, "eval_drawing": 0.5, "eval_answer": 0.75, "eval_portrait": 0.0, "eval_colour": 0.5
-    }  # fmt: skip
-    assert means_of("eval", shapes, set()) == {"eval": 0.5, "eval_drawing": 0.5}
-    assert means_of("eval", questions, labels) == {"eval": 0.75, "eval_colour": 0.5}
-    assert means_of("eval", [(0, "drawing", 0.5, False)], labels) == {"eval": 0.5, "eval_drawing": 0.5}
+    def named(label, draws, both=True):
+        rollout = SimpleNamespace(prompt=SimpleNamespace(label=label, draws=draws))
+        return list(by_kind("eval", rollout, 1.0, both, {"drawing", "portrait", "colour"}))
+
+    assert named("portrait", True) == ["eval", "eval_drawing", "eval_portrait"]
+    assert named("drawing", True) == ["eval", "eval_drawing"]
+    assert named("colour", False) == ["eval", "eval_answer", "eval_colour"]
+    assert named(None, False) == ["eval", "eval_answer"]
+    assert named("colour", False, both=False) == ["eval", "eval_colour"]
+    assert named("drawing", False, both=False) == ["eval", "eval_drawing"]

@@ -278,7 +278,7 @@ def test_evaluation_says_how_many_responses_have_no_reward_and_why(checkpoint, c
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
     assert found["eval_invalid_share"] == 2 / 6 and found["eval_reward"] == 2.0
-    assert "2 of 6 evaluated responses have no usable reward and are left out; 1 x no server" in caplog.text
+    assert "33% of the evaluated responses have no usable reward and are left out; 1 x no server" in caplog.text
 
 
 def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoint):
