@@ -231,9 +231,9 @@ def whole_run() -> Path:
         run.log_step(step, {"reward_mean": step / 4, "loss": 0.5, "time_train": 0.2, "time_step": 0.4})
         record = {"prompt": "p", "response": "r", "reward": step / 4, "components": {"a": 1.0}, "images": [_image()]}
         run.log_eval(step, {"eval_reward": step / 4})
-        run.save_eval_rollouts(step, [record])
+        run.save_rollouts(step, [record], "eval_step")
         run.save_rollouts(step, [record])
-        run.log_alarm(step, {"text": "odd"})
+        run.log_line("alarms.jsonl", step, {"text": "odd"})
     run.save_contact_sheet(4, [record])
     run.close()
     return folder

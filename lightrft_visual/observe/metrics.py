@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 Number = float | int | torch.Tensor
 COUNTED = ("/failures", "/not_applicable")  # ends of names of counts of samples, which add up over ranks
-TAKEN = "{} gives {}, a metric that there is: give it another name"
 SPENT = "/time"  # of seconds, which ranks spend at once
 
 
@@ -99,8 +98,6 @@ class MetricsAccumulator:
     _totals: dict[str, torch.Tensor] = field(default_factory=dict)
     _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _moments: dict[str, Moments] = field(default_factory=dict)
-    _given: dict[str, str] = field(default_factory=dict)  # names that belong to who gave them alone
-    _refused: list[str] = field(default_factory=list)
 
     def add(self, name: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Add one part of a ratio. Without a denominator: one observation of a mean."""
@@ -134,30 +131,22 @@ class MetricsAccumulator:
                 self.add(name, value)
 
     def add_own(self, giver: str, name: str, value: Any) -> None:
-        """As `add_numbers`, under a name that nobody else may add to, on any rank: two would be averaged. `reduce` says
-        what is wrong, on all ranks alike."""
-        if self.knows(name):
-            self._refused.append(TAKEN.format(giver, name))
-            return
+        """As `add_numbers`. Raises ConfigError for what is no number, and for a name that a step's metrics have: two
+        would be averaged."""
+        moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
+        taken = name in ("step", *self._sums, *self._totals, *self._maxima, *moments)
+        if taken or name.startswith("time_"):
+            raise ConfigError(f"{giver} gives {name}, a metric that there is: give it another name")
         try:
             self.add_numbers({name: float(value)})
         except (TypeError, ValueError, RuntimeError) as error:
-            self._refused.append(f"{giver}: {name} is no number: {error}")
-        self._given[name] = giver
-
-    def knows(self, name: str) -> bool:
-        """Whether a step's metrics have this name already."""
-        moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
-        times = name == "step" or name.startswith("time_")
-        return times or name in (*self._sums, *self._totals, *self._maxima, *moments)
+            raise ConfigError(f"{giver}: {name} is no number: {error}") from error
 
     def reduce(self) -> dict[str, float]:
-        """Combine all ranks (a collective: every rank calls it) and start afresh. ConfigError: see `add_own`."""
+        """Combine all ranks (a collective: every rank calls it) and start afresh."""
         mine = self._host_values()
         self.__init__()
         ranks = all_gather_object(mine)
-        if any(each["given"] or each["refused"] for each in ranks):
-            check_owners(ranks)
         result: dict[str, float] = {}
         for name, parts in by_name(ranks, "sums").items():
             denominator = math.fsum(part[1] for part in parts)
@@ -177,20 +166,7 @@ class MetricsAccumulator:
             "totals": {name: value.item() for name, value in self._totals.items()},
             "maxima": {name: largest([value.item() for value in values]) for name, values in self._maxima.items()},
             "moments": self._moments,
-            "given": self._given,
-            "refused": dict.fromkeys(self._refused),
         }
-
-
-def check_owners(ranks: list[dict[str, dict]]) -> None:
-    """Raise ConfigError, the same on all ranks, for what one of them refuses, and for a name with several owners."""
-    refused = list(by_name(ranks, "refused"))
-    for name, givers in by_name(ranks, "given").items():
-        others = [each[kind] for each in ranks if name not in each["given"] for kind in ("sums", "totals", "maxima")]
-        if len({*givers}) > 1 or any(name in values for values in others):
-            refused.append(TAKEN.format(givers[0], name))
-    if refused:
-        raise ConfigError(refused[0])
 
 
 def by_name(ranks: list[dict[str, dict]], kind: str) -> dict[str, list]:
@@ -229,14 +205,18 @@ METRIC_COLUMNS = (
 EVAL_COLUMNS = ("step", "eval_reward", "eval_reward_greedy")
 
 
-class Sink(Protocol):
+class Sink:
     """What the run recorder writes to."""
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's numbers; those of a step that was written already take the place of them and of what followed."""
+        raise NotImplementedError
 
-    def cut_back(self, step: int) -> None: ...
+    def cut_back(self, step: int) -> None:
+        """Forget the steps behind this one."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run has ended."""
 
 
 def column_name(name: str) -> str:
@@ -255,7 +235,7 @@ def parse_step(text: Any) -> int | None:
         return None
 
 
-class CsvSink:
+class CsvSink(Sink):
     """One row a step. New columns may appear at any step: the file is then rewritten with the wider header."""
 
     def __init__(self, path: str | Path, first_columns: Sequence[str] = METRIC_COLUMNS):
@@ -293,9 +273,6 @@ class CsvSink:
         if self.path.exists():
             self._rewrite_with_used_columns([record for record in self.records() if int(record["step"]) <= step])
 
-    def close(self) -> None:
-        """Nothing is held open between rows."""
-
     def _rewrite_with_used_columns(self, records: list[dict[str, str]]) -> None:
         """Columns that only later rows had go with them, so that the file is what it was at that step."""
         present = [name for record in records[:1] for name in record if name not in self._first]
@@ -319,7 +296,7 @@ def step_of(record: Mapping[str, Any]) -> float:
     return math.inf if step is None else step
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """One JSON object a line, `step` first."""
 
     def __init__(self, path: str | Path):
@@ -336,16 +313,13 @@ class JsonlSink:
     def cut_back(self, step: int) -> None:
         self._rewrite([record for record in read_jsonl(self.path) if step_of(record) <= step])
 
-    def close(self) -> None:
-        """Nothing is held open between lines."""
-
     def _rewrite(self, records: list[dict[str, Any]]) -> None:
         if self.path.exists():
             write_atomic(self.path, "".join(to_json(record) + "\n" for record in records))
         self._last_step = parse_step(records[-1]["step"]) if records else None
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Scalars for TensorBoard. `cut_back` opens a new event file whose purge mark hides the later steps."""
 
     def __init__(self, folder: str | Path):
@@ -379,7 +353,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(self._folder, purge_step=purge_step)
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Weights & Biases, where the package is installed and the flag asks for it.
 
     WANDB_MODE=offline keeps everything on disk, WANDB_PROJECT names the project; the key comes from the environment or
@@ -411,9 +385,6 @@ class WandbSink:
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
-
-    def cut_back(self, step: int) -> None:
-        """The steps that are repeated belong to the new W&B run; see the class."""
 
     def close(self) -> None:
         self._run.finish()

@@ -9,13 +9,13 @@ import random
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..config.shared import OutputConfig
 from ..data.media import frames_first, is_video, to_uint8
 from ..errors import ConfigError
 from ..experience.rollouts import Episode, Rollout
@@ -36,15 +36,6 @@ STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
 
-@dataclass
-class RecorderOptions:
-    """Which optional outputs a run has."""
-
-    run_name: str | None = None
-    use_tensorboard: bool = False
-    use_wandb: bool = False
-
-
 class RunRecorder:
     """Writes metrics.csv, metrics.jsonl, eval_metrics.csv, env.json, rollouts and contact sheets.
 
@@ -54,16 +45,17 @@ class RunRecorder:
     def __init__(
         self,
         output_dir: str | Path,
-        options: RecorderOptions | None = None,
+        options: OutputConfig | None = None,
         *,
         config: Mapping[str, Any] | None = None,
         active: bool | None = None,
         locks: Sequence[FolderLock] = (),
     ):
-        """`config` is shown by W&B, masked; `active` overrides 'rank 0 only'; `close` releases `locks` of folders."""
+        """`options`: which optional outputs there are; `config` is shown by W&B, masked; `active` overrides 'rank 0
+        only'; `close` releases `locks` of folders."""
         self.folder = Path(output_dir)
         self.rollout_folder = self.folder / "rollouts"  # of records and their images
-        self.options = options or RecorderOptions()
+        self.options = options or OutputConfig()
         self.active = rank() == 0 if active is None else active
         self._locks = list(locks)
         self._sinks: list[Sink] = []
@@ -137,23 +129,15 @@ class RunRecorder:
         for sink in self._eval_sinks:
             sink.append(step, values)
 
-    def log_alarm(self, step: int, alarm: Mapping[str, Any]) -> None:
-        """One line of alarms.jsonl; its images or texts are those of the step's rollouts."""
+    def log_line(self, file: str, step: int, line: Mapping[str, Any]) -> None:
+        """One line of ALARMS (whose images or texts are those of the step's rollouts), of GOLD (reward and gold of each
+        prompt, as the guard reads them) or of EVALUATIONS (metrics, and what they were made with)."""
         if self._ready():
-            append_line(self.folder / ALARMS, to_json({**alarm, "step": step}) + "\n")
-
-    def log_paired_scores(self, step: int, scores: Mapping[str, Any]) -> None:
-        """One line of gold.jsonl: reward and gold of each prompt, as the guard reads them."""
-        if self._ready():
-            append_line(self.folder / GOLD, to_json({**scores, "step": step}) + "\n")
-
-    def log_conditions(self, step: int, evaluated: Mapping[str, Any]) -> None:
-        """One line of evaluations.jsonl: the metrics of an evaluation, and what it was made with."""
-        if self._ready():
-            append_line(self.folder / EVALUATIONS, to_json({**evaluated, "step": step}) + "\n")
+            append_line(self.folder / file, to_json({**line, "step": step}) + "\n")
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]], kind: str = "step") -> Path | None:
-        """rollouts/step_000012.jsonl; images become files beside it."""
+        """rollouts/step_000012.jsonl, or of kind "eval_step" rollouts/eval_step_000012.jsonl; images become files
+        beside it. The report takes its examples from both."""
         if not self._ready():
             return None
         path = self.rollout_folder / f"{kind}_{step:06d}.jsonl"
@@ -166,10 +150,6 @@ class RunRecorder:
             lines.append(to_json(stored))
         write_atomic(path, "".join(line + "\n" for line in lines))
         return path
-
-    def save_eval_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
-        """rollouts/eval_step_000012.jsonl, from which the report takes its examples."""
-        return self.save_rollouts(step, records, "eval_step")
 
     def save_contact_sheet(self, epoch: int, records: Sequence[Mapping[str, Any]]) -> Path | None:
         """eval_epoch_000012/contact_sheet.png of the records' images, and an mp4 of each video."""
@@ -313,10 +293,11 @@ def records_from_media(
     *,
     valid: torch.Tensor | None = None,
     group_ids: torch.Tensor | None = None,
+    sample_ids: torch.Tensor | None = None,
 ) -> list[Record]:
     """Records of B generated images ([C, H, W] in 0..1, PIL) or videos ([C, T, H, W] in 0..1, lists of frames).
 
-    rewards (B); components {name: (B)}; valid (B) bool; group_ids (B).
+    rewards (B); components {name: (B)}; valid (B) bool; group_ids (B); sample_ids (B), by default from 0 on.
     """
     records = []
     for index, prompt in enumerate(prompts):
@@ -325,7 +306,7 @@ def records_from_media(
             "prompt": prompt,
             "reward": float(rewards[index]),
             "components": {name: float(values[index]) for name, values in (components or {}).items()},
-            "sample_id": index,
+            "sample_id": index if sample_ids is None else int(sample_ids[index]),
             "valid": True if valid is None else bool(valid[index]),
             kind: [media[index]],
         }

@@ -228,7 +228,7 @@ class Hooks:
     on_evaluation = _told("on_evaluation")
 
     def report(self, metrics: MetricsAccumulator) -> None:
-        """Add the numbers of all hooks to a step's, whose `reduce` refuses what is no number and taken names."""
+        """Add the numbers of all hooks to a step's. Raises ConfigError for what is no number, and for taken names."""
         for call in self.calls("metrics"):
             for name, value in (call() or {}).items():
                 metrics.add_own(call.__qualname__, name, value)

@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..given import is_given
 from ..observe import environment as crash_log
 from ..observe.environment import holds_results, set_aside
-from ..observe.recorder import RecorderOptions, RunRecorder
+from ..observe.recorder import RunRecorder
 from ..observe.report.data import flat_config, read_config
 from ..runtime import collectives
 from ..runtime.deepspeed import DeepspeedStrategy
@@ -131,8 +131,7 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
-    options = RecorderOptions(output.run_name, output.use_tensorboard, output.use_wandb)
-    recorder = RunRecorder(output.output_dir, options, config={"config": resolved_yaml(config)}, locks=locks)
+    recorder = RunRecorder(output.output_dir, output, config={"config": resolved_yaml(config)}, locks=locks)
     if collectives.is_rank_0():
         before = flat_config(read_config(Path(output.output_dir))) if resumed else {}
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")

@@ -47,6 +47,6 @@ def make_run(folder, steps: int = 30, seed: int = 1) -> RunRecorder:
             run.log_step(step, {"reward_mean": step / steps, "loss": rng.gauss(0, 1), "kl": 0.01, **times})
         if step % 10 == 0:
             run.log_eval(step, {"eval_reward": step / steps, "eval_reward_greedy": step / steps, "eval_count": 0.5})
-            run.save_eval_rollouts(step, rollout_records(step))
+            run.save_rollouts(step, rollout_records(step), "eval_step")
     run.save_contact_sheet(steps, rollout_records(0, 4))
     return run

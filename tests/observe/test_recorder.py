@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.metrics import column_name
-from lightrft_visual.observe.recorder import RecorderOptions, RunRecorder
+from lightrft_visual.observe.recorder import ALARMS, RunRecorder
 from lightrft_visual.runtime.files import FolderLock, read_jsonl
 
 
@@ -27,7 +28,7 @@ def picture(shade: int, size: int = 20) -> Image.Image:
 
 
 def recorder(folder, **options) -> RunRecorder:
-    return RunRecorder(folder, RecorderOptions(**options))
+    return RunRecorder(folder, OutputConfig(**options))
 
 
 def test_metrics_go_to_csv_and_json(tmp_path):
@@ -73,7 +74,7 @@ def test_cut_back_removes_everything_after_the_step(tmp_path):
         run.log_step(step, {"loss": step})
         run.log_eval(step, {"eval_reward": step})
         run.save_rollouts(step, [{"images": [picture(step)]}, {"images": [picture(100)]}])
-        run.save_eval_rollouts(step, [{"images": [picture(10 + step)]}])
+        run.save_rollouts(step, [{"images": [picture(10 + step)]}], "eval_step")
         run.save_contact_sheet(step, [{"prompt": "p", "reward": 0.5, "images": [picture(step)]}])
     run.close()
     run = recorder(tmp_path)
@@ -90,7 +91,7 @@ def test_cut_back_removes_everything_after_the_step(tmp_path):
 def test_a_fresh_start_in_an_old_folder_cuts_everything(tmp_path):
     run = recorder(tmp_path)
     run.log_eval(0, {"eval_reward": 1})
-    run.save_eval_rollouts(0, [{"images": [picture(1)]}])
+    run.save_rollouts(0, [{"images": [picture(1)]}], "eval_step")
     run.cut_back(-1)
     assert (tmp_path / "eval_metrics.csv").read_text() == "step,eval_reward,eval_reward_greedy\n"
     assert not list((tmp_path / "rollouts" / "images").iterdir())
@@ -154,7 +155,7 @@ def test_a_folder_that_is_removed_during_the_run_is_said_and_made_again(tmp_path
     run = RunRecorder(folder, locks=[lock])
     run.log_step(1, {"loss": 1.0})
     shutil.rmtree(folder)
-    run.log_alarm(2, {"text": "x"})
+    run.log_line(ALARMS, 2, {"text": "x"})
     run.log_step(2, {"loss": 2.0})
     assert caplog.text.count(f"{folder} was removed or replaced during the run") == 1
     assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [2]

@@ -14,7 +14,6 @@ from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Rollouts
-from lightrft_visual.observe import metrics as metrics_module
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
@@ -188,30 +187,15 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
     [({name: 3.0}, f"gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step")]
     + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
 )
-def test_number_that_cannot_be_reported_ends_all_ranks_alike(numbers, told, monkeypatch):
-    bad, good = of_a_step(Reports(**numbers)), of_a_step(Reports(b=1.0))
-    for ranks in ([bad, good], [good, bad]):
-        gathered = [each._host_values() for each in ranks]
-        monkeypatch.setattr(metrics_module, "all_gather_object", lambda mine, gathered=gathered: gathered)
-        with pytest.raises(ConfigError, match=f"Reports.metrics{told}|Reports.metrics {told}"):
-            MetricsAccumulator().reduce()
+def test_number_that_cannot_be_reported_is_refused(numbers, told):
+    metrics = of_a_step(Reports(b=1.0))
+    with pytest.raises(ConfigError, match=f"Reports.metrics{told}|Reports.metrics {told}"):
+        Hooks([Reports(**numbers)]).report(metrics)
 
 
-@pytest.mark.parametrize("elsewhere", ["loss", "hook"])
-def test_name_of_a_hook_that_has_another_owner_on_another_rank_ends_all_ranks(elsewhere, monkeypatch):
-    class Others(Reports):
-        def metrics(self):
-            return super().metrics()
-
-    first, second = MetricsAccumulator(), MetricsAccumulator()
-    Hooks([Reports(seen=1.0)]).report(first)
-    Hooks([Others(seen=2.0)] if elsewhere == "hook" else []).report(second)
-    if elsewhere == "loss":
-        second.add("seen", 1.0)
-    gathered = [first._host_values(), second._host_values()]
-    monkeypatch.setattr(metrics_module, "all_gather_object", lambda mine: gathered)
+def test_name_that_two_hooks_give_is_refused():
     with pytest.raises(ConfigError, match="Reports.metrics gives seen, a metric that there is"):
-        MetricsAccumulator().reduce()
+        Hooks([Reports(seen=1.0), Reports(seen=2.0)]).report(MetricsAccumulator())
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,6 @@ class Alarm:
     since: int
     text: str
 
-    def record(self) -> dict[str, Any]:
-        """As a line of alarms.jsonl."""
-        return asdict(self)
-
 
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of

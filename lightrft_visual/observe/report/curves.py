@@ -178,11 +178,6 @@ class Panel:
     legend: list[tuple[str, str]]  # (name, colour)
 
 
-def is_reward(name: str) -> bool:
-    """Whether a column is a mean reward: reward_mean, a component reward/<name>, or mean_reward_<percent>."""
-    return name == "reward_mean" or (name.startswith(("reward/", "mean_reward_")) and not name.endswith(REWARD_COUNTS))
-
-
 def panel(title: str, series: Sequence[Series], limit: int, stacked: bool = False) -> Panel | None:
     """The panel of a chart's series; None where they have no finite point. limit: points drawn per line."""
     chart = area_chart(series) if stacked else line_chart(series, limit)
@@ -223,30 +218,19 @@ def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "me
     return panel(name, series, limit)
 
 
-def reward_panel(run: RunData, limit: int) -> Panel | None:
-    """Training reward and evaluation reward on the same axes."""
-    series = []
-    if "reward_mean" in run.metrics:
-        series.append(Series("training", run.metrics["reward_mean"], PALETTE[0], smooth=True))
-    for color, name in enumerate(EVAL_FIRST, start=1):
-        if name in run.evaluation:
-            label = "evaluation, greedy" if name.endswith("greedy") else "evaluation"
-            series.append(Series(label, run.evaluation[name], PALETTE[color], dots=True))
-    return panel("reward", series, limit)
+def lines_of(run: RunData, lines: Sequence[tuple[str, str, str]]) -> list[Series]:
+    """Those that the run has. lines: (label, "metrics" of training steps or "evaluation", column)."""
+    styles = {"metrics": {"smooth": True}, "evaluation": {"dots": True}}
+    return series_of([(label, getattr(run, kind).get(column), styles[kind]) for label, kind, column in lines])
 
 
 def gold_panel(run: RunData, limit: int) -> Panel | None:
     """Reward and gold, of rollouts and of evaluations, with the point where they parted; None without gold."""
     if not (run.metrics.get("gold") or run.evaluation.get("eval_gold")):
         return None
-    series = series_of(
-        [
-            ("reward, training", run.metrics.get("reward_mean"), {"smooth": True}),
-            ("gold, training", run.metrics.get("gold"), {"smooth": True}),
-            ("reward, evaluation", run.evaluation.get("eval_reward"), {"dots": True}),
-            ("gold, evaluation", run.evaluation.get("eval_gold"), {"dots": True}),
-        ]
-    )
+    training = ("reward, training", "metrics", "reward_mean"), ("gold, training", "metrics", "gold")
+    evaluated = ("reward, evaluation", "evaluation", "eval_reward"), ("gold, evaluation", "evaluation", "eval_gold")
+    series = lines_of(run, (*training, *evaluated))
     diverged = [int(each["since"]) for each in run.alarms if each.get("signal") in ("gold", "eval_gold")]
     if diverged:
         values = [y for each in series for _, y in finite(each.points)]
@@ -255,14 +239,17 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
     return panel("reward against gold", series, limit)
 
 
-def response_panels(run: RunData, limit: int) -> list[Panel | None]:
-    """Of a model that also draws: reward and gold of its answers and of its images, each in a panel."""
-    panels = []
+def reward_panels(run: RunData, limit: int) -> list[Panel | None]:
+    """Training reward and evaluation reward on the same axes, reward and gold, and of a model that also draws reward
+    and gold of its answers and of its images, each in a panel."""
+    lines = [("training", "metrics", "reward_mean"), ("evaluation", "evaluation", "eval_reward")]
+    lines.append(("evaluation, greedy", "evaluation", "eval_reward_greedy"))
+    panels = [panel("reward", lines_of(run, lines), limit), gold_panel(run, limit)]
     for kind, title in RESPONSES.items() if draws(run) else ():
-        lines: list[Line] = [("training", run.metrics.get(f"reward_{kind}_mean"), {"smooth": True})]
+        own = [("training", "metrics", f"reward_{kind}_mean")]
         for name, column in (("", "eval_reward"), (", greedy", "eval_reward_greedy"), (", gold", "eval_gold")):
-            lines.append((f"evaluation{name}", run.evaluation.get(f"{column}_{kind}"), {"dots": True}))
-        panels.append(panel(f"reward of {title}", series_of(lines), limit))
+            own.append((f"evaluation{name}", "evaluation", f"{column}_{kind}"))
+        panels.append(panel(f"reward of {title}", lines_of(run, own), limit))
     return panels
 
 
@@ -331,8 +318,10 @@ def columns_of(runs: Sequence[RunData], kind: str = "metrics") -> list[str]:
 
 
 def reward_names(runs: Sequence[RunData]) -> list[str]:
-    """Reward columns shown in the reward section."""
-    return [name for name in columns_of(runs) if is_reward(name)][:MAX_REWARDS]
+    """Mean rewards, shown in the reward section: reward_mean, components reward/<name>, mean_reward_<percent>."""
+    parts = ("reward/", "mean_reward_")
+    named = [name for name in columns_of(runs) if name.startswith(parts) and not name.endswith(REWARD_COUNTS)]
+    return [name for name in columns_of(runs) if name == "reward_mean" or name in named][:MAX_REWARDS]
 
 
 def present(panels: Sequence[Panel | None]) -> list[Panel]:
@@ -345,8 +334,7 @@ def reward_section(runs: Sequence[RunData], limit: int) -> list[Panel]:
     names = reward_names(runs)
     if len(runs) == 1 and not runs[0].bands:
         run = runs[0]
-        panels = [reward_panel(run, limit), gold_panel(run, limit), *response_panels(run, limit)]
-        panels += kinds_panels(run, limit)
+        panels = [*reward_panels(run, limit), *kinds_panels(run, limit)]
         names = [name for name in names if name != "reward_mean"]
     else:
         panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]

@@ -26,10 +26,18 @@ from ...data.bad_rows import FILE_NAME
 from ...errors import DataError
 from ...runtime.files import disk_problem, read_jsonl, write_atomic
 from ...runtime.packages import needed
-from .curves import PALETTE, Point, ahead_panels, number, reward_section, time_panel, training_section
-from .data import QUICK_DUMPER, PhaseTimes, RunData, Thumbnails, flat_config, load_run, phase_times
+from .curves import PALETTE, ahead_panels, number, reward_section, time_panel, training_section
+from .data import (
+    QUICK_DUMPER,
+    RunData,
+    Thumbnails,
+    deviation_of,
+    flat_config,
+    load_run,
+    phase_times,
+    taken_together,
+)  # fmt: skip
 from .examples import examples_section, guard_section
-from .groups import deviation_of, taken_together
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +66,13 @@ def color_of(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-def first_to_last(points: Sequence[Point]) -> tuple[str | None, str]:
-    """First and last value; no first one where there is only one."""
-    return (f"{points[0][1]:.3f}" if len(points) > 1 else None), f"{points[-1][1]:.3f}"
-
-
 def tiles(run: RunData) -> list[tuple[str | None, str, str]]:
     """(value at the start, value now, what it is) of what a person looks for first."""
     times = phase_times(run.metrics)
-    found = [
-        (*first_to_last(points), label) for kind, name, label in HEADLINE if (points := getattr(run, kind).get(name))
-    ]
+    found = []
+    for kind, name, label in HEADLINE:
+        if points := getattr(run, kind).get(name):
+            found.append((f"{points[0][1]:.3f}" if len(points) > 1 else None, f"{points[-1][1]:.3f}", label))
     if run.last_step is not None:
         found.append((None, str(run.last_step), "last step"))
     if times:
@@ -87,16 +91,8 @@ def evaluation_section(run: RunData) -> list[dict[str, Any]]:
     return kept
 
 
-def limits(times: PhaseTimes) -> list[tuple[str, float]]:
-    """The measured step beside what it could be at best: (name, seconds)."""
-    found = [("measured step", statistics.median(times.steps))]
-    if "reward" in times.phases:
-        found.append(("if rewards ran beside everything else", times.limit_hiding("reward")))
-    return [*found, ("lower limit: all phases overlapped perfectly", times.limit_overlapped)]
-
-
 def time_section(run: RunData) -> dict[str, Any] | None:
-    """Where a step's time goes; None when no phase was timed."""
+    """Where a step's time goes, and what the step could be at best; None when no phase was timed."""
     times = phase_times(run.metrics)
     if times is None:
         return None
@@ -111,9 +107,12 @@ def time_section(run: RunData) -> dict[str, Any] | None:
         for index, (name, seconds) in enumerate(times.phases.items())
     ]
     longest = max(phases, key=lambda phase: phase["share"])
-    rest = times.unaccounted
-    found = {"phases": phases, "longest": longest, "rest": rest, "limits": limits(times), "panel": time_panel(run)}
-    return found | {"ahead": ahead_panels(run)}
+    limits = [("measured step", statistics.median(times.steps))]
+    if "reward" in times.phases:
+        limits.append(("if rewards ran beside everything else", times.limit_hiding("reward")))
+    limits.append(("lower limit: all phases overlapped perfectly", times.limit_overlapped))
+    found = {"phases": phases, "longest": longest, "rest": times.unaccounted, "limits": limits}
+    return found | {"panel": time_panel(run), "ahead": ahead_panels(run)}
 
 
 def left_out_section(run: RunData) -> list[dict[str, Any]]:
@@ -273,12 +272,6 @@ def build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) ->
     )
 
 
-def points_per_line(runs: Sequence[RunData]) -> int:
-    """As many points as LINE_BYTES allow over all lines, 40 to 400."""
-    lines = sum(len(run.metrics) + len(run.evaluation) for run in runs)
-    return max(40, min(400, LINE_BYTES // (POINT_BYTES * max(1, lines))))
-
-
 def distinct_names(folders: Sequence[Path]) -> list[str]:
     """The folders' own names, with as many parents as it takes to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
@@ -308,7 +301,8 @@ def write_report(
     runs = [load_run(folder, name) for folder, name in zip(paths, distinct_names(paths))]
     runs = taken_together(runs, by_seed)
     title = title or " vs ".join(run.name for run in runs)
-    points = points_per_line(runs)
+    lines = sum(len(run.metrics) + len(run.evaluation) for run in runs)
+    points = max(40, min(400, LINE_BYTES // (POINT_BYTES * max(1, lines))))  # a line
     for scale in (1.0, 0.5, 0.2, 0.05):
         content = build(runs, title, int(IMAGE_BYTES * scale), max(20, int(points * scale))).encode()
         if len(content) < MAX_BYTES:

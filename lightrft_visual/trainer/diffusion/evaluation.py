@@ -106,10 +106,9 @@ class DiffusionEvaluation:
             paired_scores = paired_scores_at(step, requests.sample_ids, (scored.score, scored.valid), golden)
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
-            requests.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=requests.group_ids
-        )
-        for record, index in zip(records, indices):
-            record["sample_id"] = index
+            requests.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=requests.group_ids,
+            sample_ids=requests.sample_ids,
+        )  # fmt: skip
         metrics = self._means(requests, scored, golden, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]

@@ -92,12 +92,10 @@ class DrawingWatched:
 def records_of_drawn(drawn: Drawn) -> list[Record]:
     """One record for each image or video of this rank, with its reward and components."""
     batch, scored = drawn.requests, drawn.scored
-    records = records_from_media(
-        batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid, group_ids=batch.group_ids
-    )
-    for record, sample_id in zip(records, batch.sample_ids.tolist()):
-        record["sample_id"] = sample_id
-    return records
+    return records_from_media(
+        batch.prompts, list(drawn.media), scored.score, scored.components, valid=drawn.valid,
+        group_ids=batch.group_ids, sample_ids=batch.sample_ids,
+    )  # fmt: skip
 
 
 def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:

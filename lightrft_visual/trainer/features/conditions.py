@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...observe.conditions import conditions, in_words
+from ...observe.recorder import EVALUATIONS
 from ..hooks import HookContext, StepHook
 
 
@@ -32,7 +33,7 @@ class ConditionsHook(StepHook):
         if not self.said:
             self.context.console.message(in_words(self.found))
             self.said = True
-        self.context.recorder.log_conditions(self.context.step(), {"metrics": dict(metrics), **self.found})
+        self.context.recorder.log_line(EVALUATIONS, self.context.step(), {"metrics": dict(metrics), **self.found})
 
 
 def build(parts: Any) -> ConditionsHook | None:

@@ -10,6 +10,7 @@ from ...config.shared import GuardConfig
 from ...errors import ConfigError
 from ...observe.guard.divergence import PairedScores
 from ...observe.guard.watch import Alarm, Guard
+from ...observe.recorder import ALARMS, GOLD
 from ..hooks import StepData, StepHook, StopRun
 from ..run_state import RunState
 
@@ -105,11 +106,11 @@ class GuardHook(StepHook):
                 self.context.state.save_best()
 
     def _keep(self, kind: str, paired_scores: PairedScores) -> None:
-        self.context.recorder.log_paired_scores(self.context.step(), {"kind": kind, **asdict(paired_scores)})
+        self.context.recorder.log_line(GOLD, self.context.step(), {"kind": kind, **asdict(paired_scores)})
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
-            self.context.recorder.log_alarm(alarm.step, alarm.record())
+            self.context.recorder.log_line(ALARMS, alarm.step, asdict(alarm))
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
         self.context.report.write()
         if self.config.policy != "warn":

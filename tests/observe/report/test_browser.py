@@ -85,7 +85,7 @@ def test_nothing_is_fetched_and_no_foreign_script_runs(tmp_path):
         )
         run = make_run(tmp_path / "run", steps=10)
         records = [record | {"prompt": hostile, "response": hostile} for record in rollout_records(1)]
-        run.save_eval_rollouts(10, records)
+        run.save_rollouts(10, records, "eval_step")
         page = write_report([tmp_path / "run"], tmp_path / "report.html", title=hostile)
         dom = browse(page, tmp_path, "--dump-dom").stdout
         assert "How many" not in dom.split("Evaluation at step 10")[1].split("Evaluation at step 0")[0]

@@ -17,9 +17,8 @@ from PIL import Image
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
-from lightrft_visual.observe.report.data import load_run, phase_times
+from lightrft_visual.observe.report.data import load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
-from lightrft_visual.observe.report.groups import taken_together
 from lightrft_visual.observe.report.page import MAX_BYTES, duration, printable, script, write_report
 
 HOSTILE = [
@@ -185,7 +184,7 @@ def test_large_runs_stay_below_ten_megabytes(tmp_path):
             {"prompt": "<" * 50_000, "response": "&" * 50_000, "reward": i, "images": [noise.rotate(i + 9 * step)] * 4}
             for i in range(9)
         ]  # fmt: skip
-        run.save_eval_rollouts(step, records)
+        run.save_rollouts(step, records, "eval_step")
     path = write_report([run.folder], tmp_path / "report.html")
     assert path.stat().st_size < MAX_BYTES
     text = path.read_text()
@@ -251,7 +250,7 @@ def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):
         for kind in ({}, {"kind": "drawing"})
     ]
     run.log_eval(4, {"eval_reward": 0.5, "eval_reward_colour": 0.1} | evaluated)
-    run.save_eval_rollouts(4, records)
+    run.save_rollouts(4, records, "eval_step")
     found = load_run(run.folder)
     titles = [each.title for each in reward_section([found], 100)]
     assert titles[1:3] == ["reward of answers", "reward of drawn images"] and "evaluation, by kind" in titles
