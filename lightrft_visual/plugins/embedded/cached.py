@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+def key_of(made_of: Mapping[str, Any]) -> str:
+    """Of all that decides what is built, for its name."""
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def built_once(target: Path, build: Callable[[Path], None], told: str = "") -> Path:

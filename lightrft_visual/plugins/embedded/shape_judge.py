@@ -7,7 +7,6 @@ several shapes, other colours), which it learns to call neither: an image that o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...runtime.files import cache_folder
-from .cached import built_once
+from .cached import built_once, key_of
 from .drawn_shapes import BACKGROUND, COLOURS, PLACES, SHAPES, random_images, shape_masks
 
 logger = logging.getLogger(__name__)
@@ -271,7 +270,6 @@ def kinds_of(judge: ShapeJudge, images: T) -> T:
 def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | None = None) -> Path:
     """The judge's weights, beside the embedded models; trained at the first call, its own accuracy said and kept."""
     settings = settings or JudgeSettings()
-    text = json.dumps(asdict(settings), sort_keys=True)
     root = Path(cache_dir) if cache_dir else cache_folder() / "models"
 
     def build(path: Path) -> None:
@@ -281,7 +279,7 @@ def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | No
         save_file(judge.state_dict(), path, {"accuracy": json.dumps(asdict(accuracy))})
 
     told = "training the judge of the embedded drawings once: a quarter of a minute of one core"
-    return built_once(root / f"shape-judge-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors", build, told)
+    return built_once(root / f"shape-judge-{key_of(asdict(settings))}.safetensors", build, told)
 
 
 @cache

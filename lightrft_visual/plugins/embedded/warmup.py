@@ -9,8 +9,6 @@ arithmetic.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -30,7 +28,7 @@ from ...models.vlm.families import family_of_processor
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
 from . import click, questions, reasoning, zoom
-from .cached import built_once
+from .cached import built_once, key_of
 from .task import EmbeddedTask, SupervisedPair, TaskSource, build_task, supervised_pairs
 
 SOURCES = {
@@ -84,8 +82,7 @@ def source_of(task: str) -> TaskSource:
 def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
     """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it."""
     source = source_of(settings.task)
-    made_of = asdict(settings) | {"version": CACHE_VERSION, "questions": source.version}
-    text = json.dumps(made_of, sort_keys=True)
+    key = key_of(asdict(settings) | {"version": CACHE_VERSION, "questions": source.version})[:12]
     root = root or cache_folder()
 
     def build(folder: Path) -> None:
@@ -101,7 +98,7 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
         if settings.max_steps:
             warm_up(folder, embedded_task(root, settings.task), settings)
 
-    return built_once(root / "models" / f"{settings.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}", build)
+    return built_once(root / "models" / f"{settings.family}-{key}", build)
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:

@@ -7,8 +7,6 @@ something for RL to improve.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,7 +27,7 @@ from ...models.tiny.diffusion import (
 )
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
-from .cached import built_once
+from .cached import built_once, key_of
 from .drawn_shapes import COLOURS, SHAPES, all_captions, random_images
 
 T = torch.Tensor
@@ -49,11 +47,6 @@ class DrawingSettings(TinyPipelineSettings):
     wrong_shape: float = 0.3  # share of warm-up captions that name another shape than the one drawn
     wrong_colour: float = 0.3
     no_caption: float = 0.1  # share of empty captions, for classifier-free guidance
-
-    @property
-    def key(self) -> str:
-        """A hash of all settings, which names the folder of what they build."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ def _folder(
 
     root = Path(cache_dir) if cache_dir else cache_folder() / "models"
     told = f"building the embedded {name} model once: minutes on two idle cores"
-    return built_once(root / f"{name}-{settings.key}", build, told)
+    return built_once(root / f"{name}-{key_of(asdict(settings))}", build, told)
 
 
 def optimise(
@@ -157,30 +150,6 @@ def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
 
 
-@dataclass(frozen=True)
-class EncodedScenes:
-    """What the velocity model learns from: latents (N, C, h, w) of images with these colours and shapes (N)."""
-
-    colours: T
-    shapes: T
-    latents: T
-
-    @classmethod
-    def draw(cls, vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> EncodedScenes:
-        """Draw and encode as many images as the settings say."""
-        colours, shapes = random_labels(settings.pictures, generator)
-        latents = [
-            encode_images(vae, random_images(*some, settings.picture_size, generator))
-            for some in zip(colours.split(256), shapes.split(256))
-        ]
-        return cls(colours, shapes, torch.cat(latents))
-
-    def some(self, count: int, generator: torch.Generator) -> tuple[T, T, T]:
-        """Colours, shapes and latents of `count` of them, drawn with replacement."""
-        chosen = torch.randint(len(self.latents), (count,), generator=generator)
-        return self.colours[chosen], self.shapes[chosen], self.latents[chosen]
-
-
 @torch.no_grad()
 def fold_shift(vae: AutoencoderKL) -> None:
     """Move the latents' mean into the weights: the SD 1.5 pipeline scales latents and never shifts them."""
@@ -229,12 +198,15 @@ def _warm_up_denoiser(
     rate: float,
 ) -> None:
     """error: of what the network predicts for latents, indices of captions, and noise."""
-    images = EncodedScenes.draw(vae, settings, generator)
+    colours, shapes = random_labels(settings.pictures, generator)
+    parts = zip(colours.split(256), shapes.split(256))
+    latents = torch.cat([encode_images(vae, random_images(*part, settings.picture_size, generator)) for part in parts])
 
     def loss() -> T:
-        colours, shapes, latents = images.some(settings.batch_size, generator)
-        said = spoil_captions(colours, shapes, settings, generator)
-        return error(latents, said, torch.randn(latents.shape, generator=generator)).square().mean()
+        chosen = torch.randint(len(latents), (settings.batch_size,), generator=generator)
+        said = spoil_captions(colours[chosen], shapes[chosen], settings, generator)
+        some = latents[chosen]
+        return error(some, said, torch.randn(some.shape, generator=generator)).square().mean()
 
     network.train()
     optimise(network.parameters(), loss, steps, rate, "warm-up, denoiser")

@@ -11,8 +11,6 @@ guidance.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 from collections import defaultdict
@@ -32,7 +30,7 @@ from ...models.vlm.actor import Actor
 from ...observe.console import RunConsole
 from ...runtime.files import cache_folder
 from ..embedded import questions
-from ..embedded.cached import built_once
+from ..embedded.cached import built_once, key_of
 from ..embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, placed_captions, random_images
 from ..embedded.questions import vocabulary_texts
 from ..embedded.task import EmbeddedTask, SupervisedPair, supervised_pairs
@@ -83,7 +81,7 @@ def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = No
     """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it."""
     settings, root = settings or UnifiedWarmUp(), root or cache_folder()
     versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
-    made_of = json.dumps(asdict(settings) | versions, sort_keys=True)
+    key = key_of(asdict(settings) | versions)[:12]
 
     def build(folder: Path) -> None:
         report("building the embedded model that sees and draws by supervised steps, once; takes up to four minutes")
@@ -92,7 +90,7 @@ def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = No
         )
         warm_up(folder, embedded_task(root), settings)
 
-    return built_once(root / "models" / f"janus-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}", build)
+    return built_once(root / "models" / f"janus-{key}", build)
 
 
 def vocabulary() -> list[str]:

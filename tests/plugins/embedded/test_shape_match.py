@@ -14,13 +14,8 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
     placed_captions,
     random_images,
 )
-from lightrft_visual.plugins.embedded.scorers.shape_match import (
-    PIXELS_AT_ONCE,
-    ShapeMatch,
-    pixels_of,
-    shape_match,
-    together,
-)
+from lightrft_visual.plugins.embedded.scorers import shape_match as shape_match_module
+from lightrft_visual.plugins.embedded.scorers.shape_match import ShapeMatch, pixels_of, shape_match
 
 CAPTIONS = all_captions()
 TEXTS = [caption.text for caption in CAPTIONS]
@@ -106,7 +101,7 @@ def test_captions_without_a_known_shape_are_not_valid():
     assert parse_caption("a red circle at the top").place is None
 
 
-def test_scorers_by_name():
+def test_scorers_by_name(monkeypatch):
     frames = [[to_pil(image)] for image in pictures()[:2]]
     scores = ShapeMatch()(frames + [[]], [TEXTS[0], "a dog", TEXTS[0]])
     assert scores[0] > 0.9 and scores[1:] == [None, None]
@@ -116,13 +111,8 @@ def test_scorers_by_name():
         [shape_match(pixels_of([image]), [text])["score"].item() for image in video]
         for text, video in zip(TEXTS, videos)
     ]
-    assert ShapeMatch()(videos, TEXTS[:3]) == pytest.approx([sum(each) / len(each) for each in alone], abs=1e-6)
+    for most in (shape_match_module.PIXELS_AT_ONCE, 1):  # as many images at once as may be, and one after the other
+        monkeypatch.setattr(shape_match_module, "PIXELS_AT_ONCE", most)
+        assert ShapeMatch()(videos, TEXTS[:3]) == pytest.approx([sum(each) / len(each) for each in alone], abs=1e-6)
     with pytest.raises(ConfigError, match="part"):
         ShapeMatch("size")
-
-
-def test_images_of_one_size_are_scored_together_within_bounds():
-    small, large = (32, 32), (2000, 2000)
-    assert together([small] * 3 + [large, large] + [small]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
-    most = PIXELS_AT_ONCE // 32**2
-    assert together([small] * (most + 1)) == [(0, most), (most, most + 1)] and together([]) == []

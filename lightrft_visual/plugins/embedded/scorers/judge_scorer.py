@@ -5,14 +5,11 @@ For measuring, not for training: a run that is rewarded by its own judge has no 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ....errors import ConfigError
 from ..drawn_shapes import parse_caption
 from ..shape_judge import embedded_judge
-from .shape_match import pixels_of
+from .shape_match import ShapeMatch
 
 T = torch.Tensor
 PARTS = ("score", "both", "colour", "shape", "place")
@@ -39,21 +36,8 @@ def judge_images(images: T, captions: list[str]) -> dict[str, T]:
     return {"score": colour * shape * place, "both": colour * shape, "colour": colour, "shape": shape, "place": place}
 
 
-class ShapeJudgeScorer:
-    """The scorer `shape_judge`: all that the caption names unless `part` says otherwise.
+class ShapeJudgeScorer(ShapeMatch):
+    """The scorer `shape_judge`: all that the caption names unless `part` says otherwise; see `ShapeMatch`."""
 
-    The mean over a video's frames; None for a caption that names no known colour and shape.
-    """
-
-    def __init__(self, part: str = "score") -> None:
-        if part not in PARTS:
-            raise ConfigError(f"shape_judge: part is {part!r}; it must be one of: {', '.join(PARTS)}")
-        self.part = part
-
-    def __call__(self, frames: list[list[Any]], prompts: list[str]) -> list[float | None]:
-        return [self._score(images, prompt) for images, prompt in zip(frames, prompts)]
-
-    def _score(self, pictures: list[Any], prompt: str) -> float | None:
-        if not pictures or parse_caption(prompt) is None:
-            return None
-        return float(judge_images(pixels_of(pictures), [prompt] * len(pictures))[self.part].mean())
+    name, parts = "shape_judge", PARTS
+    measure = staticmethod(judge_images)

@@ -7,7 +7,9 @@ which makes the same measure usable for Reward FL.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from statistics import fmean
 from typing import Any
 
@@ -98,7 +100,7 @@ def _place(found: Foreground, places: list[int | None]) -> T:
     return torch.where(named < 0, torch.ones_like(found.x), sides[0] * sides[1])
 
 
-def pixels_of(pictures: list[Any]) -> T:
+def pixels_of(pictures: Sequence[Any]) -> T:
     """(B, 3, H, W) float32 in 0..1 from PIL images of one size."""
     arrays = [np.asarray(image.convert("RGB"), dtype=np.float32) / 255 for image in pictures]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
@@ -110,34 +112,26 @@ class ShapeMatch:
     None for a caption that names no known colour and shape; the mean over the frames of a video.
     """
 
+    name = "shape_match"
+    parts: tuple[str, ...] = PARTS
+    measure = staticmethod(shape_match)
+
     def __init__(self, part: str = "score") -> None:
-        if part not in PARTS:
-            raise ConfigError(f"shape_match: part is {part!r}; it must be one of: {', '.join(PARTS)}")
+        if part not in self.parts:
+            raise ConfigError(f"{self.name}: part is {part!r}; it must be one of: {', '.join(self.parts)}")
         self.part = part
 
     def __call__(self, frames: list[list[Any]], prompts: list[str]) -> list[float | None]:
         known = [index for index, prompt in enumerate(prompts) if frames[index] and parse_caption(prompt) is not None]
-        every = [(index, image) for index in known for image in frames[index]]
         found: dict[int, list[float]] = {index: [] for index in known}
-        for start, end in together([image.size for _, image in every]):
-            indices, images = zip(*every[start:end])
-            parts = shape_match(pixels_of(list(images)), [prompts[index] for index in indices])
-            for index, score in zip(indices, parts[self.part].tolist()):
-                found[index].append(score)
+        every = [(index, image) for index in known for image in frames[index]]
+        for (width, height), alike in groupby(every, lambda each: each[1].size):
+            while part := list(islice(alike, max(1, PIXELS_AT_ONCE // (width * height)))):
+                indices, images = zip(*part)
+                measured = self.measure(pixels_of(images), [prompts[index] for index in indices])
+                for index, score in zip(indices, measured[self.part].tolist()):
+                    found[index].append(score)
         return [fmean(found[index]) if index in found else None for index in range(len(frames))]
-
-
-def together(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Starts and ends of runs of one size, of at most `PIXELS_AT_ONCE` pixels or one image."""
-    runs: list[tuple[int, int]] = []
-    for index, (width, height) in enumerate(sizes):
-        start = runs[-1][0] if runs else 0
-        fits = (index + 1 - start) * width * height <= PIXELS_AT_ONCE
-        if runs and sizes[start] == (width, height) and fits:
-            runs[-1] = (start, index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
 
 
 class EmbeddedShapeMatch:
