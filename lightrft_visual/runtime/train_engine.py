@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import CheckpointError, NonFiniteError
 from . import collectives
-from .checkpoint.ranks import files_of_ranks, stage_3, stages_1_and_2
+from .checkpoint.ranks import files_of_ranks, masters_of, stage_3, stages_1_and_2
 from .offload import OptimizerOffload
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,8 @@ class TrainEngine:
         for state in zero.optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
         if self.zero_stage < 3:
-            yield from zero.single_partition_of_fp32_groups
+            yield from masters_of(zero)
+            yield from getattr(zero, "fp32_groups_gradients_flat", ())  # whole, where ZeRO 1 adds up in fp32
             return
         yield from zero.fp32_partitioned_groups_flat
         yield zero.grad_partitions_flat_buffer

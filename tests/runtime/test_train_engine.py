@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,8 @@ def test_the_reference_is_the_starting_policy_in_bfloat16_at_every_zero_stage(ch
 
 def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
     for results in on_ranks(by_stage, str(tmp_path)):
+        summed = results.pop("summed_in_fp32")
+        assert summed["seen"] and summed["moved"] == summed["regrouped"] == summed["plain"]
         assert results.keys() == {1, 2, 3}
         for stage, result in results.items():
             assert result["seen"] and result["moved"] == result["plain"], stage
@@ -187,15 +190,31 @@ def made(strategy: DeepspeedStrategy) -> tuple[TrainEngine, torch.Tensor]:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
     module[0].weight.requires_grad_(False)
-    return strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), torch.randn(6, 4)
+    inputs = torch.randn(6, 4).to(strategy.dtype)
+    return strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), inputs
 
 
 def resumed(engine: TrainEngine, inputs: torch.Tensor, folder: str) -> list[float]:
     engine.load(folder, "middle")
+    return stepped(engine, inputs)
+
+
+def stepped(engine: TrainEngine, inputs: torch.Tensor) -> list[float]:
     engine.accumulate(engine(inputs).square().sum(), last=True)
     engine.step()
     with engine.gathered(list(engine.module.parameters())):
         return [p.double().sum().item() for p in engine.module.parameters()]
+
+
+def summed_in_fp32(out: str) -> dict:
+    """ZeRO 1 in bf16 that adds gradients up in fp32 is another optimizer of DeepSpeed. regrouped: what a run on another
+    number of ranks would load."""
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=1, grad_accum_dtype="fp32"), bf16=True)
+    plain, _ = trained(strategy, False, f"{out}/plain_fp32")
+    moved, seen = trained(strategy, True, f"{out}/moved_fp32")
+    engine, inputs = made(strategy)
+    engine._load_of_ranks(Path(out, "plain_fp32", "middle"), 2)
+    return {"plain": plain, "moved": moved, "seen": all(seen), "regrouped": stepped(engine, inputs)}
 
 
 def rest(engine: TrainEngine) -> None:
@@ -209,9 +228,9 @@ def bytes_held(engine: TrainEngine) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def by_stage(out: str) -> dict[int, dict]:
+def by_stage(out: str) -> dict:
     """Three optimizer steps of ZeRO 1 to 3, states and weights at rest on the host in between or not."""
-    results = {}
+    results: dict = {}
     for stage in (1, 2, 3):
         strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
         if stage == 1:
@@ -221,4 +240,4 @@ def by_stage(out: str) -> dict[int, dict]:
         on_host = DeepspeedStrategy(DistributedConfig(zero_stage=stage, adam_offload=True))
         there = resumed(*made(on_host), f"{out}/plain{stage}")  # a checkpoint of Adam on the device
         results[stage] = {"plain": plain, "moved": moved, "seen": all(seen), "adam_offload": there}
-    return results
+    return results | {"summed_in_fp32": summed_in_fp32(out)}

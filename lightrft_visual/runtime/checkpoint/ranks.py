@@ -74,15 +74,27 @@ def _optimizer(saved: Sequence[Mapping[str, Any]], states: States, here: Mapping
     return {"state": states, "param_groups": [old | {"params": new["params"]} for old, new in groups]}
 
 
+def masters_of(zero: Any) -> list[T]:
+    """This rank's fp32 weights, of each group, under ZeRO 1 and 2. ZeRO 1 that adds gradients up in fp32 is another
+    optimizer of DeepSpeed."""
+    return zero.fp32_groups_flat_partition if hasattr(zero, "bf16_groups") else zero.single_partition_of_fp32_groups
+
+
+def _numel(zero: Any, number: int) -> int:
+    """Elements of a group's weights, with what lies between them."""
+    if hasattr(zero, "bf16_groups"):
+        return sum(parameter.numel() for parameter in zero.bf16_groups[number])
+    padded = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_padding[number], strict=True)
+    return sum(parameter.numel() + padding for parameter, padding in padded)
+
+
 def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> dict[str, Any]:
     """What `zero.load_state_dict` takes; saved: `optimizer_state_dict` of each rank's file. zero: DeepSpeed's
     optimizer of this run."""
     base, masters, states = [each["base_optimizer_state"] for each in saved], [], {}
-    for number, master in enumerate(zero.single_partition_of_fp32_groups):
-        padded = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_padding[number], strict=True)
-        total = sum(parameter.numel() + padding for parameter, padding in padded)
+    for number, master in enumerate(masters_of(zero)):
 
-        def divide(pieces: list[T], total: int = total, size: int = master.numel()) -> T:
+        def divide(pieces: list[T], total: int = _numel(zero, number), size: int = master.numel()) -> T:
             return part_of(pieces, total, size, rank)
 
         masters.append(divide([each["single_partition_of_fp32_groups"][number] for each in saved]))
