@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import resource
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,7 +21,7 @@ from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import masked
-from ..runtime.usercode.sandbox import READY, START_SECONDS, Connection, NotAnAnswer
+from ..runtime.usercode.sandbox import READY, START_SECONDS, Connection, NotAnAnswer, started
 from .environment_process import CONTROL_BYTES, unpack
 from .environments import Action, EnvironmentFailure, EnvironmentHost, Observation, StepResult
 
@@ -90,13 +88,8 @@ class ProcessHost(EnvironmentHost):
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         module = "lightrft_visual.rollout.environment_process"
-        command = [sys.executable, "-u", "-m", module, json.dumps(self._config), str(theirs.fileno())]
-        with theirs:  # what environments print goes to stderr
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
-            )
+        self._process = started(module, json.dumps(self._config), theirs)
         try:
             ready = self._told(START_SECONDS)
         except OSError as error:

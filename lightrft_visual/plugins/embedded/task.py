@@ -34,20 +34,26 @@ _BUCKETS = {"demonstrations": 4, "train": 8, "dev": 2, "test": 2}  # shares of a
 
 
 @dataclass(frozen=True)
-class EmbeddedTask:
-    """Paths of a task on disk: a jsonl file for each split; image paths in them start from `folder`."""
+class TaskFolder:
+    """A task on disk."""
 
     folder: Path
-    demonstrations: Path
-    train: Path
-    dev: Path
-    test: Path
 
     def held_out(self, name: str) -> Path:
         """The split to evaluate on. Raises ConfigError for other names than dev and test."""
         if name not in HELD_OUT:
             raise ConfigError(f"eval_split is {name!r}; the embedded task evaluates on {' or '.join(HELD_OUT)}")
         return self.folder / f"{name}.jsonl"
+
+
+@dataclass(frozen=True)
+class EmbeddedTask(TaskFolder):
+    """Paths of a task: a jsonl file for each split; image paths in them start from `folder`."""
+
+    demonstrations: Path
+    train: Path
+    dev: Path
+    test: Path
 
 
 @dataclass(frozen=True)

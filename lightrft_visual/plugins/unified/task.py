@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from ...config.vl import ModelConfig, RunConfig
-from ...errors import ConfigError
 from ...runtime.files import cache_folder
 from ..embedded.cached import built_once
 from ..embedded.captions import caption_split
 from ..embedded.drawn_shapes import placed_captions
-from ..embedded.task import HELD_OUT
+from ..embedded.task import HELD_OUT, TaskFolder
 from ..embedded.warmup import embedded_task
 
 logger = logging.getLogger(__name__)
@@ -30,11 +28,8 @@ VERSION = 5  # of the rows and of the split
 EVAL_ROWS = 240  # of each kind
 
 
-@dataclass(frozen=True)
-class UnifiedTask:
+class UnifiedTask(TaskFolder):
     """Paths of the task on disk."""
-
-    folder: Path
 
     def questions(self) -> Path:
         """To train on."""
@@ -47,12 +42,6 @@ class UnifiedTask:
     def train(self, split: str = "test") -> str:
         """Both, as `prompt_data`: a data set of each kind."""
         return f"{self.drawings(split)},{self.questions()}"
-
-    def held_out(self, name: str) -> Path:
-        """The split to evaluate on. Raises ConfigError for other names than dev and test."""
-        if name not in HELD_OUT:
-            raise ConfigError(f"eval_split is {name!r}; the embedded task evaluates on {' or '.join(HELD_OUT)}")
-        return self.folder / f"{name}.jsonl"
 
 
 def unified_task(root: Path | None = None) -> UnifiedTask:

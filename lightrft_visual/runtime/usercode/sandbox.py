@@ -119,6 +119,17 @@ class Connection:
         self.socket.settimeout(max(0.001, until - time.monotonic()))
 
 
+def started(module: str, argument: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """A process that runs a module with an argument and the number of its end of a socket, which is closed here. It
+    imports what this one does; what it prints goes to stderr."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with theirs:
+        command = [sys.executable, "-u", "-m", module, argument, str(theirs.fileno())]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
+        )
+
+
 class Worker:
     """A child process that loads `spec` once and answers calls. spec: `path.py:name` or `package.module:name`."""
 
@@ -145,14 +156,9 @@ class Worker:
 
     def _start(self) -> None:
         self.close()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
-        command = [sys.executable, "-u", "-m", __name__, self.spec, str(theirs.fileno())]
-        with theirs:  # what the function prints goes to stderr
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
-            )
+        self._process = started(__name__, self.spec, theirs)
         try:
             ready = self._ask(None, START_SECONDS)
         except CallTimeout as late:
