@@ -232,6 +232,7 @@ class VLTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
+        self.actor.bring_back()
         with self.hooks.weights_for("export") or nullcontext():
             state = gathered_state_dict(self.actor, keep=collectives.is_rank_0())
         export_actor(self.actor, state, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from lightrft_visual.rollout.weight_sync import WeightPost, received
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
+from lightrft_visual.trainer.vl import trainer as vl_trainer
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 
@@ -162,6 +164,19 @@ def test_an_offloaded_actor_leaves_after_the_engine_has_read_all_of_its_weights(
     assert list(trainer.maker.engine.held) == list(weights)
     for name, weight in weights.items():
         assert torch.equal(trainer.maker.engine.held[name], weight), name
+
+
+def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeypatch):
+    """As after the last evaluation of a run without checkpoints, or of one that is resumed behind its last step."""
+    trainer = trainer_that_offloads(ReadsAfterTheEnd())
+    average = WeightAverage(trainer.actor.module.parameters(), decay=0.5)
+    average.copies = [torch.full_like(each, 2.0) for each in average.copies]
+    trainer.hooks = SimpleNamespace(weights_for=lambda purpose: average.swapped())
+    trainer.parts, exported = SimpleNamespace(checkpoint=None), []
+    monkeypatch.setattr(vl_trainer, "export_actor", lambda actor, state, *rest: exported.append(state))
+    trainer._load_engine_weights()
+    trainer.export(Path())
+    assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
 
 
 @pytest.mark.parametrize("shares_weights,lent", [(True, False), (False, True)])
