@@ -39,6 +39,11 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     whole: no other file holds settings, so that what is not there has its system's default.
     """
     _schedule(found, left_out)  # before steps of other kinds are counted anew
+    for told, here in CONVERTS[system].get("means", {}).items():
+        name, _, value = told.partition("=")
+        if name in found and _is(found, name, value):
+            del found[name]
+            found |= here
     path, function = (found.get(f"custom_reward_function.{end}") for end in ("path", "name"))
     if isinstance(path, str) and not isinstance(path, Outside):
         found["reward_fn"] = type(path)(f"{path}:{function or 'compute_score'}")
@@ -89,16 +94,11 @@ AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
 
 def _of_verl(found: Found, left_out: dict[str, str]) -> None:
     estimator = "algorithm.adv_estimator"
-    if _is(found, "algorithm.norm_adv_by_std_in_grpo", "false") and _is(found, estimator, "grpo", "grpo_vectorized"):
+    if _is(found, "algorithm.norm_adv_by_std_in_grpo", "false") and _is(found, estimator, "grpo"):
         found["advantage_estimator"] = "dr_grpo"
         del found[estimator]
-    if _is(found, estimator, "grpo_vectorized", "rloo_vectorized"):
-        found[estimator] = str(found[estimator]).removesuffix("_vectorized")
     if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
         del found["algorithm.norm_adv_by_std_in_grpo"]
-    if _is(found, "data.filter_overlong_prompts", "true", "false"):
-        if str(found.pop("data.filter_overlong_prompts")).lower() == "true":
-            found["on_long_prompt"] = "skip"
     mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
     if mode in AVERAGED_BY:
         found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
@@ -111,9 +111,6 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
     if not _is(found, "reward_model.enable", "true"):
         _drop(found, left_out, ("reward_model.model.path",), "reward_model.enable says that it does not count there")
     found.pop("reward_model.enable", None)
-    for name in ("data.train_max_samples", "data.val_max_samples", "trainer.max_actor_ckpt_to_keep"):
-        if _is(found, name, "-1"):  # all
-            del found[name]
     if str(found.get("algorithm.kl_ctrl.type", found.get("algorithm.kl_type"))) == "adaptive":
         for end, own in (("target", "kl_target"), ("horizon", "kl_horizon")):
             there = ("algorithm.kl_ctrl.target_kl" if end == "target" else "algorithm.kl_ctrl.horizon",
@@ -172,18 +169,6 @@ def _of_openrlhf(verb: str, found: Found) -> None:
         found["reward_clip"] = high
         for name in ("reward.clip_range", "reward_clip_range"):
             found.pop(name, None)
-    for name in ("ds.param_dtype", "param_dtype"):
-        if _is(found, name, "bf16"):
-            del found[name]
-            found["bf16"] = True
-    for name in ("algo.advantage.no_std_norm", "no_advantage_std_norm"):
-        if _is(found, name, "true"):
-            del found[name]
-            found["advantages_norm"] = False
-    for name in ("actor.freeze_visual_encoder", "freeze_visual_encoder"):
-        if _is(found, name, "true"):
-            del found[name]
-            found["freeze_prefix"] = "true"
     for name in ("data.max_len", "max_len"):
         whole = _number(found.get(name))
         new = next((_number(found[key]) for key in ("rollout.max_new_tokens", "max_new_tokens", "generate_max_len")
@@ -232,25 +217,16 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
                 found["advantages_norm"] = found.pop("normalize_advantages")
         _kl_of_trl(verb, found)
         _sizes_of_trl(found, left_out)
-    if _is(found, "top_k", "0"):
-        del found["top_k"]
 
 
 def _loss_of_trl(found: Found) -> None:
-    kind, losses, scales = str(found.get("loss_type")).lower(), CONVERTS["trl"]["losses"], CONVERTS["trl"]["scales"]
-    if kind in losses:
-        del found["loss_type"]
-        found |= losses[kind]
-        high = _number(found.get("epsilon_high"))
-        if kind == "cispo" and high is not None and high > 1:  # the largest ratio itself there
-            found["epsilon_high"] = round(high - 1, 6)
-            found.pop("epsilon", None)
+    loss, high = found.get("policy_loss"), _number(found.get("epsilon_high"))
+    if loss == "cispo" and high is not None and high > 1:  # the largest ratio itself there
+        found["epsilon_high"] = round(high - 1, 6)
+        found.pop("epsilon", None)
     if _is(found, "importance_sampling_level", "token", "sequence"):
-        if found.pop("importance_sampling_level") == "sequence" and kind != "luspo":
+        if found.pop("importance_sampling_level") == "sequence" and loss != "luspo":
             found["policy_loss"] = "gspo"
-    if (scale := str(found.get("scale_rewards")).lower()) in scales and "scale_rewards" in found:
-        del found["scale_rewards"]
-        found["advantage_estimator"] = scales[scale]
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         if name in found:
             found[name.replace("temperature", "tau")] = found.pop(name)
