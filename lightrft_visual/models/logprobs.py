@@ -26,36 +26,6 @@ T = torch.Tensor
 CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 2**24, 2**27
 
 
-def plain_log_probs(
-    hidden: T,
-    weight: T,
-    targets: T,
-    *,
-    temperature: float | T = 1.0,
-    banned_ids: T | None = None,
-    bias: T | None = None,
-    soft_cap: float | None = None,
-) -> tuple[T, T]:
-    """The definition that `linear_log_probs` computes in chunks; same arguments, full (N, V) memory.
-
-    Returns (log_probs (N), entropy (N)), float32.
-    """
-    logits = hidden.float() @ weight.float().t()
-    if bias is not None:
-        logits = logits + bias.float()
-    if soft_cap is not None:
-        logits = soft_cap * (logits / soft_cap).tanh()
-    logits = logits / _position_temperature(temperature, hidden).unsqueeze(1)
-    if banned_ids is not None:
-        logits = logits.index_fill(1, banned_ids, float("-inf"))
-    log_probs = logits.log_softmax(dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    probs = logits.softmax(dim=1)
-    if banned_ids is None:
-        return log_probs, logits.logsumexp(dim=1) - (probs * logits).sum(dim=1)
-    # 0 * -inf is NaN; a banned token has probability 0 and adds nothing to the entropy.
-    return log_probs, logits.logsumexp(dim=1) - (probs * logits.index_fill(1, banned_ids, 0.0)).sum(dim=1)
-
-
 def linear_log_probs(
     hidden: T,
     weight: T,

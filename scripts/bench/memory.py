@@ -41,7 +41,7 @@ from torch import nn
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rollout, collate, release_media
 from lightrft_visual.models.diffusion import prompt_cache as decoding
-from lightrft_visual.models.logprobs import linear_log_probs, plain_log_probs
+from lightrft_visual.models.logprobs import linear_log_probs
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.runtime.host_memory import give_back_freed_memory, keep_freed_memory
@@ -222,6 +222,13 @@ def measure_chunked(shape: tuple[int, int, int]) -> None:
     before = resident("VmRSS")
     scored(linear_log_probs, *inputs, shape[0])
     print(resident("VmHWM") - before)
+
+
+def plain_log_probs(states: T, weight: T, targets: T, temperature: float) -> tuple[T, T]:
+    """What `linear_log_probs` computes in chunks, with all logits in memory."""
+    logits = states @ weight.t() / temperature
+    entropy = logits.logsumexp(dim=1) - (logits.softmax(dim=1) * logits).sum(dim=1)
+    return logits.log_softmax(dim=1).gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
 def counted_plain(tokens: int, vocabulary: int, hidden: int) -> int:

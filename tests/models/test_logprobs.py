@@ -11,7 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from watched import Operations
 
-from lightrft_visual.models.logprobs import LogProbLinear, linear_log_probs, plain_log_probs
+from lightrft_visual.models.logprobs import LogProbLinear, linear_log_probs
+
+
+def plain_log_probs(hidden, weight, targets, *, temperature=1.0, banned_ids=None, bias=None, soft_cap=None):
+    """What `linear_log_probs` computes in chunks, by its definition: (log_probs (N), entropy (N))."""
+    logits = hidden.float() @ weight.float().t()
+    if bias is not None:
+        logits = logits + bias.float()
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
+    logits = logits / torch.as_tensor(temperature).expand(len(hidden)).unsqueeze(1)
+    if banned_ids is not None:
+        logits = logits.index_fill(1, banned_ids, float("-inf"))
+    log_probs = logits.log_softmax(dim=1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    # 0 * -inf is NaN; a banned token has probability 0 and adds nothing to the entropy.
+    terms = logits if banned_ids is None else logits.index_fill(1, banned_ids, 0.0)
+    return log_probs, logits.logsumexp(dim=1) - (logits.softmax(dim=1) * terms).sum(dim=1)
 
 
 def problem(rows=13, width=6, vocab=17, seed=0, dtype=torch.float32):

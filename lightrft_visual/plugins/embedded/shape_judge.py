@@ -257,14 +257,11 @@ def measure(judge: ShapeJudge, settings: JudgeSettings, count: int = 1024) -> Ju
     return JudgeAccuracy(*shares)
 
 
-def kind_numbers(colours: T, shapes: T) -> T:
-    """(B): one number for each pair of a colour and a shape, 'neither' included."""
-    return colours * (len(SHAPES) + NEITHER) + shapes
-
-
 def kinds_of(judge: ShapeJudge, images: T) -> T:
-    """(B): what images (B, 3, H, W) in 0..1 show, as `kind_numbers`."""
-    return kind_numbers(*(each.argmax(-1) for each in judge(images)[:2]))
+    """(B): what images (B, 3, H, W) in 0..1 show, as one number for each pair of a colour and a shape, 'neither'
+    included."""
+    colours, shapes = (each.argmax(-1) for each in judge(images)[:2])
+    return colours * (len(SHAPES) + NEITHER) + shapes
 
 
 def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | None = None) -> Path:
