@@ -231,6 +231,9 @@ def _by_batches(
 ) -> T:
     """A call of PyTorch's attention for each batch of segments: many calls of few tokens cost more than padding."""
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if query.shape[1] != key.shape[1] and query.device.type not in ("cpu", "meta"):
+        # Of a device's kernels only FlashAttention takes several queries to a key; else all scores would be written.
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
     grouped, made, (batches, back) = query.shape[1] != key.shape[1], [], segments.batches(window)
     for own, read, mask in batches:
         q = query.index_select(0, own.flatten()).unflatten(0, own.shape).transpose(1, 2)

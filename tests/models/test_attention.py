@@ -117,6 +117,22 @@ def test_pytorchs_own_kernel_takes_the_call_on_cuda(continues):
     assert made.shape == (1, TOTAL, 4, 64) and made.dtype == torch.bfloat16 and made.device.type == "cuda"
 
 
+def test_a_device_without_that_kernel_is_given_as_many_heads_of_keys_as_of_queries(monkeypatch):
+    """By its documentation PyTorch's attention takes fewer on CUDA by FlashAttention, or writes all scores."""
+
+    def kernel(q, k, v, mask, dropout, *, is_causal, scale, enable_gqa):
+        assert q.shape[1] == k.shape[1] == v.shape[1] == 4 and not enable_gqa
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        qkv = [torch.empty(1, heads, TOTAL, 16, device="cuda") for heads in (4, 2, 2)]
+        tokens, segments = torch.empty(4, 9, dtype=torch.long, device="cuda"), Segments(LENGTHS, torch.device("cuda"))
+        segments._batches[None] = [(tokens, tokens, None)], tokens.flatten()[:TOTAL]
+        made = attention._by_batches(*qkv, segments, 0.3, 0.0, None)
+    assert made.shape == (1, TOTAL, 4, 16)
+
+
 @pytest.mark.parametrize("wrong", [None, "aligned to the first key", "causal in the tower"])
 def test_a_kernel_that_hides_keys_is_not_used(monkeypatch, wrong):
     """A kernel may let the first query see the first key alone, however many keys there are, or hide what follows a
