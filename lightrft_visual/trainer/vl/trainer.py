@@ -230,6 +230,27 @@ class VLTrainer(PolicyTrainer):
     def engines(self) -> dict[str, TrainEngine]:
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
+    def save_engines(self, folder: Path) -> None:
+        """Optimizer states come to the device to be written. Where it has no room for them beside the engine, that
+        sleeps until they have left, and gets its weights again."""
+        engine, offloads = self.maker.engine, self.config.rollout.offload_trainer
+        if offloads:
+            engine.sleep(keep_weights=False)
+        try:
+            super().save_engines(folder)
+        finally:
+            if offloads:
+                self._make_room()
+            if engine.lacks_weights:
+                engine.wake()
+                self._load_engine_weights()
+
+    def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
+        """As `save_engines`; the engine gets its weights later, when these are known."""
+        if self.config.rollout.offload_trainer:
+            self.maker.engine.sleep(keep_weights=False)
+        super().load_engines(folder, saved_ranks)
+
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
         self.actor.bring_back()

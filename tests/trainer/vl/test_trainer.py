@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
+from lightrft_visual.errors import CheckpointError
 from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.rollout.weight_sync import WeightPost, received
 from lightrft_visual.runtime.train_engine import TrainEngine
@@ -177,6 +179,43 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
     trainer._load_engine_weights()
     trainer.export(Path())
     assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
+
+
+class Sleeps:
+    """What an engine on the accelerator is told, and the saving and moving of states in between."""
+
+    shares_weights = lacks_weights = False
+
+    def __init__(self):
+        self.told: list[str] = []
+
+    def sleep(self, keep_weights: bool) -> None:
+        self.told.append("sleep")
+        self.lacks_weights = not keep_weights
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+    def update_weights(self, named_tensors) -> None:
+        self.told.append(f"{len(list(named_tensors))} weights")
+        self.lacks_weights = False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_states_are_on_the_device_for_a_checkpoint_only_while_the_engine_sleeps(monkeypatch, offloads, fails):
+    def save(folder: str, name: str) -> None:
+        told.append("save")
+        if fails:
+            raise CheckpointError("full")
+
+    trainer = trainer_that_offloads(Sleeps())
+    trainer.config.rollout.offload_trainer, told, trainer.critic = offloads, trainer.maker.engine.told, None
+    monkeypatch.setattr(trainer.actor, "save", save)
+    monkeypatch.setattr(trainer.actor, "offload", lambda: told.append("states leave"))
+    with pytest.raises(CheckpointError) if fails else nullcontext():
+        trainer.save_engines(Path())
+    assert told == (["sleep", "save", "states leave", "wake", "4 weights"] if offloads else ["save"])
 
 
 @pytest.mark.parametrize("shares_weights,lent", [(True, False), (False, True)])
