@@ -3,27 +3,80 @@
 from __future__ import annotations
 
 import csv
-import json
+import hashlib
 from pathlib import Path
 
 import pytest
-from forked import run_on_ranks
-from whole_runs import LIMIT, SMALL, environment
+from forked import on_ranks
+from whole_runs import LIMIT, SMALL
 
-SCRIPT = Path(__file__).with_name("nan_run.py")
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import NonFiniteError
+from lightrft_visual.launch import quiet_libraries
+from lightrft_visual.rollout.weight_sync import named_weights
+from lightrft_visual.runtime import collectives
+from lightrft_visual.trainer.vl import updates
+from lightrft_visual.trainer.vl.trainer import build_trainer
+
+BAD_STEPS = (1, 3, 4, 5)  # one alone, then three in a row
+
+
+def hash_of(actor) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in named_weights(actor):
+        digest.update(name.encode())
+        digest.update(tensor.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run(stage: int, folder: Path, flags: list[str]) -> dict:
+    argv = [*flags, "--zero_stage", str(stage), "--max_steps", "8", "--output_dir", str(folder / f"run_{stage}")]
+    trainer = build_trainer(load_config(RunConfig, argv))
+    hashes, sync, plain_loss = [hash_of(trainer.actor)], trainer.sync, updates.policy_loss
+
+    def noted_sync() -> None:
+        hashes.append(hash_of(trainer.actor))
+        sync()
+
+    def poisoned(*arguments):
+        losses = plain_loss(*arguments)
+        if collectives.rank() == 1 and trainer.step in BAD_STEPS:
+            losses.loss = losses.loss * float("nan")
+        return losses
+
+    trainer.sync, updates.policy_loss = noted_sync, poisoned
+    error = None
+    try:
+        trainer.fit()
+    except NonFiniteError as failure:
+        error = str(failure)
+        hashes.append(hash_of(trainer.actor))
+    updates.policy_loss = plain_loss
+    return {"weights": hashes, "error": error}
+
+
+def run_stages(folder: Path, flags: list[str]) -> list[dict]:
+    """Rank 1 meets a NaN loss in some steps, under every ZeRO stage: a hash of all weights after each step, and how the
+    run ended."""
+    quiet_libraries()
+    return [run(stage, folder, flags) for stage in range(4)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache_root) -> Path:
-    folder = tmp_path_factory.mktemp("nan")
-    flags = [*SMALL, "--engine_type", "hf", "--max_samples", "64"]
-    run_on_ranks(SCRIPT, [str(folder), *flags], environment(cache_root), 2, LIMIT)
-    return folder
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("nan")
+
+
+@pytest.fixture(scope="module")
+def both(folder, cache_root) -> list[list[dict]]:
+    """By rank and stage."""
+    return on_ranks(run_stages, folder, [*SMALL, "--engine_type", "hf", "--max_samples", "64"], limit=LIMIT)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weights_stay_bit_identical_on_both_ranks(folder, stage):
-    ranks = [json.loads((folder / f"{stage}_rank{rank}.json").read_text()) for rank in range(2)]
+def test_weights_stay_bit_identical_on_both_ranks(both, stage):
+    ranks = [each[stage] for each in both]
     weights = ranks[0]["weights"]
     assert ranks[1]["weights"] == weights
     assert weights[0] != weights[1] == weights[2] != weights[3]  # steps 1 and 3 trained, step 2 did not
@@ -33,7 +86,7 @@ def test_weights_stay_bit_identical_on_both_ranks(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_skipped_steps_are_in_the_metrics(folder, stage):
+def test_skipped_steps_are_in_the_metrics(folder, both, stage):
     with open(folder / f"run_{stage}" / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["skipped_steps"]) for row in rows] == [0, 1, 0, 1, 1]

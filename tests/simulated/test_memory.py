@@ -14,9 +14,7 @@ SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective ne
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     root = tmp_path_factory.mktemp("memory")
-    run_ranks(
-        "memory_ranks.py", str(root), timeout=840, folder=Path(__file__).parent, fresh=True
-    )  # may compile the device
+    run_ranks(Path(__file__).with_name("memory_ranks.py"), str(root), timeout=840)  # may compile the device
     return [json.loads((root / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

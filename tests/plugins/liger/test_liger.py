@@ -71,7 +71,7 @@ def test_divided_weights_give_the_log_probs_and_gradients_that_they_give_without
     pytest.importorskip("liger_kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     stock_checkpoint(tmp_path / "model", "qwen2_5_vl")
-    run_ranks("liger_ranks.py", str(tmp_path), timeout=600, folder=HERE, fresh=True)
+    run_ranks(HERE / "liger_ranks.py", str(tmp_path), timeout=600)
     for rank in range(2):
         log_probs, norm, size = json.loads((tmp_path / f"{rank}.json").read_text())
         assert log_probs <= 1e-5 and norm <= 1e-5 * size and size > 0

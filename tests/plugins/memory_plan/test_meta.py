@@ -47,6 +47,11 @@ def test_checkpointing_keeps_the_inputs_of_its_parts() -> None:
     assert saving.kept < saving.peak < plain.peak
 
 
+def test_hooks_on_weights_leave_with_the_count() -> None:
+    held(module := on_meta(Stack), backward=True)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+
+
 def test_it_agrees_with_what_autograd_saves_of_real_tensors() -> None:
     module, saved = Stack(), {}
 

@@ -102,7 +102,7 @@ def test_the_usual_engine_of_each_family_is_accepted_here(root):
 def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_path):
     out = tmp_path / "said.json"
     folders = [checkpoint_of(root, kind).path for kind in KINDS]
-    run_ranks("claimed_cuda.py", str(out), *folders, ranks=1, folder=Path(__file__).parent, fresh=True)
+    run_ranks(Path(__file__).with_name("claimed_cuda.py"), str(out), *folders, ranks=1)
     for case, said in json.loads(out.read_text()).items():
         if case.endswith("refused"):
             assert all(text.startswith("vLLM refuses this engine") for text in said.values()), case

@@ -16,6 +16,8 @@ from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.rollout.vllm.workers import PromptSharing
 from lightrft_visual.runtime.host_memory import SHARED_MEMORY
 
+SCRIPT = Path(__file__).parents[1] / "tensor_parallel_ranks.py"
+
 
 @contextmanager
 def left_behind(folder: Path) -> Iterator[None]:
@@ -41,7 +43,7 @@ def test_engines_are_sent_what_they_read_of_a_prompt():
 def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root, tmp_path):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     with left_behind(SHARED_MEMORY):
-        run_ranks("tensor_parallel_ranks.py", checkpoint.path, str(tmp_path), fresh=True)
+        run_ranks(SCRIPT, checkpoint.path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
     assert first["shared"] and all(line.endswith("(deleted)") for line in first["shared"] + second["shared"])
@@ -51,7 +53,7 @@ def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root, tm
 def test_an_engine_in_one_process_starts_ranks_of_its_own(root, tmp_path):
     """As in a rollout worker: both ranks get each version of the weights, and draw at them."""
     folder = checkpoint_of(root, "qwen2_5_vl").path
-    run_ranks("tensor_parallel_ranks.py", folder, str(tmp_path), "own", ranks=1, timeout=400, fresh=True)
+    run_ranks(SCRIPT, folder, str(tmp_path), "own", ranks=1, timeout=400)
     found = json.loads((tmp_path / "0.json").read_text())
     assert len(found["figures"]) == 4 and max(found["figures"]) <= 1e-5
     first, second = found["tokens"]

@@ -7,16 +7,83 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_families
+import torch
 from diffusers import DiffusionPipeline
-from forked import run_alone
+from forked import on_ranks
+from PIL import Image
 
-DRIVER = Path(__file__).with_name("edit_runs.py")
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import load_config
+from lightrft_visual.errors import LightRFTVisualError
+from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
+
+BASE = (
+    "--height 32 --width 32 --source_pixels 4096 --num_steps 3 --eval_num_steps 2 --guidance_scale 3 --lora_rank 2 "
+    "--rollout_batch_size 2 --n_samples_per_prompt 2 --micro_rollout_batch_size 4 --train_batch_size 4 "
+    "--micro_train_batch_size 2 --learning_rate 1e-2 --report false --max_steps 2 --reward_fn {folder}/scores.py:nearer"
+)
+SCORES = """
+def mean(image):
+    return image.convert("RGB").resize((1, 1)).getpixel((0, 0))
+
+def nearer(images, prompts, source_images, metadata):
+    \"\"\"The prompt's colour, and close to the source's.\"\"\"
+    assert [len(row) for row in source_images] == [len(row["sizes"]) for row in metadata]
+    assert [list(row[0].size) for row in source_images] == [row["sizes"][0] for row in metadata]
+    return [-abs(mean(image)[0] - mean(row[0])[0]) / 255 for image, row in zip(images, source_images)]
+"""
+QUICK = "--max_steps 1 --max_eval_samples 0"
+RUNS = {
+    "flow_grpo": "",
+    "nft": f"--diffusion_algorithm diffusion_nft {QUICK}",
+    "many": f"--pretrain {{folder}}/plus --prompt_data {{folder}}/many.jsonl --eval_data {{folder}}/many.jsonl {QUICK}",
+    "too_many": "--prompt_data {folder}/many.jsonl",
+    "no_edits": "--pretrain {folder}/plain",
+    "misspelt": "--trainable_models transformr",
+}
+
+
+def prepare(folder: Path) -> None:
+    kinds = {"edit": "qwen_image_edit", "plus": "qwen_image_edit_plus", "plain": "qwen_image"}
+    for place, kind in kinds.items():
+        torch.manual_seed(0)
+        tiny_families.FAMILIES[kind]().save_pretrained(folder / place)
+    Image.new("RGB", (40, 40), "red").save(folder / "red.png")
+    Image.new("RGB", (80, 20), "blue").save(folder / "blue.png")
+    red, blue = {"images": ["red.png"], "sizes": [[40, 40]]}, {"images": "blue.png", "sizes": [[80, 20]]}
+    both = {"images": ["red.png", "blue.png"], "sizes": [[40, 40], [80, 20]]}
+    for name, rows in {"edits": [red, blue], "many": [red, both]}.items():
+        texts = [json.dumps({"prompt": f"make it darker {place}", **row}) for place, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("\n".join(texts))
+    (folder / "scores.py").write_text(SCORES)
+
+
+def run(folder: Path, name: str, flags: str) -> dict[str, object]:
+    rows = str(folder / "edits.jsonl")
+    argv = [
+        "--pretrain", str(folder / "edit"), "--prompt_data", rows, "--eval_data", rows, "--eval_split", "train",
+        "--output_dir", str(folder / name), *BASE.format(folder=folder).split(), *flags.format(folder=folder).split(),
+    ]  # fmt: skip
+    try:
+        trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
+        trainer.fit()
+        trainer.close()
+    except LightRFTVisualError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"updates": trainer.updates}
+
+
+def all_runs(folder: Path) -> None:
+    prepare(folder)
+    facts = {name: run(folder, name, flags) for name, flags in RUNS.items()}
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_root):
     place = tmp_path_factory.mktemp("edits")
-    run_alone(DRIVER, place, limit=280)
+    on_ranks(all_runs, place, ranks=1, limit=280)
     return place
 
 

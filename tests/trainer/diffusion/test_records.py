@@ -1,4 +1,4 @@
-"""What a diffusion step sends to other ranks for the records that it keeps."""
+"""What a diffusion step sends to other ranks for the records that it keeps, and the order of the pairs of a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.diffusion.maker import Drawn
-from lightrft_visual.trainer.diffusion.parts import records_of_drawn
+from lightrft_visual.trainer.diffusion.parts import DrawingSource, records_of_drawn
 from lightrft_visual.trainer.features import records
 from lightrft_visual.trainer.hooks import StepData
 
@@ -65,3 +66,32 @@ def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(sent, shape)
 def test_nothing_is_sent_where_no_rollouts_are_kept(sent):
     found, _ = step((3, 64, 64), save_trajectories=False)
     assert found == [] and sent == []
+
+
+PAIRS = [PromptRow(prompt=f"pair {number}", images=[]) for number in range(10)]
+
+
+def prompts_of(monkeypatch, step, rank=0, world=1, seed=1):
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "world_size", lambda: world)
+    config = SimpleNamespace(
+        offline=True, sampling=SimpleNamespace(rollout_batch_size=4), train=SimpleNamespace(seed=seed),
+        asynchronous=SimpleNamespace(ahead=0),
+    )  # fmt: skip
+    batch = DrawingSource(config, PAIRS).next(step, 100)
+    return batch.prompts, batch.sample_ids.tolist()
+
+
+def test_each_pair_comes_once_in_an_epoch_whose_order_is_another_one_than_the_last(monkeypatch):
+    seen = [prompt for step in range(5) for prompt in prompts_of(monkeypatch, step)[0]]
+    first, second = seen[:10], seen[10:]
+    assert sorted(first) == sorted(second) == sorted(each.prompt for each in PAIRS)
+    assert first != second
+    assert prompts_of(monkeypatch, 0, seed=2)[0] != first[:4]
+
+
+@pytest.mark.parametrize("step", [0, 2, 7])
+def test_the_pairs_of_a_step_are_the_same_on_other_numbers_of_ranks(monkeypatch, step):
+    prompts, ids = prompts_of(monkeypatch, step)
+    parts = [prompts_of(monkeypatch, step, rank, 2) for rank in range(2)]
+    assert [sum(each, []) for each in zip(*parts)] == [prompts, ids]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from forked import run_on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from launched import run_ranks
 
 from lightrft_visual.trainer.features.balanced_rollouts import BalancedRolloutsHook, deal
 
@@ -41,7 +42,8 @@ def test_expected_lengths_are_running_means_by_label_and_of_a_new_label_the_mean
 
 
 def test_two_ranks_generate_the_same_responses_and_after_one_round_as_many_tokens(tmp_path):
-    run_ranks("balanced_rollouts.py", str(tmp_path), "--lengths", "2", "8", "32", folder=BENCH)
+    arguments = [str(tmp_path), "--lengths", "2", "8", "32"]
+    run_on_ranks(BENCH / "balanced_rollouts.py", arguments, os.environ | {"OMP_NUM_THREADS": "1"}, 2, 260)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     loads = {name: [[each[name][number]["tokens"] for each in ranks] for number in range(4)] for name in ranks[0]}
     assert all(max(pair) <= 1.1 * sum(pair) / 2 for pair in loads["balanced"][1:])

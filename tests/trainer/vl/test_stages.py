@@ -13,7 +13,7 @@ from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.config.vl import AlgorithmConfig
+from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
 from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.data.validation import MAX_LABELS, measured_labels
 from lightrft_visual.errors import ConfigError
@@ -37,7 +37,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
 from lightrft_visual.trainer.vl.evaluation import Evaluation
-from lightrft_visual.trainer.vl.maker import ExperienceMaker, ForwardStage, MakerSettings, build_maker
+from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings, build_maker
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 
 
@@ -327,3 +327,26 @@ def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
     ForwardStage(actor, model, model, torch.device("cpu")).run(batches, ScoringRule())
     for name in ("action_log_probs", "action_entropy", "base_action_log_probs", "values"):
         assert [getattr(batch, name)[0, 0].item() for batch in batches] == [0, 2, 4]
+
+
+def probed_steps(steps: int, ahead: bool = False, full: bool = True, evaluated: bool = False) -> list[int]:
+    """After which of the first steps of a run the engine's new weights are probed."""
+    found: list[int] = []
+    gate = SimpleNamespace(check=lambda probe, temperature: found.append(step) or 0.25)
+    agreement = Agreement(gate, RolloutConfig(), ahead)
+    agreement.probe = object()
+    for step in range(1, steps + 1):
+        agreement.after_sync(step, evaluated, full)
+    assert agreement.difference == (0.25 if found else 0.0)
+    return found
+
+
+def test_the_first_weights_are_probed_where_no_rollout_would_show_them():
+    """Rollouts ahead are of a policy that is gone when they are trained on: nothing can be compared with them."""
+    assert probed_steps(51) == [50]
+    assert probed_steps(51, ahead=True) == [1, 50]
+
+
+def test_every_sync_is_probed_before_an_evaluation_and_where_log_probs_are_cut():
+    assert probed_steps(2, evaluated=True) == [1, 2]
+    assert probed_steps(2, full=False) == [1, 2]
