@@ -25,7 +25,7 @@ if BLOCKED:
 # Whole runs, engines and compiled programs: minutes each, or seconds for every family.
 SLOW = (
     "distributed/", "faults/", "simulated/", "extension/", "plugins/ray/", "rollout/vllm/",
-    "rollout/test_sharded_generation.py", "runtime/test_precision.py", "runtime/test_presence.py",
+    "runtime/test_precision.py", "runtime/test_presence.py",
     "runtime/test_zero3_loading.py", "runtime/test_port.py",
     "models/diffusion/test_compile.py", "models/diffusion/test_context_parallel.py",
     "models/diffusion/test_families.py", "models/vlm/test_sequence.py",

@@ -23,17 +23,17 @@ def made_elsewhere(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def late_rewards() -> Iterator[dict[str, str]]:
-    with late_rewards_server() as base:
-        yield {name: f"{base}/{name}" for name in ("late", "now", "some")}
+def late() -> Iterator[str]:
+    with late_rewards_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory, cache_root, made_elsewhere, late_rewards) -> Path:
+def one_rank(tmp_path_factory, cache_root, made_elsewhere, late) -> Path:
     own = elsewhere.bad(made_elsewhere) | elsewhere.good(made_elsewhere)
     folder = tmp_path_factory.mktemp("one_rank")
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root)}
-    runs = own | filled(ONE_RANK, **others, **late_rewards)
+    runs = own | filled(ONE_RANK, **others, late=late)
     for name in ("base", "kl_loss_lora"):  # what a run has exported is loaded by vLLM and trained on
         exported = str(folder / name / "checkpoint-final")
         runs[f"reloaded_{name}"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]
@@ -47,13 +47,12 @@ def embedded_flags(cache_root: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory, cache_root, one_rank, late_rewards) -> Path:
+def two_ranks(tmp_path_factory, cache_root, one_rank, late) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
     task = embedded_task(cache_root)
     rows = rows_apart(task.train, folder / "mixed.jsonl")
-    apart = rows_apart(task.train, folder / "apart.jsonl", steps=8)
-    others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root), **late_rewards}
-    runs = filled(TWO_RANKS, rows=rows, apart=apart, **others)
+    others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root)}
+    runs = filled(TWO_RANKS, rows=rows, late=late, **others)
     return run_plan(runs, folder, cache_root, ranks=2)
 
 
@@ -73,7 +72,7 @@ def hostile_rows(folder: Path, cache_root: Path) -> Path:
     return hostile.write(folder / "hostile_data", embedded_task(cache_root).train, HOSTILE_ROWS)
 
 
-def filled(runs: dict[str, list[str]], **paths: Path) -> dict[str, list[str]]:
+def filled(runs: dict[str, list[str]], **paths: Path | str) -> dict[str, list[str]]:
     """The runs with the {names} of files in their flags replaced by the files."""
     words = {f"{{{name}}}": str(path) for name, path in paths.items()}
     return {name: [words.get(word, word) for word in argv] for name, argv in runs.items()}

@@ -10,7 +10,7 @@ from whole_runs import SMALL
 
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "qwen2")
 REWARDS = """
 def score(prompts, completions, reference, images):
     return [float(str(answer) in text) + 0.01 * len(text) for text, answer in zip(completions, reference)]

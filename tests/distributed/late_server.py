@@ -1,4 +1,4 @@
-"""A reward server whose answers take their time: `with late_rewards_server() as base:`, then POST to base + '/late'."""
+"""A reward server whose answers take their time, and which has no score for few of the responses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ SECONDS = 0.1
 
 
 class Handler(BaseHTTPRequestHandler):
-    """/now answers at once, /late after a while, /some too, and has no score for few of the responses."""
-
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-        if self.path != "/now":
-            time.sleep(SECONDS)
+        time.sleep(SECONDS)
         numbers = [zlib.crc32(query.encode()) for query in queries]
-        scores = [None if self.path == "/some" and number % 31 == 2 else number % 8 / 8 for number in numbers]
+        scores = [None if number % 31 == 2 else number % 8 / 8 for number in numbers]
         data = json.dumps({"rewards": scores}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -39,6 +36,6 @@ def late_rewards_server() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}/late"
     finally:
         server.shutdown()

@@ -50,11 +50,6 @@ def resume_runs(where: str) -> dict[str, list[str]]:
     return runs
 
 
-CHANGED = {
-    "grpo_3": "--actor_learning_rate 1e-5",
-    "ppo_2": "--init_kl_coef 0.5 --critic_learning_rate 1e-5",
-}
-
 FLAG_RUNS = {
     name: small(f"--max_steps 2 {flags}")
     for name, flags in {
@@ -111,18 +106,8 @@ _BOTH = (
     "--rollout_batch_size 4 --train_batch_size 16 --generate_max_len 6 --prompt_max_len 256 --actor_learning_rate 1e-3 "
     f"{SPREAD} --max_eval_samples 4 --eval_data {{both}}"
 )
-# Rewards of servers that answer late, at once, or late and not for all samples ({late}, {now}, {some}).
-LATE_STEPS = 2
-LATE = f"--engine_type given --plugins {ENGINES} --max_steps {LATE_STEPS} --init_kl_coef 0.05 --remote_rm_url"
-LATE_RUNS = {
-    "late": small(f"{LATE} {{late}}"),
-    "late_now": small(f"{LATE} {{now}}"),
-    "late_some": small(f"{LATE} {{some}}"),
-}
-# Rank 0 meets images alone and rank 1 text, whose responses have other lengths ({apart}).
-BALANCED = small(
-    "--engine_type hf --zero_stage 2 --prompt_data {apart} --max_steps 3 --generate_max_len 12 --temperature 2.5"
-)
+# Rewards of a server that answers late, and not for all samples.
+LATE = small(f"--engine_type given --plugins {ENGINES} --max_steps 2 --init_kl_coef 0.05 --remote_rm_url {{late}}")
 ONE_RANK = {
     "base": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     "given": given("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
@@ -137,10 +122,9 @@ ONE_RANK = {
     "eight_bits": small(
         f"--max_steps 2 --engine_type in_eight_bits --plugins {ENGINES} --engine_quantization fp8 --tis_mode token"
     ),
-    "twice": small("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
     "packed": given("--max_steps 2 --share_prefix false --packing_samples true"),
     "budget": given("--max_steps 2 --packing_samples true --max_tokens_per_batch 300"),
-    **LATE_RUNS,
+    "late": LATE,
     "unified": small(_UNIFIED_GIVEN),
     "both": small(_BOTH),
     "unified_packed": small(f"{_UNIFIED_GIVEN} --packing_samples true"),
@@ -156,15 +140,14 @@ TWO_RANKS = {
         f"--rollout_batch_size {MIXED_BATCH} --train_batch_size {MIXED_BATCH * 4}"
     ),
     **{f"unified_{stage}": small(f"{_UNIFIED_GIVEN} --zero_stage {stage}") for stage in (2, 3)},
-    "late_3": small(f"{LATE} {{late}} --zero_stage 3"),
-    "late_some_2": small(f"{LATE} {{some}} --zero_stage 2"),
-    "unbalanced": BALANCED,
-    "balanced": [*BALANCED, "--balance_rollouts", "true"],
+    "late_2": [*LATE, "--zero_stage", "2"],
+    "balanced": given("--max_steps 2 --zero_stage 2 --balance_rollouts true"),
     **resume_runs("two_ranks"),
     **HOSTILE,
     **HOSTILE_RESUMED,
 }
-TWO_RANKS |= {f"{name}_changed": [*TWO_RANKS[f"{name}_resumed"], *flags.split()] for name, flags in CHANGED.items()}
+CHANGED = "--init_kl_coef 0.5 --actor_learning_rate 1e-5 --critic_learning_rate 1e-5"
+TWO_RANKS["ppo_2_changed"] = [*TWO_RANKS["ppo_2_resumed"], *CHANGED.split()]
 
 
 TEXT_ROW = {"prompt": "How many?", "reference": "2", "label": "text"}

@@ -9,7 +9,7 @@ import torch
 from elsewhere import FAMILIES
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-from whole_runs import EXAMPLE, launch, rollouts, rows
+from whole_runs import rollouts, rows
 
 COLUMNS = (
     "step reward_mean reward_std loss kl grad_norm clip_frac ratio_max_dev_first rollout_logp_diff_max response_length "
@@ -81,15 +81,3 @@ def test_bad_input_is_named_before_any_model_loads(one_rank, name):
     for word in words:
         assert word in last
     assert "in _models" not in trace and "build_engine" not in trace
-
-
-def test_the_launcher_hands_errors_on(cache_root, tmp_path):
-    missing = launch(
-        EXAMPLE, ["--prompt_data", str(tmp_path / "none.jsonl"), "--output_dir", str(tmp_path)], cache_root
-    )
-    assert missing.returncode != 0
-    assert "none.jsonl" in error_line(missing.stderr)
-
-
-def error_line(output: str) -> str:
-    return next(line for line in output.splitlines() if line.startswith("error: "))
