@@ -53,6 +53,9 @@ def attributes_read() -> set[str]:
     return outside | handed_on
 
 
+@pytest.mark.plugin("embedded")  # each of these three alone reads some settings
+@pytest.mark.plugin("memory_plan")
+@pytest.mark.plugin("ray")
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
 def test_every_leaf_is_read_somewhere(root) -> None:
     read = attributes_read()
