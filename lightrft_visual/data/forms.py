@@ -39,7 +39,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Content:
-    """What a form finds in a row. consumed: columns that go into the prompt with all they hold."""
+    """What a form finds in a row. prompt: text, or messages with images as parts. consumed: columns it takes whole."""
 
     prompt: Any
     reference: Any = None
