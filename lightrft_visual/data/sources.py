@@ -86,7 +86,9 @@ def parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
         return json.loads(text)
     except RecursionError:
         raise DataError(f"{name}: JSON nested too deep", "nested too deep") from None
-    except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not in UTF-8 ({error}): save the file in UTF-8{advice}", "not JSON") from None
+    except ValueError as error:
         if "integer string conversion" in str(error):
             raise DataError(f"{name}: an integer of more than 4300 digits", "number too long") from None
         raise DataError(f"{name}: not valid JSON: {error}{advice}", "not JSON") from None

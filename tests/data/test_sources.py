@@ -149,3 +149,13 @@ def test_a_damaged_page_makes_the_rows_of_its_group_bad(tmp_path):
     for row in (20, 29):
         with pytest.raises(DataError, match=rf"rows.parquet:row {row}: row group 2 cannot be read"):
             source[row]
+
+
+@pytest.mark.parametrize(
+    "name, encoding", [("rows.jsonl", "latin-1"), ("rows.jsonl", "utf-16"), ("rows.json", "latin-1")]
+)
+def test_a_file_in_another_encoding_is_told_what_to_do(tmp_path, name, encoding):
+    row = '{"prompt": "café"}\n'
+    (tmp_path / name).write_bytes((row if name.endswith("l") else f"[{row}]").encode(encoding))
+    with pytest.raises(DataError, match=rf"{name}.*: not in UTF-8 \(.*: save the file in UTF-8"):
+        rows_of(tmp_path / name)
