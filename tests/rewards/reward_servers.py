@@ -68,6 +68,9 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, plain[kind])
         elif kind == "html":
             self.reply(200, "<html>Bad gateway</html>", "text/html")
+        elif kind == "http2":  # the frame with which a server that knows nothing else begins
+            self.wfile.write(b"\0\0\0\4\0\0\0\0\0")
+            self.close_connection = True
         elif kind == "flaky":  # two failures, then well
             self.reply(200 if call > 2 else 503, {"rewards": scores})
         elif kind == "tenth":  # every tenth call fails

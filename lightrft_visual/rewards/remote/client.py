@@ -198,7 +198,8 @@ class RemoteClient:
             reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
         except httpx.TransportError as error:
-            reason = f"{name}: connection failed ({type(error).__name__})"
+            told = "no whole reply of HTTP/1.1" if isinstance(error, httpx.RemoteProtocolError) else "connection failed"
+            reason = f"{name}: {told} ({type(error).__name__})"
             raise RequestFailed(reason, retry=True, answered=False) from None
         except BadReply as problem:
             raise RequestFailed(f"{name}: {problem}", retry=False) from None

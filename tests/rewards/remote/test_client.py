@@ -55,6 +55,7 @@ FAILURES = {
     "refused": "connection failed",
     "500": "HTTP 500",
     "hang": "no reply within 1 s",
+    "http2": "no whole reply of HTTP/1.1",
     "html": "the reply is not JSON",
     "short": "2 scores for 3 samples",
     "nan": "a score is not finite",
