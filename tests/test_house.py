@@ -27,7 +27,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2135, "experience": 3054, "config": 4707, "runtime": 5348, "data": 3101,
-    "models": 5594, "rollout": 4734, "rewards": 3835, "algorithms": 1852, "trainer": 7070, "observe": 3429,
+    "models": 5597, "rollout": 4734, "rewards": 3835, "algorithms": 1852, "trainer": 7070, "observe": 3429,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -12,6 +12,7 @@ import torch
 
 from ...experience.types import ModelInputs
 from ...experience.vision import PATCHES, Named, VisionTensors, parts_of
+from ...runtime.host_copies import on_host, to_device
 from ...runtime.seeding import derive_seed
 from .actor import ActorOutput
 
@@ -42,12 +43,12 @@ def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> V
 def _hidden(pixels: T, share: float, seed: int) -> T:
     """pixels: (patches, D), of which whole rows are hidden, or images or frames (..., H, W), in which squares are."""
     if pixels.dim() == 2:
-        return pixels * _kept((len(pixels),), share, seed).to(pixels).unsqueeze(1)
+        return pixels * to_device(_kept((len(pixels),), share, seed).to(pixels.dtype), pixels.device).unsqueeze(1)
     height, width = pixels.shape[-2:]
     grid = (len(pixels), -(-height // TILE), -(-width // TILE))
     kept = _kept(grid, share, seed).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :height, :width]
     between = [1] * (pixels.dim() - 3)
-    return pixels * kept.to(pixels).view(len(pixels), *between, height, width)
+    return pixels * to_device(kept.to(pixels.dtype), pixels.device).view(len(pixels), *between, height, width)
 
 
 def _kept(shape: tuple[int, ...], share: float, seed: int) -> T:
@@ -66,18 +67,20 @@ def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
     keeps ranks in step, and costs no more than two.
     """
     vision, count = inputs.vision, len(inputs.action_mask)
-    groups = [0] * count if inputs.group_ids is None else inputs.group_ids.tolist()
+    groups = [0] * count if inputs.group_ids is None else on_host(inputs.group_ids).tolist()
     seeds = [derive_seed(seed, "hidden", group) for group in groups[: len(vision.samples)]]
     both = VisionTensors.gather([vision, hide_patches(vision, share, seeds)])
     axis = 1 if inputs.is_packed else 0
 
-    def twice(value):
-        return value if value is None else value + value if isinstance(value, list) else torch.cat([value, value])
+    def twice(value, axis=0):  # on the host, where the forward reads it again
+        if value is None or isinstance(value, list):
+            return value and value + value
+        return to_device(torch.cat([on_host(value)] * 2, dim=axis), value.device)
 
     return replace(
         inputs,
-        sequences=torch.cat([inputs.sequences] * 2, dim=axis),
-        attention_mask=torch.cat([inputs.attention_mask] * 2, dim=axis),
+        sequences=twice(inputs.sequences, axis),
+        attention_mask=twice(inputs.attention_mask, axis),
         action_mask=twice(inputs.action_mask),
         packed_seq_lens=twice(inputs.packed_seq_lens),
         num_actions=twice(inputs.num_actions),

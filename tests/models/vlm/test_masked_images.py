@@ -11,6 +11,7 @@ from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollout
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.vlm.masked_images import beside_hidden, halves, hide_patches
+from lightrft_visual.runtime.host_copies import on_host
 
 KINDS = ("qwen2_5_vl", "internvl")
 
@@ -37,6 +38,18 @@ def test_whole_images_lose_squares_of_fourteen_pixels():
     assert 0 < hidden.mean() < 1
     everything = hide_patches(VisionTensors([{"pixel_values": images}]), 1.0, [0]).samples[0]["pixel_values"]
     assert everything.abs().max() == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ids_and_masks_of_both_are_known_on_the_host_without_their_device(root, packed):
+    """The device is `meta`, of which nothing can be read."""
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint, videos=False))
+    inputs = inputs_of(checkpoint, rollouts, packed=packed)
+    wanted, both = beside_hidden(inputs, 0.5, 1), beside_hidden(inputs.to("meta"), 0.5, 1)
+    for name in ("sequences", "attention_mask", "action_mask", "group_ids"):
+        moved = getattr(both, name)
+        assert moved is None or moved.device.type == "meta" and torch.equal(on_host(moved), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
