@@ -127,7 +127,9 @@ class SGLangEngine(ResidentEngine):
 
     def _let_go(self, keep_weights: bool) -> None:
         """Kept weights stay on the device."""
-        self.engine.release_memory_occupation(tags=[CACHE] if keep_weights else [CACHE, WEIGHTS])
+        held = [] if self.lacks_cache else [CACHE]  # what is released already must not be named again
+        if tags := held if keep_weights else [*held, WEIGHTS]:
+            self.engine.release_memory_occupation(tags=tags)
 
     def _take_back(self, what: str | None) -> None:
         self.engine.resume_memory_occupation(tags=[what or CACHE])

@@ -182,6 +182,21 @@ def test_sleep_without_weights_takes_the_cache_back_after_new_ones(fake):
     assert not made.lacks_weights and made.generate(prompts(1), SamplingSettings())
 
 
+def test_an_engine_that_has_not_taken_its_cache_back_releases_its_weights_alone(fake):
+    """As before a checkpoint behind a sync. SGLang ends its process where memory is released twice."""
+    made = engine_with()
+    made.sleep(keep_weights=False)
+    made.update_weights([("lm_head.weight", torch.ones(2))])
+    fake.calls.clear()
+    made.sleep(keep_weights=False)
+    made.update_weights([("lm_head.weight", torch.ones(2))])
+    made.sleep()
+    made.wake()
+    tags = [given["tags"] for name, given in fake.calls if name.endswith("memory_occupation")]
+    assert tags == [["weights"], ["weights"], ["kv_cache"]]
+    assert made.generate(prompts(1), SamplingSettings())
+
+
 @pytest.mark.parametrize(
     "rollout, message",
     [
