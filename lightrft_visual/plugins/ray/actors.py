@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import LightRFTVisualError
 from ...runtime import collectives
-from .cluster import adopt_authentication, authentication, connect
+from .cluster import AUTH_MODE, connect
 
 NAMESPACE = "lightrft_visual"
 START_SECONDS = 600.0  # of an actor: imports and a large checkpoint
@@ -33,11 +34,11 @@ def on_every_rank(start: Callable[[], tuple[Any, dict[str, Any]]], needed_for: s
             address = ray.get_runtime_context().gcs_address
         except LightRFTVisualError as failure:
             error = failure
-    address, names, mode, error = collectives.broadcast_object((address, list(actors), authentication(), error))
+    told = address, list(actors), os.environ.get(AUTH_MODE), error
+    address, names, mode, error = collectives.broadcast_object(told)
     if error is not None:
         raise error
     if not collectives.is_rank_0():
-        adopt_authentication(mode)
-        ray = connect(needed_for, address=address)
+        ray = connect(needed_for, address=address, authentication=mode)
         actors = {name: ray.get_actor(name, namespace=NAMESPACE) for name in names}
     return ray, actors

@@ -25,12 +25,21 @@ TRIES = "RAY_gcs_server_port_wait_time_s"  # of Ray: seconds of waiting, or trie
 HANDED_ON = ("LIGHTRFT_", "HF_", "VLLM_", "TRANSFORMERS_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_")
 
 
-def connect(needed_for: str, cpus: float | None = None, address: str | None = None, logs: bool = False) -> Any:
+def connect(
+    needed_for: str,
+    cpus: float | None = None,
+    address: str | None = None,
+    logs: bool = False,
+    authentication: str | None = None,
+) -> Any:
     """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here with `cpus`.
 
     Raises ConfigError without the package, or where the cluster does not answer. needed_for: the setting, for that.
-    logs: whether what its processes print is printed here.
+    logs: whether what its processes print is printed here. authentication: the AUTH_MODE of the process that started
+    the cluster, where the user has not set one here; Ray finds the token by itself.
     """
+    if authentication is not None:
+        os.environ.setdefault(AUTH_MODE, authentication)  # Ray reads it when it is imported
     try:
         import ray
     except ImportError as error:
@@ -94,19 +103,6 @@ def _check_answers(named: str | None, needed_for: str) -> None:
             f"{needed_for}: no Ray cluster answers at {named} ({error}); RAY_ADDRESS names it, as HOST:6379, and "
             "without that variable a cluster is started on this host"
         ) from None
-
-
-def authentication() -> str | None:
-    """How the cluster that this process is connected to wants to be spoken to, for `adopt_authentication`: one that is
-    started here asks for a token, by Ray's default."""
-    return os.environ.get(AUTH_MODE)
-
-
-def adopt_authentication(mode: str | None) -> None:
-    """Speak to a cluster that another process has started as that one does; Ray finds the token by itself. To be called
-    before anything imports ray, which reads this when it is imported."""
-    if mode is not None:
-        os.environ.setdefault(AUTH_MODE, mode)
 
 
 def connected() -> bool:

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.ray.cluster import adopt_authentication, authentication, connect
+from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.runtime.host_memory import free_port
 
 
 def test_a_rank_speaks_to_the_cluster_as_the_rank_that_started_it(monkeypatch):
+    context = SimpleNamespace(gcs_address="host:1")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(os, "environ", {})
-    adopt_authentication(authentication())
-    assert authentication() is None  # of a cluster that asks for nothing
-    adopt_authentication("token")
-    assert os.environ == {"RAY_AUTH_MODE": "token"}
-    adopt_authentication("disabled")
-    assert authentication() == "token"  # what the user has set stays
+    for mode, held in ((None, {}), ("token", {"RAY_AUTH_MODE": "token"}), ("disabled", {"RAY_AUTH_MODE": "token"})):
+        connect("rewards", address="host:1", authentication=mode)
+        assert os.environ == held  # of a cluster that asks for nothing; what is set stays
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])

@@ -120,7 +120,9 @@ def _completion(plain: Plain, prompt: PromptFeatures) -> Completion:
 
 
 def _plain_episode(own: Episode) -> Plain:
-    turns = [{**vars(turn), "info": json.loads(json.dumps(_named(turn.info), default=str))} for turn in own.turns]
+    infos = [{str(name): value for name, value in turn.info.items()} for turn in own.turns]
+    plain = json.loads(json.dumps(infos, default=str))
+    turns = [{**vars(turn), "info": info} for turn, info in zip(own.turns, plain)]
     media = {"turns": turns, "turn_ids": torch.tensor(own.turn_ids), "vision": [_tensors(each) for each in own.vision]}
     return {**vars(own), **media, "videos": [tuple(each) for each in own.videos]}
 
@@ -150,7 +152,3 @@ def _tensors(own: VisionTensors) -> list[list[dict[str, torch.Tensor]]]:
 
 def _vision(plain: list[list[dict[str, torch.Tensor]]]) -> VisionTensors:
     return VisionTensors([InParts(parts) if len(parts) > 1 else parts[0] for parts in plain])
-
-
-def _named(info: Mapping[Any, Any]) -> Plain:
-    return {str(name): value for name, value in info.items()}

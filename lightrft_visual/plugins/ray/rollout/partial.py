@@ -28,11 +28,6 @@ class _Batch:
     result: Future = field(default_factory=Future)
     made: dict[tuple[int, int], Completion] = field(default_factory=dict)  # by prompt and copy
 
-    @property
-    def over(self) -> bool:
-        """Whether it is finished, or failed."""
-        return self.result.done()
-
     def take(self, place: tuple[int, int], completion: Completion) -> None:
         self.made[place] = completion
         n = self.settings.n
@@ -121,7 +116,7 @@ class PartialRollouts:
                 for each in responses:
                     if not each.batch.result.done():
                         each.batch.result.set_exception(error)
-            self._waiting = deque(each for each in self._waiting if not each.batch.over)
+            self._waiting = deque(each for each in self._waiting if not each.batch.result.done())
             self._pump()
 
     def _unfinished(self, responses: list[_Response], made: list[list[Completion]], version: int) -> list[_Response]:
