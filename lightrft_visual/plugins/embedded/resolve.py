@@ -40,8 +40,7 @@ def place_questions(config: RunConfig) -> None:
 
 def place_captions(config: DiffusionRunConfig) -> None:
     """Put the files of the captions, or of pairs of drawings, in the place of their name."""
-    from .captions import embedded_prompts
-    from .pairs import embedded_pairs
+    from .captions import embedded_pairs, embedded_prompts
 
     split = "test" if config.data.eval_data else config.data.eval_split  # of a file of one's own it says its part
     train, kept = embedded_prompts(cache_folder(), split)

@@ -51,7 +51,7 @@ def test_held_out_captions_share_words_but_no_combination_with_training(tmp_path
     assert all(any(word in caption for caption in kept) for word in (*COLOURS, *SHAPES))
     assert set().union(*shown["dev"]) == set(train)  # those of the test are left alone
     assert sorted(c.colour for c in all_captions() if held_out(c)) == list(range(6))
-    with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded captions are held out as dev or test"):
+    with pytest.raises(ConfigError, match="eval_split is 'train'; the embedded task evaluates on dev or test"):
         embedded_prompts(tmp_path, "train")
 
 
