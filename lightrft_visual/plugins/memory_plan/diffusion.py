@@ -20,7 +20,7 @@ from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
 from .meta import Held, Work, held_bytes, remembered, weights_bytes
-from .process import fragments, program
+from .process import program
 from .reward_models import judges_of, judging, reward_items
 from .table import HOST, Item, Phase, Plan
 from .times import DISK, Speeds
@@ -37,13 +37,15 @@ class Computed:
     """Forwards of a policy on meta tensors: what they hold for a number of samples, each worked out once.
 
     denoised(count, guidance, backward), decoded(count, backward): `Held` of a step of the trained network, and of the
-    decoder.
+    decoder. latent_bytes, media_bytes: of one sample, fp32.
     """
 
     def __init__(self, config: DiffusionRunConfig, policy: DiffusionPolicy):
         self.config, self.policy, self.family = config, policy, policy.family
         s = config.sampling
         self.latent_shape = policy.latent_shape(s.height, s.width, s.num_frames)
+        self.latent_bytes = prod(self.latent_shape) * FP32
+        self.media_bytes = 3 * s.height * s.width * s.num_frames * FP32
         self.width = 2 if config.model.bf16 else FP32
         self.tables_made = False
         self.denoised, self.decoded = cache(self._denoise), cache(self._decode)
@@ -81,15 +83,6 @@ class Computed:
         """Of one sample."""
         conditions = self.conditions(1, self.config.sampling.guidance_scale > 1).values()
         return sum(value.numel() * value.element_size() for value in conditions)
-
-    def latent_bytes(self) -> int:
-        """Of one sample's latents, fp32."""
-        return prod(self.latent_shape) * FP32
-
-    def media_bytes(self) -> int:
-        """Of one sample decoded, fp32."""
-        s = self.config.sampling
-        return 3 * s.height * s.width * s.num_frames * FP32
 
     def _denoise(self, count: int, guidance: float, backward: bool) -> Held:
         """A step of the trained network over `count` samples; of two experts one runs.
@@ -202,8 +195,7 @@ class DiffusionPlanner:
         judge: the reward model at work.
         """
         config, share = self.config, self.zero.share(3)
-        items = [*program(self.device, engine=False), *fragments(self.device)]
-        items.append(self.zero.weights("denoisers", self.model))
+        items = [*program(self.device, engine=False), self.zero.weights("denoisers", self.model)]
         items += self.zero.optimizer("denoisers", self.model, stepped)
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
             there = bool(set(names) & set(at_work))
@@ -232,8 +224,8 @@ class DiffusionPlanner:
         points = self.config.sampling.num_steps + 1 if rollout_noise(self.config).keep_path else 1
         if self.config.algorithm.entry.trains_on != "steps":
             points = 1
-        latents, told = self.samples * points * self.computed.latent_bytes(), self.computed.condition_bytes()
-        media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes(), "rollout_batch_size", HOST)
+        latents, told = self.samples * points * self.computed.latent_bytes, self.computed.condition_bytes()
+        media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
         lower = "rollout_batch_size, sde_window_size"  # media: in micro-batches, and joined
         if self.policy.family.most_source_images:  # samples refer to their prompt's
             prompts = ceil(self.samples / self.config.sampling.n_samples_per_prompt)
@@ -313,7 +305,7 @@ class DiffusionPlanner:
         if not self.config.model.vae_tiling or backward:
             return held
         share = min(1.0, 256 * 256 / (s.height * s.width))
-        media = count * self.computed.media_bytes()
+        media = count * self.computed.media_bytes
         return held._replace(peak=int(held.peak * share) + media)
 
     def _score(self) -> Phase:

@@ -74,12 +74,9 @@ def _pipeline(config: DiffusionRunConfig) -> tuple[DiffusionPipeline | None, int
 
 def _built_in(name: str, family: str) -> tuple[DiffusionPipeline, int]:
     build = load_target(registry.checkpoint_resolvers[name].pipeline_shape)
-    state = torch.random.get_rng_state()  # the builders seed it
-    try:
+    with torch.random.fork_rng(devices=[]):  # the builders seed it
         pipeline, length = build(name, family)
         return pipeline.to("meta"), length
-    finally:
-        torch.random.set_rng_state(state)
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:

@@ -18,14 +18,12 @@ CPU_BANDWIDTH = 10e9  # bytes a second of a host's memory
 
 
 def program(device: Device, engine: bool) -> list[Item]:
-    """The process on the host and its context on the device. engine: whether one with its own weights runs in it."""
+    """The process on the host, its context on the device, and what the allocator there cannot use. engine: whether one
+    with its own weights runs in it."""
     items = [Item("Python and its libraries", PROGRAM_ENGINE if engine and not device.on_cpu else PROGRAM, where=HOST)]
-    return items if device.on_cpu else [*items, Item("driver and NCCL", DRIVER)]
-
-
-def fragments(device: Device) -> list[Item]:
-    """What the allocator of an accelerator cannot use."""
-    return [] if device.on_cpu else [Item("left unused by the allocator", FRAGMENTS * device.memory)]
+    if not device.on_cpu:
+        items += [Item("driver and NCCL", DRIVER), Item("left unused by the allocator", FRAGMENTS * device.memory)]
+    return items
 
 
 def host_engine(weights: float, cache: float) -> list[Item]:

@@ -119,7 +119,7 @@ class Plan:
         if not lacking:
             phase = self.fullest()
             where, needed, limit = self.needed(phase)[0]
-            item = self._largest(phase, where)
+            item = self._items(phase, where)[0]
             return (
                 f"it fits: {_gib(needed)} of {_gib(limit)} GiB in phase {phase.name}; the largest item is {item.name}, "
                 f"{_gib(item.bytes)} GiB"
@@ -127,9 +127,6 @@ class Plan:
         phase, where, over = lacking[0]
         says = f"it does not fit: phase {phase.name} wants {_gib(over)} GiB more {where} memory than there is"
         return "\n".join([says, *self._advice(phase, where)])
-
-    def _largest(self, phase: Phase, where: str) -> Item:
-        return self._items(phase, where)[0]
 
     def _items(self, phase: Phase, where: str) -> list[Item]:
         """Largest first; on the CPU all of them, as there is one memory."""

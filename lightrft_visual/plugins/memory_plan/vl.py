@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import ceil
 
 from ...config import registry
@@ -18,7 +18,7 @@ from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
 from ...rollout.vllm.arguments import host_cache, most_sequences
 from .meta import Work
-from .process import fragments, host_engine, program
+from .process import host_engine, program
 from .reward_models import judges_of, judging, reward_items
 from .shapes import language_model
 from .table import HOST, Item, Phase, Plan
@@ -75,7 +75,7 @@ class VLPlanner:
         scoring: whether the reference is at work; else it may wait on the host. judge: the reward model at work.
         """
         model = self.shape.model
-        items = [*program(self.device, self.resident), *fragments(self.device), self.zero.weights("policy", model)]
+        items = [*program(self.device, self.resident), self.zero.weights("policy", model)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             away = self.config.rollout.offload_reference
             items.append(self._reference().on_host(away and not scoring))
@@ -360,16 +360,12 @@ class VLPlanner:
 
 def _shared_row(samples: list[SampleRef], tokens: int) -> tuple[list[int], list[int | None]]:
     """(lengths, continues) of the segments of a row with each group's prompt once, cut off after so many tokens."""
-    lengths: list[int] = []
-    continues: list[int | None] = []
-    prompts: dict[int | None, int] = {}
-    for sample in samples:
-        if sample.group not in prompts:
-            prompts[sample.group] = len(lengths)
-            lengths.append(sample.prompt)
-            continues.append(None)
-        lengths.append(sample.tokens - sample.prompt)
-        continues.append(prompts[sample.group])
-    lengths = [min(length, tokens - begin) for length, begin in zip(lengths, accumulate(lengths, initial=0))]
-    lengths = [length for length in lengths if length > 0]
-    return lengths, continues[: len(lengths)]
+    segments: list[tuple[int, int | None]] = []
+    for _, group in groupby(samples, lambda sample: sample.group):
+        prompt = len(segments)
+        for sample in group:
+            segments += [] if len(segments) > prompt else [(sample.prompt, None)]
+            segments.append((sample.tokens - sample.prompt, prompt))
+    begins = accumulate((length for length, _ in segments), initial=0)
+    kept = [(min(length, tokens - begin), of) for (length, of), begin in zip(segments, begins) if begin < tokens]
+    return [length for length, _ in kept], [of for _, of in kept]

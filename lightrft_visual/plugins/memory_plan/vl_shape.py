@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import ceil
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,26 +55,30 @@ class MicroBatch:
         return MicroBatch(1, length, min(self.actions, length), ceil(self.prompts / ranks), [length])
 
 
-@dataclass
 class VLShape:
-    """A run's model on meta tensors, as it will be trained: frozen parts frozen, adapters added."""
+    """A run's model on meta tensors, as it will be trained: frozen parts frozen, adapters added.
 
-    config: RunConfig
-    model_config: object
+    whole: as it is loaded. trained: with adapters, where there are any. model: the numbers of that; trained_tensors:
+    how many of its tensors train. base: numbers of the checkpoint, which the engine loads. tower: the vision tower,
+    None for text-only models. text: configuration of the language model. width: bytes of a weight. sequence: ranks that
+    hold a micro-batch together.
+    """
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return torch.bfloat16 if self.config.model.bf16 else torch.float32
+    def __init__(self, config: RunConfig, model_config: Any) -> None:
+        self.config, self.model_config, self.sequence = config, model_config, config.distributed.sp_size
+        self.dtype, self.width = (torch.bfloat16, 2) if config.model.bf16 else (torch.float32, FP32)
+        self.family, self.text = family_of(model_config), model_config.get_text_config()
+        self.whole = self._loaded()
+        with torch.device("meta"):
+            self.trained = adapters_in(add_lora(self.whole, config.model), self.dtype)
+        self.model = Model.of(self.trained, self.width)
+        self.trained_tensors = sum(parameter.requires_grad for parameter in self.trained.parameters())
+        self.base = sum(p.numel() for name, p in self.trained.named_parameters() if ".lora_" not in name)
+        towers = self.family.towers if self.family.vision else ()
+        named = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
+        self.tower = next((named[name] for name in towers if name in named), None)
 
-    @cached_property
-    def width(self) -> int:
-        """Bytes of a weight."""
-        return 2 if self.config.model.bf16 else FP32
-
-    @cached_property
-    def whole(self) -> nn.Module:
-        """The model as it is loaded."""
+    def _loaded(self) -> nn.Module:
         auto = AutoModelForImageTextToText if self.family.vision else AutoModelForCausalLM
         model = self.config.model
         transformer = on_meta(
@@ -84,43 +88,6 @@ class VLShape:
         freeze(transformer, model.freeze_prefix)
         through_active_experts(transformer)
         return transformer
-
-    @cached_property
-    def trained(self) -> nn.Module:
-        """The same with adapters where there are any."""
-        with torch.device("meta"):
-            return adapters_in(add_lora(self.whole, self.config.model), self.dtype)
-
-    @cached_property
-    def family(self):
-        """The adapter of the model's family."""
-        return family_of(self.model_config)
-
-    @cached_property
-    def text(self):
-        """Configuration of the language model."""
-        return self.model_config.get_text_config()
-
-    @cached_property
-    def model(self) -> Model:
-        """Its numbers; with LoRA the adapters are what is trained."""
-        return Model.of(self.trained, self.width)
-
-    @cached_property
-    def base(self) -> int:
-        """Numbers of the checkpoint, which the engine loads: without adapters."""
-        return sum(p.numel() for name, p in self.trained.named_parameters() if ".lora_" not in name)
-
-    @cached_property
-    def trained_tensors(self) -> int:
-        """How many of its tensors are trained."""
-        return sum(parameter.requires_grad for parameter in self.trained.parameters())
-
-    @cached_property
-    def tower(self) -> nn.Module | None:
-        """The vision tower; None for text-only models."""
-        names = {name.rpartition(".")[2]: module for name, module in self.whole.named_modules()}
-        return next((names[name] for name in self.family.towers if name in names), None) if self.family.vision else None
 
     @property
     def patch_side(self) -> int:
@@ -195,11 +162,6 @@ class VLShape:
         """Operations of the decoder over padded samples."""
         self.trained.train(backward)
         return self._decoder(MicroBatch(1, FEW_TOKENS, 0, 0), backward, adapters).calls
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that hold a micro-batch together."""
-        return self.config.distributed.sp_size
 
     def _embedded(self, batch: MicroBatch) -> int:
         """The embeddings of a row that several ranks hold together, which each of them has whole before it is cut."""
