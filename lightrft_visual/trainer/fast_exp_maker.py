@@ -15,7 +15,7 @@ from ..experience.types import Experience, ExperienceDiffusion, ExperienceVL, Sa
 from ..rewards.engine import RewardComputationEngine, model_device
 from ..rollout.multimodal import MultimodalDataProcessor
 from ..runtime import collectives
-from .vl.maker import MakerSettings, build_maker
+from .vl.maker import ExperienceMaker, MakerSettings
 
 if TYPE_CHECKING:
     from .diffusion.stages import Sampled
@@ -91,7 +91,7 @@ class FastExperienceMaker:
                 tokenizer, processor, prompt_max_len
             )
             settings.engine = settings.engine or _transformers_engine(actor, tokenizer, settings.micro_batch_size)
-            self.maker = build_maker(
+            self.maker = ExperienceMaker(
                 actor, critic, initial_model, tokenizer, kl_controller,
                 getattr(strategy, "device", None) or torch.device(model_device()), settings,
                 vision=processor is not None,

@@ -8,8 +8,14 @@ import pytest
 import torch.distributed as dist
 from forked import on_ranks
 
-from lightrft_visual.algorithms.dynamic_sampling import DynamicSampling, GroupRef, balanced, by_group, is_informative
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
+from lightrft_visual.trainer.features.dynamic_sampling import (
+    DynamicSampling,
+    GroupRef,
+    balanced,
+    by_group,
+    is_informative,
+)
 
 
 def collected(

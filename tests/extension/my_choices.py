@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from lightrft_visual.algorithms.advantages import AdvantageCalculator
-from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.context import LossContext, forward_noise
 from lightrft_visual.algorithms.diffusion.denoising_batch import DenoisingBatch
-from lightrft_visual.algorithms.diffusion.forward_process import forward_noise
 from lightrft_visual.algorithms.loss_terms import LossOutputs, LossTerm
 from lightrft_visual.algorithms.policy_losses import TokenLoss
 from lightrft_visual.config import registry

@@ -10,7 +10,7 @@ import torch
 from lightrft_visual.algorithms.diffusion.advantages import group_advantages
 from lightrft_visual.algorithms.diffusion.denoising_batch import samples_at, trainable_steps
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig
+from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionSamplingConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
 from lightrft_visual.experience.rollouts import PromptBatch
@@ -20,7 +20,7 @@ from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSett
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
-from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, ImageSettings, TrainedVelocity
+from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, TrainedVelocity
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -30,9 +30,9 @@ PROMPTS = ["a red circle", "a blue cross"]
 def engine() -> DiffusersEngine:
     pipeline = build_pipeline(TinyDiffusionSettings(layers=1))
     policy = DiffusionPolicy(family_of(pipeline, TEXT_LENGTH), LoraSettings(2, 4))
-    pictures = ImageSettings(32, 32, 1, 1.0, "", micro_batch_size=3)
+    pictures = DiffusionSamplingConfig(height=32, width=32, guidance_scale=1.0, micro_rollout_batch_size=3)
     sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig(0.7))
-    return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, pictures), 4)
+    return DiffusersEngine(DiffusionSampling(TrainedVelocity(policy, policy), sampler, pictures, 42), 4)
 
 
 def redness(images, references, labels):

@@ -12,10 +12,9 @@ import torch
 
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, summed, weighted_mean
+from .context import LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import ratio_means
-from .forward_process import noised, squared_error
 
 T = torch.Tensor
 _TINY = 1e-10

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, summed, weighted_mean
+from .context import LossContext, noised, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import noised, scaled_error, squared_error
 from .nft import optimality
 from .preference import sums_of_groups
 

@@ -12,9 +12,8 @@ import torch
 
 from ...rollout.diffusion_sampler import per_sample
 from ..loss_terms import LossOutputs
-from .context import LossContext, summed, weighted_mean
+from .context import LossContext, noised, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import noised, scaled_error, squared_error
 
 T = torch.Tensor
 

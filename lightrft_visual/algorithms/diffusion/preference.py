@@ -22,9 +22,8 @@ from torch.nn.functional import logsigmoid
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ..loss_terms import LossOutputs
-from .context import LossContext, summed, weighted_mean
+from .context import LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
-from .forward_process import noised, squared_error
 
 T = torch.Tensor
 Forward = tuple[ExperienceDiffusion, T]  # samples, and the steps (B, k) at which they go through the model

@@ -17,8 +17,7 @@ import torch
 from ...config.diffusion import gradient_steps
 from ...rollout.diffusion_sampler import euler_step
 from ..loss_terms import LossOutputs
-from .context import LossContext, weighted_mean
-from .forward_process import squared_error
+from .context import LossContext, squared_error, weighted_mean
 
 T = torch.Tensor
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, summed, weighted_mean
+from .context import LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .forward_process import noised, squared_error
 
 T = torch.Tensor
 

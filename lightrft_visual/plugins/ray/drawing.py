@@ -20,7 +20,7 @@ from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...rollout.weight_sync import take_over
 from ...trainer.diffusion.maker import DiffusersEngine
-from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, ImageSettings, Sampled, TrainedVelocity
+from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, Sampled, TrainedVelocity
 from .rollout.device_weights import check_transfer
 from .rollout.engine import SHARES, Workers
 from .rollout.ray_workers import check_cluster
@@ -69,7 +69,7 @@ class RemoteDrawing(DiffusersEngine):
 
     def _begin(self, requests: DrawingBatch, step: int) -> list[Future]:
         """Hand the rows to the workers, in pieces of whole micro-batches."""
-        size, count = self.sampling.settings.micro_batch_size, self.workers.pool.size
+        size, count = self.sampling.settings.micro_rollout_batch_size, self.workers.pool.size
         batches = math.ceil(len(requests) / size)
         each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
         pieces = [requests.select(slice(start, start + each)) for start in range(0, len(requests), each)]
@@ -145,7 +145,8 @@ class WorkerDrawing:
         self.policy = policy.to(device).eval()
         self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
         sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
-        self.sampling = DiffusionSampling(TrainedVelocity(policy, policy), sampler, ImageSettings.from_config(config))
+        model, seed = TrainedVelocity(policy, policy), config.train.seed
+        self.sampling = DiffusionSampling(model, sampler, config.sampling, seed)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         """What trains, into the policy; see `take_over`."""

@@ -6,11 +6,13 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
@@ -21,7 +23,7 @@ from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
-from ...models.diffusion.families.base import DiffusionFamily
+from ...models.diffusion.families.base import DiffusionFamily, join_lora
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
 from ...models.weight_copies import WeightCopy
 from ...observe.images import SHEET_IMAGES
@@ -42,8 +44,7 @@ from ..start import check_update, fit_to_data, folders_held, open_run, refused_d
 from .evaluation import DiffusionEvaluation, DrawingGold
 from .maker import DiffusersEngine, DiffusionExperienceMaker, PairExperience, TrainingReward, reward_batch
 from .parts import DiffusionParts, DrawingSource
-from .stages import DiffusionSampling, ImageSettings, RolloutGraphs, TrainedVelocity, drawing_batch
-from .teacher import load_teacher
+from .stages import DiffusionSampling, RolloutGraphs, TrainedVelocity, drawing_batch
 from .trainer import DiffusionTrainer, RewardFLTrainer
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ def _built(
     policy, engine = _policy(config, strategy, algorithm, total_steps)
     old = WeightCopy(policy.trainable_parameters(), torch.float32) if config.keeps_old_policy else None
     teacher = load_teacher(config, strategy, policy)
-    model, images = TrainedVelocity(engine, policy), ImageSettings.from_config(config)
-    sampling = DiffusionSampling(model, DiffusionSampler(rollout_sampling(config), rollout_noise(config)), images)
+    model, sampler = TrainedVelocity(engine, policy), DiffusionSampler(rollout_sampling(config), rollout_noise(config))
+    sampling = DiffusionSampling(model, sampler, config.sampling, config.train.seed)
     drawing = _engine(config, sampling, old)
     gold = _gold(config, strategy, eval_prompts, task)
     maker: DiffusionExperienceMaker | PairExperience
@@ -143,9 +144,9 @@ def _evaluation(
     """The fixed evaluation, with a seed of its own where `eval_seed` gives one; None without prompts."""
     if prompts is None:
         return None
-    output, images = config.output, ImageSettings.from_config(config)
-    fixed = images if output.eval_seed is None else replace(images, run_seed=output.eval_seed)
-    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), fixed)
+    output = config.output
+    seed = config.train.seed if output.eval_seed is None else output.eval_seed
+    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), config.sampling, seed)
     shown = output.num_trajectories_to_save
     return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, shown), shown, gold)
 
@@ -380,3 +381,45 @@ def _gold(
     if task is None or task.sets is None:
         return DrawingGold(rewards)
     return load_target(task.sets)(rewards, prompts)
+
+
+def load_teacher(
+    config: DiffusionRunConfig, strategy: DeepspeedStrategy, policy: DiffusionPolicy
+) -> DiffusionPolicy | None:
+    """The frozen model of on-policy distillation: the teacher's denoisers on the device, whole on every rank; its
+    prompts are encoded by the policy's encoders.
+
+    A folder of LoRA weights alone, as runs leave it, is joined with the model of the run.
+
+    Args:
+        config: of the run; None is returned where it names no teacher.
+        strategy: for the device and the precision.
+        policy: that learns from it.
+
+    Raises:
+        ConfigError: for a pipeline of another family, whose latents or conditions would be others, and for LoRA weights
+            of another model.
+    """
+    model = config.model
+    if model.teacher_pretrain is None:
+        return None
+    folder = Path(model.teacher_pretrain)
+    adapters = (folder / LORA_WEIGHT_NAME_SAFE).is_file() and not (folder / DiffusionPipeline.config_name).is_file()
+    path = registry.pipeline_folder(model.pretrain if adapters else model.teacher_pretrain, model.family)
+    teacher = DiffusionPolicy.from_pretrained(
+        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family
+    )
+    if type(teacher.family) is not type(policy.family):
+        raise ConfigError(
+            f"teacher_pretrain {model.teacher_pretrain} is of family {type(teacher.family).__name__}, the model of "
+            f"{type(policy.family).__name__}: on-policy distillation compares steps of one family"
+        )
+    teacher.family.follow(config)
+    pipeline = teacher.family.pipeline
+    if adapters:
+        join_lora(pipeline, folder)
+    idle = [name for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)]
+    pipeline.register_modules(**{name: None for name in idle if name not in teacher.denoisers})
+    teacher.requires_grad_(False).eval()
+    teacher.move_to(strategy.device)
+    return teacher

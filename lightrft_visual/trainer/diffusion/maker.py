@@ -318,7 +318,7 @@ class PairExperience:
         group the pair."""
         with self.timer.phase("encode"):
             self.sampling.remember(requests)
-            size = max(1, self.sampling.settings.micro_batch_size // PAIR)
+            size = max(1, self.sampling.settings.micro_rollout_batch_size // PAIR)
             parts = [slice(at, at + size) for at in range(0, len(requests), size)]
             return [self._micro(requests.select(part), step) for part in parts]
 

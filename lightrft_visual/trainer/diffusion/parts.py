@@ -27,7 +27,7 @@ from ..hooks import StepData
 from ..loop import RunParts
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
 from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward, score_samples
-from .stages import DrawingBatch, k_repeat_prompts, own_share
+from .stages import DrawingBatch, own_share, repeated_indices
 
 
 class DrawingSource:
@@ -60,8 +60,8 @@ class DrawingSource:
             order.load_state_dict(order.state_dict() | {"consumed": step * size})
             return own_share(self.dataset, order.next_batch())
         repeats = self.config.sampling.n_samples_per_prompt
-        per_rank = size * repeats // collectives.world_size()
-        return k_repeat_prompts(self.dataset, per_rank, repeats, derive_seed(seed, "k_repeat", step))
+        drawn = repeated_indices(self.dataset, size * repeats, repeats, derive_seed(seed, "k_repeat", step))
+        return own_share(self.dataset, drawn)
 
 
 @dataclass

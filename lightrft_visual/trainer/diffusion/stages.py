@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...algorithms.diffusion.denoising_batch import first_share
-from ...config.diffusion import DiffusionRunConfig
+from ...config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from ...config.placement import GIB
 from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, KeptSteps
@@ -139,29 +139,6 @@ class TrainedVelocity:
         self.starting_scale = policy.starting_scale
 
 
-@dataclass(frozen=True)
-class ImageSettings:
-    """Size, guidance and batch of the sampler's calls."""
-
-    height: int
-    width: int
-    frames: int
-    guidance_scale: float
-    negative_prompt: str
-    micro_batch_size: int
-    same_latent: bool = False
-    run_seed: int = 42
-
-    @classmethod
-    def from_config(cls, config: DiffusionRunConfig) -> ImageSettings:
-        """Those of a run."""
-        s = config.sampling
-        return cls(
-            s.height, s.width, s.num_frames, s.guidance_scale, s.negative_prompt, s.micro_rollout_batch_size,
-            s.same_latent, config.train.seed,
-        )  # fmt: skip
-
-
 @dataclass
 class Sampled:
     """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host.
@@ -178,16 +155,21 @@ class Sampled:
 
 
 class DiffusionSampling:
-    """Draws and decodes images or videos for rows of prompts (the `diffusers` engine)."""
+    """Draws and decodes images or videos for rows of prompts (the `diffusers` engine).
 
-    def __init__(self, model: TrainedVelocity, sampler: DiffusionSampler, settings: ImageSettings):
-        self.model, self.sampler, self.settings = model, sampler, settings
+    settings: their size, guidance and batch; run_seed: of the noise.
+    """
+
+    def __init__(
+        self, model: TrainedVelocity, sampler: DiffusionSampler, settings: DiffusionSamplingConfig, run_seed: int
+    ):
+        self.model, self.sampler, self.settings, self.run_seed = model, sampler, settings, run_seed
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """Of one sample."""
         s = self.settings
-        return self.model.policy.latent_shape(s.height, s.width, s.frames)
+        return self.model.policy.latent_shape(s.height, s.width, s.num_frames)
 
     def conditions(self, requests: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and images where the family takes them."""
@@ -197,7 +179,7 @@ class DiffusionSampling:
         conditions = policy.encode_prompts(requests.prompts, self._negative)
         if policy.family.takes_first_frame:
             first = [images[0] for images in requests.images]
-            conditions |= policy.encode_first_frames(first, s.height, s.width, s.frames)
+            conditions |= policy.encode_first_frames(first, s.height, s.width, s.num_frames)
         return conditions
 
     @property
@@ -229,7 +211,7 @@ class DiffusionSampling:
         graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
         are not: their conditions differ in size from sample to sample.
         """
-        size, host, shared = self.settings.micro_batch_size, HostCopies(), None
+        size, host, shared = self.settings.micro_rollout_batch_size, HostCopies(), None
         if self.edits:
             shared, graphs = self.shared(requests), None
         else:
@@ -265,8 +247,8 @@ class DiffusionSampling:
         own = {} if shared is not None else self.conditions(requests)
         conditions = own if shared is None else stacked(shared, device)
         batch = self.batch(requests, conditions, step, purpose)
-        generators = sample_generators(self.settings.run_seed, step, requests.sample_ids.tolist(), purpose)
-        start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.settings.run_seed, step)
+        generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
+        start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)
         result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
         return Sampled(result, own, host.of(self.model.policy.decode(result.latents).clamp(0, 1)), shared=shared)
@@ -276,46 +258,26 @@ class DiffusionSampling:
         s, shape = self.settings, self.latent_shape
         latents = None
         if s.same_latent:
-            generators = sample_generators(s.run_seed, step, requests.group_ids.tolist(), f"{purpose}/prompt")
+            generators = sample_generators(self.run_seed, step, requests.group_ids.tolist(), f"{purpose}/prompt")
             latents = torch.stack([torch.randn(shape, generator=each) for each in generators])
             latents = latents.to(self.model.policy.device)
         return DiffusionBatch(conditions, shape, len(requests), s.guidance_scale, latents)
 
 
-def k_repeat_prompts(dataset: list, per_rank: int, repeats: int, seed: int) -> DrawingBatch:
-    """This rank's rows of one global batch: each drawn prompt `repeats` times, spread over all ranks."""
-    rank, world = collectives.rank(), collectives.world_size()
-    drawn = distributed_k_repeat_indices(
-        dataset_length=len(dataset), batch_size=per_rank, repeats_per_prompt=repeats, world_size=world, rank=rank,
-        seed=seed,
-    )  # fmt: skip
-    return _chosen(dataset, drawn.local_indices, first=rank * per_rank)
-
-
-def own_share(dataset: list, indices: list[int]) -> DrawingBatch:
-    """This rank's rows of a global batch."""
-    mine = len(indices) // collectives.world_size()
-    first = collectives.rank() * mine
-    return _chosen(dataset, indices[first : first + mine], first)
-
-
-def update_batches(dataset: list, total: int, repeats: int, update_size: int, seed: int) -> list[DrawingBatch]:
-    """This rank's rows of each train batch of `update_size` samples: the same batches for any number of ranks.
-
-    total: samples of the step over all ranks, of which train batches are taken in order.
-    """
-    drawn = distributed_k_repeat_indices(
+def repeated_indices(dataset: list, total: int, repeats: int, seed: int) -> list[int]:
+    """The samples of a global batch, by their places in the data: each drawn prompt `repeats` times, spread over it."""
+    return distributed_k_repeat_indices(
         dataset_length=len(dataset), batch_size=total, repeats_per_prompt=repeats, world_size=1, rank=0, seed=seed
     ).local_indices
-    mine = update_size // collectives.world_size()
-    starts = range(collectives.rank() * mine, total, update_size)
-    return [_chosen(dataset, drawn[at : at + mine], first=at) for at in starts]
 
 
-def _chosen(dataset: list, indices: list[int], first: int) -> DrawingBatch:
-    """Rows at these places of the data; each is read once, however often it is there."""
-    known = {index: dataset[index] for index in dict.fromkeys(indices)}
-    return drawing_batch([known[index] for index in indices], indices, first)
+def own_share(dataset: list, indices: list[int], first: int = 0) -> DrawingBatch:
+    """This rank's rows of a global batch; `first`: the number of its first sample. Each row is read once."""
+    mine = len(indices) // collectives.world_size()
+    start = collectives.rank() * mine
+    chosen = indices[start : start + mine]
+    known = {index: dataset[index] for index in dict.fromkeys(chosen)}
+    return drawing_batch([known[index] for index in chosen], chosen, first + start)
 
 
 def drawing_batch(prompts: list, indices: list[int], first: int) -> DrawingBatch:

@@ -16,15 +16,14 @@ from ...errors import DataError
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
-from ...rewards.batch import RewardOutput
 from ...runtime.seeding import derive_seed
 from ...runtime.train_engine import StepResult, TrainEngine
 from ..hooks import StepData
 from ..loop import PolicyTrainer
 from .maker import Drawn, joined
 from .parts import DiffusionParts
-from .stages import Graphed, update_batches, worth_using
-from .updates import ReplayUpdate, RewardUpdate, Scored, plan_updates
+from .stages import Graphed, own_share, repeated_indices, worth_using
+from .updates import ReplayUpdate, RewardUpdate, plan_updates
 
 
 class DiffusionTrainer(PolicyTrainer):
@@ -179,19 +178,19 @@ class RewardFLTrainer(DiffusionTrainer):
         config, data = self.config, StepData([])
         total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
         seed = derive_seed(config.train.seed, "k_repeat", self.step)
-        batches = update_batches(
-            self.prompts.dataset, total, config.sampling.n_samples_per_prompt, config.train.train_batch_size, seed
-        )
+        prompts, size = self.prompts.dataset, config.train.train_batch_size
+        indices = repeated_indices(prompts, total, config.sampling.n_samples_per_prompt, seed)
+        batches = [own_share(prompts, indices[at : at + size], at) for at in range(0, total, size)]
         shown: list[Drawn] = []
         with self.timer.phase("train"):
             for epoch in range(config.train.max_epochs):
                 for requests in batches:
                     result, drawn = self.reward_update.step(requests, self._context(), self.step, epoch, data.metrics)
                     self._finish_update(result, data.metrics)
-                    data.metrics.add_moments("reward", drawn.scores[drawn.valid])
+                    data.metrics.add_moments("reward", drawn.scored.score[drawn.valid])
                     data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
                     if epoch == 0:
-                        shown.append(_as_drawn(requests, drawn, self.step))
+                        shown.append(drawn)
         data.rollouts = self.hooks.on_scores(joined(shown))
         return self.hooks.on_experience(data)
 
@@ -199,7 +198,3 @@ class RewardFLTrainer(DiffusionTrainer):
 def experiences_of(data: StepData) -> list[ExperienceDiffusion]:
     """The micro-batches of a step, without the graphs of their rollouts."""
     return [each.experience if isinstance(each, Graphed) else each for each in data.batches]
-
-
-def _as_drawn(requests: Any, drawn: Scored, step: int) -> Drawn:
-    return Drawn(requests, [], drawn.media, step, RewardOutput(drawn.scores, {}, drawn.valid))

@@ -30,9 +30,11 @@ from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
+from ...rewards.batch import RewardOutput
 from ...rollout.diffusion_sampler import sample_generators
 from ...runtime import collectives
 from ...runtime.train_engine import StepResult, TrainEngine
+from .maker import Drawn
 from .stages import DiffusionSampling, DrawingBatch, Graphed
 
 T = torch.Tensor
@@ -193,14 +195,6 @@ def without_zero_advantages(
     return [MicroBatch(part) if part else MicroBatch([0], filler=True) for part in parts], left_out
 
 
-class Scored(NamedTuple):
-    """Images of a forward pass that carried the reward's gradient: media (B, 3, …), scores (B), valid (B) bool."""
-
-    media: T
-    scores: T
-    valid: T
-
-
 @dataclass
 class RewardUpdate:
     """Reward FL: no replay; the gradient goes through the decoded images of this very forward.
@@ -217,12 +211,12 @@ class RewardUpdate:
 
     def step(
         self, requests: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
-    ) -> tuple[StepResult, Scored]:
+    ) -> tuple[StepResult, Drawn]:
         """One guarded step over this rank's rows of a train batch, and what was drawn for it. A collective.
 
         epoch: pass over the step's rows; each draws noise of its own.
         """
-        drawn: list[Scored] = []
+        drawn: list[tuple[T, T, T]] = []  # media (B, 3, …), scores (B), valid (B) bool
         self.sampling.remember(requests)
         total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(requests), self.micro_batch_size):
@@ -236,7 +230,8 @@ class RewardUpdate:
             last = start + self.micro_batch_size >= len(requests)
             self.engine.accumulate(outputs.loss, last)
             add_loss(metrics, outputs, len(part), last, first=True)
-        return self.engine.step(), Scored(*(torch.cat(parts) for parts in zip(*drawn)))
+        media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
+        return self.engine.step(), Drawn(requests, [], media, step, RewardOutput(scores, {}, valid))
 
     def _starting_noise(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
         batch = self.sampling.batch(requests, conditions, step, purpose)
@@ -246,9 +241,9 @@ class RewardUpdate:
         noise = torch.stack([torch.randn(batch.latent_shape, generator=each) for each in generators])
         return noise.to(self.sampling.model.policy.device)
 
-    def _differentiable(self, requests: DrawingBatch, drawn: list[Scored], media: T) -> DifferentiableScore:
+    def _differentiable(self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], media: T) -> DifferentiableScore:
         scored = self.score(media, requests)
-        drawn.append(Scored(media.detach().clamp(0, 1).cpu(), scored.scores.detach().cpu(), scored.valid.cpu()))
+        drawn.append((media.detach().clamp(0, 1).cpu(), scored.scores.detach().cpu(), scored.valid.cpu()))
         return scored
 
 

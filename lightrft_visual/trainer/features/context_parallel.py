@@ -15,7 +15,7 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.context_parallel import ContextParallel
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ..diffusion.stages import DiffusionSampling, ImageSettings, TrainedVelocity, drawing_batch
+from ..diffusion.stages import DiffusionSampling, TrainedVelocity, drawing_batch
 from ..hooks import HookContext, StepHook
 
 
@@ -30,7 +30,7 @@ class ContextParallelHook(StepHook):
         parts, config = context.parts, context.config
         model = TrainedVelocity(parts.engine, parts.policy)
         drawing = DiffusionSampling(
-            model, DiffusionSampler(rollout_sampling(config)), ImageSettings.from_config(config)
+            model, DiffusionSampler(rollout_sampling(config)), config.sampling, config.train.seed
         )
         conditions = drawing.conditions(drawing_batch([parts.prompts.dataset[0]], [0], first=0))
         latents = torch.zeros(1, *drawing.latent_shape, device=parts.policy.device)

@@ -1,14 +1,112 @@
-"""Dynamic sampling (DAPO): a maker that draws again until enough groups have rewards that differ."""
+"""DAPO's dynamic sampling (arXiv 2503.14476): keep groups whose rewards differ, sample more prompts for the others."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ...algorithms.dynamic_sampling import DynamicSampling
 from ...experience.rollouts import PromptBatch, Rollout, Rollouts, SamplingSettings
 from ...observe.metrics import COUNTED, SPENT
+from ...runtime import collectives
 from ..vl.maker import ExperienceMaker
+
+
+class GroupRef(NamedTuple):
+    """A group that some rank holds. Sorted, groups that differ come first, then those of earlier prompts."""
+
+    is_equal: bool  # all its rewards
+    round: int
+    group_id: int
+    rank: int
+    draws: bool = False  # its responses are images
+
+
+@dataclass
+class DynamicSampling:
+    """Collects groups until all ranks together have as many as they want whose rewards differ.
+
+    The ranks share what they find: a rank without luck is given groups of another one. Which groups make up the batch
+    does not depend on the number of ranks. Where the model also draws, the batch keeps as many groups of answers and of
+    drawings as the first round brought: a kind that is mastered does not give its place to the other one.
+
+    wanted: groups of this rank. tries: rounds of sampling at most, the first included. After the last round the batch
+    is filled up with groups of equal rewards (they carry no gradient), so that its size stays; how many, over all
+    ranks, is counted in `filled`. apart: as in `is_informative`.
+    """
+
+    wanted: int
+    tries: int
+    apart: bool = False
+    found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank
+    rounds: int = 0
+    filled: int = 0
+
+    def collect(self, sample_round: Callable[[int], list[Rollout]]) -> list[Rollout]:
+        """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
+        while True:
+            for number, group in by_group(sample_round(self.rounds)).items():
+                equal, draws = not is_informative(group, self.apart), group[0].prompt.draws
+                self.found[GroupRef(equal, self.rounds, number, collectives.rank(), draws)] = group
+            self.rounds += 1
+            shares, refs = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
+            best = best_of_each_kind([ref for each in refs for ref in each])
+            self.filled = sum(ref.is_equal for ref in best)
+            if self.rounds >= self.tries or (not self.filled and len(best) == sum(shares)):
+                break
+        return [rollout for group in self._exchange(best, list(shares)) for rollout in group]
+
+    def _exchange(self, best: list[GroupRef], shares: list[int]) -> list[list[Rollout]]:
+        """This rank's groups, once those that other ranks lack have changed place. A collective."""
+        rank = collectives.rank()
+        targets = balanced(best, shares)
+        outgoing = [
+            {ref: self.found[ref] for ref, target in targets.items() if (ref.rank, target) == (rank, other)}
+            for other in range(len(shares))
+        ]
+        groups = {ref: group for sent in collectives.exchange_objects(outgoing) for ref, group in sent.items()}
+        return [groups[ref] for ref in sorted(groups)]
+
+
+def best_of_each_kind(refs: list[GroupRef]) -> list[GroupRef]:
+    """The best groups of all ranks, sorted: of each kind as many as the first round has."""
+    wanted = Counter(ref.draws for ref in refs if ref.round == 0)
+    return sorted(ref for kind, count in wanted.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
+
+
+def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:
+    """The rank that each group goes to: its own as long as that has room, else the first that has."""
+    room, targets = list(shares), {}
+    for ref in refs:
+        if room[ref.rank]:
+            room[ref.rank] -= 1
+            targets[ref] = ref.rank
+    for ref in refs:
+        if ref not in targets:
+            targets[ref] = next(rank for rank, left in enumerate(room) if left)
+            room[targets[ref]] -= 1
+    return targets
+
+
+def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
+    """Rollouts of each prompt together, by group id, in order of first appearance."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.prompt.group_id, []).append(rollout)
+    return groups
+
+
+def is_informative(group: list[Rollout], apart: bool = False) -> bool:
+    """Whether the valid rewards of a group differ; apart: or any of the rewards that are summed in them, for estimators
+    that compare each by itself."""
+    valid = [rollout for rollout in group if rollout.valid]
+    columns = [[rollout.reward for rollout in valid]]
+    if apart:
+        names = {name for rollout in valid for name, weight in rollout.weights.items() if weight}
+        columns = [[rollout.components[name] for rollout in valid if name in rollout.components] for name in names]
+        columns = [[score for score in column if score == score] for column in columns]  # without NaN: it did not apply
+    return any(len(column) > 1 and max(column) > min(column) for column in columns)
 
 
 class ResamplingMaker:

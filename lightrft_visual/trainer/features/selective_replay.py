@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...algorithms.dynamic_sampling import balanced
 from ...experience.buffer import NaiveReplayBuffer, items_from_state, items_to_state
 from ...experience.items import AnyItem, part_of
 from ...runtime import collectives
 from ...runtime.seeding import derive_seed
 from ..hooks import StepHook
+from .dynamic_sampling import balanced
 
 
 class Kept(NamedTuple):

@@ -48,7 +48,7 @@ from ..run_state import check_output
 from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
 from .episodes import data_processor, episode_stage, with_environment_reward, with_tools
 from .evaluation import Evaluation
-from .maker import ExperienceMaker, MakerSettings, build_maker, log_probs_of
+from .maker import ExperienceMaker, MakerSettings, log_probs_of
 from .parts import PromptSource, VLParts, answered, prompt_batch
 from .updates import check_abilities, parts_of_loss
 
@@ -464,7 +464,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> Experi
         hooks=run.hooks,
         stage=episode_stage(config, checkpoint),
     )
-    return build_maker(
+    return ExperienceMaker(
         actor, critic, reference, checkpoint.tokenizer, get_kl_controller(config.algorithm), strategy.device, settings,
         vision=checkpoint.processor is not None,
     )  # fmt: skip

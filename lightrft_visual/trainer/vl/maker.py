@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...algorithms.advantages import AdvantageCalculator, assign_advantages, get_advantage_calculator
+from ...algorithms.advantages import assign_advantages, get_advantage_calculator
 from ...algorithms.kl import compute_approx_kl
 from ...config.vl import AlgorithmConfig, RolloutConfig
 from ...errors import ConfigError
@@ -196,22 +196,32 @@ class MakerSettings:
     hooks: Hooks = field(default_factory=Hooks)
 
 
-@dataclass
 class ExperienceMaker:
     """Sequences the stages. `generate`, `score` and `make_experience` follow each other in a step.
 
-    tokenizer: whose padding id batches are padded with; vision: whether the model sees. policy_version: of the weights
-    that the engine has.
+    Args:
+        actor, critic, reference: see `ForwardStage`.
+        tokenizer: whose padding id batches are padded with.
+        kl_controller: its `value` weighs the KL in the reward.
+        device: where forward passes run.
+        settings: with an engine, a data processor and rewards.
+        vision: whether the model sees.
     """
 
-    rollout_stage: RolloutStage
-    forward_stage: ForwardStage
-    calculator: AdvantageCalculator
-    kl_controller: Any
-    tokenizer: Any
-    vision: bool
-    settings: MakerSettings
-    policy_version: int = 0
+    policy_version = 0  # of the weights that the engine has
+
+    def __init__(
+        self, actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
+        settings: MakerSettings, vision: bool,
+    ) -> None:  # fmt: skip
+        algorithm = settings.algorithm
+        self.rollout_stage = settings.stage(settings.engine, settings.data_processor, settings.run_seed)
+        self.forward_stage = ForwardStage(
+            actor if settings.score_policy else None, reference, critic, device, algorithm.kl_estimator,
+            settings.other_scores,
+        )  # fmt: skip
+        self.calculator = get_advantage_calculator(algorithm.advantage_estimator, algorithm)
+        self.kl_controller, self.tokenizer, self.vision, self.settings = kl_controller, tokenizer, vision, settings
 
     @property
     def engine(self) -> RolloutEngine:
@@ -364,33 +374,3 @@ def give_rewards(rollouts: Rollouts, output: RewardOutput) -> None:
         if rollout.episode is not None:
             rollout.episode.add_reward(rollout)
     rollouts.settle(output.counts)
-
-
-def build_maker(
-    actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
-    settings: MakerSettings, vision: bool,
-) -> ExperienceMaker:  # fmt: skip
-    """The stages around an actor, and a critic and a reference where there are any.
-
-    Args:
-        actor, critic, reference: see `ForwardStage`.
-        tokenizer: whose padding id batches are padded with.
-        kl_controller: its `value` weighs the KL in the reward.
-        device: where forward passes run.
-        settings: with an engine, a data processor and rewards.
-        vision: whether the model sees.
-    """
-    algorithm = settings.algorithm
-    forward = ForwardStage(
-        actor if settings.score_policy else None, reference, critic, device, algorithm.kl_estimator,
-        settings.other_scores,
-    )  # fmt: skip
-    return ExperienceMaker(
-        settings.stage(settings.engine, settings.data_processor, settings.run_seed),
-        forward,
-        get_advantage_calculator(algorithm.advantage_estimator, algorithm),
-        kl_controller,
-        tokenizer,
-        vision,
-        settings,
-    )

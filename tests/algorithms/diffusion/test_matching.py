@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
-from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise, forward_noise, noised, squared_error
 from lightrft_visual.algorithms.diffusion.crd import CenteredReward
 from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference, ranked_pairs
-from lightrft_visual.algorithms.diffusion.forward_process import add_noise, forward_noise, noised, squared_error
 from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT, old_policy_decay
 from lightrft_visual.algorithms.diffusion.preference import sums_of_groups
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted

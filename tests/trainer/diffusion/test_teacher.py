@@ -13,7 +13,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
-from lightrft_visual.trainer.diffusion.teacher import load_teacher
+from lightrft_visual.trainer.diffusion.build import load_teacher
 
 STRATEGY = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
 

@@ -21,7 +21,7 @@ from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.routing import MEASURED, RoutingHook, build
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.vl.maker import MakerSettings, build_maker
+from lightrft_visual.trainer.vl.maker import ExperienceMaker, MakerSettings
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, parts_of_loss, plan_batch
 
 
@@ -43,7 +43,7 @@ class Step:
             data_processor=MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1024),
             rewards=RewardComputationEngine(custom_reward_func=lambda completions: [len(c) % 3 for c in completions]),
         )  # fmt: skip
-        maker = build_maker(
+        maker = ExperienceMaker(
             actor, None, None, checkpoint.tokenizer, FixedKLController(0.0), torch.device("cpu"), settings, vision=True
         )
         with rounded_routers(actor):

@@ -37,7 +37,7 @@ from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
 from lightrft_visual.trainer.vl.evaluation import Evaluation
-from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings, build_maker
+from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 
 
@@ -87,7 +87,7 @@ def maker_of(checkpoint, told: list[str], **settings) -> ExperienceMaker:
         micro_batch_size=3, data_processor=MultimodalDataProcessor(checkpoint.tokenizer, None, 64),
         rewards=RewardComputationEngine(custom_reward_func=reward_fn), **settings,
     )  # fmt: skip
-    return build_maker(
+    return ExperienceMaker(
         forward, None, None, checkpoint.tokenizer, FixedKLController(0.0), torch.device("cpu"), made, vision=False
     )
 
