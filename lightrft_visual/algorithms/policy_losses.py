@@ -130,10 +130,11 @@ def cispo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 def cpgd_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
     """CPGD (arXiv 2505.12504): policy gradient on clipped log-ratios, plus cpgd_alpha times the drift KL(old || new).
 
-    The drift is the k3 estimate; the factor (ratio - 1) of its gradient is capped at eps_clip_high.
+    Bounds are log(1 - eps_clip), none from eps_clip 1 on, and log(1 + eps_clip_high). The drift is the k3 estimate; the
+    factor (ratio - 1) of its gradient is capped at eps_clip_high.
     """
-    low, high = _log_bounds(config)
-    log_ratio = old_log_ratio(inputs)
+    low = math.log(1 - config.eps_clip) if config.eps_clip < 1 else -math.inf
+    high, log_ratio = math.log(1 + clip_high(config)), old_log_ratio(inputs)
     gain = log_ratio * inputs.advantages
     bounded = log_ratio.clamp(low, high) * inputs.advantages
     values = -torch.minimum(gain, bounded)
@@ -158,12 +159,6 @@ def sapo_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 def clip_high(config: AlgorithmConfig) -> float:
     """The upper half of the clip range."""
     return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-
-
-def _log_bounds(config: AlgorithmConfig) -> tuple[float, float]:
-    """[log(1 - eps_clip), log(1 + eps_clip_high)]; no lower bound from eps_clip 1 on."""
-    low = math.log(1 - config.eps_clip) if config.eps_clip < 1 else -math.inf
-    return low, math.log(1 + clip_high(config))
 
 
 def old_log_ratio(inputs: LossInputs) -> T:

@@ -144,7 +144,8 @@ def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) 
         return plan_by_tokens(step, ranks, micro_batch_size * max(sample.tokens for sample in step))
     own = _by_rank(step, ranks)
     count = max(-(-len(each) // micro_batch_size) for each in own)
-    return [_even_slices(each, count) for each in own]
+    cuts = [[len(each) * index // count for index in range(count + 1)] for each in own]
+    return [[each[start:stop] for start, stop in zip(at, at[1:])] for each, at in zip(own, cuts)]
 
 
 def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[list[list[SampleRef]]]:
@@ -209,11 +210,6 @@ def _by_rank(step: Sequence[SampleRef], ranks: int) -> list[list[SampleRef]]:
     for sample in step:
         own[sample.rank].append(sample)
     return own
-
-
-def _even_slices(samples: list[SampleRef], count: int) -> list[list[SampleRef]]:
-    bounds = [len(samples) * index // count for index in range(count + 1)]
-    return [samples[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
 def _best_fit(groups: list[list[SampleRef]], budget: int) -> list[list[list[SampleRef]]]:

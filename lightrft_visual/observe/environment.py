@@ -49,18 +49,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def usable_cpus() -> int:
-    """Cores this process may use, which a container may limit below the machine's."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def hardware(world_size: int) -> dict[str, Any]:
     """Processor, memory (GiB) and accelerators of this host, and the number of ranks over all hosts."""
     accelerator = get_accelerator()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found: dict[str, Any] = {
         "cpu": cpu_name(),
-        "cpu_cores": usable_cpus(),
+        # Those that this process may use: a container may limit them below the machine's.
+        "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         "memory_gib": round(memory, 1),
         "accelerator": accelerator.device_name(),
         "world_size": world_size,

@@ -130,22 +130,20 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.NEAREST)
 
 
-def media_tile(media: Any, side: int) -> Image.Image:
-    """An image of at most `side` pixels, or, for a video, a strip of STRIP frames each `side` / 2 high."""
-    if is_video(media):
-        return film_strip(video_frames(media), STRIP, side // 2)
-    return enlarge(to_rgb(media), side)
-
-
 def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
     """A grid of the records' first image or video, each with its prompt and scores below.
 
-    `side`: pixels of an image's cell; a video takes a wide cell with a strip of frames. DataError without any image.
+    `side`: pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each.
+    DataError without any image.
     """
-    shown = [(record, media) for record in records if (media := first_media(record)) is not None]
+    media = [(record, [*(record.get("images") or ()), *(record.get("videos") or ())]) for record in records]
+    shown = [(record, own[0]) for record, own in media if own]
     if not shown:
         raise DataError("a contact sheet needs at least one image")
-    tiles = [media_tile(media, side) for _, media in shown]
+    tiles = [
+        film_strip(video_frames(own), STRIP, side // 2) if is_video(own) else enlarge(to_rgb(own), side)
+        for _, own in shown
+    ]
     width, height = max(side, *(tile.width for tile in tiles)), max(tile.height for tile in tiles)
     columns = columns or max(1, min(len(shown), max(4, round(len(shown) ** 0.5)), MAX_WIDTH // width))
     line = FONT_SIZE + 4
@@ -170,14 +168,6 @@ def draw_cell(
     draw.text((left, below), wrap(score_text(record), font, width, 1)[0], fill=INK, font=font)
     for number, text in enumerate(wrap(str(record.get("prompt", "")), font, width, TEXT_LINES), start=1):
         draw.text((left, below + number * line), text, fill=FAINT, font=font)
-
-
-def first_media(record: Mapping[str, Any]) -> Any:
-    """The record's first image, or first video, or None."""
-    for key in ("images", "videos"):
-        if record.get(key):
-            return record[key][0]
-    return None
 
 
 def write_mp4(path: Path, video: Any, fps: int = 8) -> None:

@@ -164,17 +164,11 @@ class _Probe:
         finally:
             engine.close()
         if self.problems:
-            raise ConfigError(self._told())
-        return self._wire()
-
-    def _told(self) -> str:
-        listed = "\n  ".join(self.problems)
-        return (
-            f"{len(self.problems)} of the rewards cannot be used; each was asked once with a sample of the data, "
-            f"before any model is loaded (--no_reward_probe leaves this out):\n  {listed}"
-        )
-
-    def _wire(self) -> str:
+            listed = "\n  ".join(self.problems)
+            raise ConfigError(
+                f"{len(self.problems)} of the rewards cannot be used; each was asked once with a sample of the data, "
+                f"before any model is loaded (--no_reward_probe leaves this out):\n  {listed}"
+            )
         if OPENRLHF not in self.wires.values():
             return self.config.reward_wire
         return ",".join(f"{entry}={wire}" for entry, wire in self.wires.items())

@@ -168,8 +168,10 @@ class Catalogue:
         kind, key, transport = entry.type, entry.key, None
         if kind == "model":
             key = self._key_among(key, self._models, "reward model")
+        elif kind == "remote" and "://" in key:
+            key = next((name for name, listed in self._remotes.items() if listed == key), key)
         elif kind == "remote":
-            key = self._remote_key(key)
+            key = self._key_among(key, list(self._remotes), "remote reward")
         elif kind == "rule" or key not in sources:
             kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
         elif entry.kwargs:
@@ -217,11 +219,6 @@ class Catalogue:
             known = [*sources, *scorer_names()]
             raise ConfigError(f"the reward recipe names the function {entry.key!r}{did_you_mean(entry.key, known)}")
         return "rule"
-
-    def _remote_key(self, key: str) -> str:
-        if "://" not in key:
-            return self._key_among(key, list(self._remotes), "remote reward")
-        return next((name for name, entry in self._remotes.items() if entry == key), key)
 
     @staticmethod
     def _key_among(key: str, names: Sequence[str], what: str) -> str:

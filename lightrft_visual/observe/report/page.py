@@ -148,7 +148,8 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Headline values of runs side by side, and the settings in which they differ."""
+    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]; where
+    results are written aside."""
     entries = []
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
@@ -159,15 +160,10 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
         entries.append({"name": run.name, "color": color_of(index), "values": values})
-    return {"rows": entries, "differences": config_differences(runs)}
-
-
-def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """[setting, value in each run] of the settings that differ; where results are written aside."""
     flats = [flat_config(run.config) for run in runs]
-    names = dict.fromkeys(name for flat in flats for name in flat)
-    entries = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
-    return [entry for entry in entries if len(set(entry[1:])) > 1 and not entry[0].startswith("output.")]
+    names = dict.fromkeys(name for flat in flats for name in flat if not name.startswith("output."))
+    settings = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
+    return {"rows": entries, "differences": [each for each in settings if len(set(each[1:])) > 1]}
 
 
 MAX_BYTES = 10_000_000

@@ -145,8 +145,8 @@ class WorkerDrawing:
         self.policy = policy.to(device).eval()
         self.parameters = {name: each for name, each in policy.named_parameters() if each.requires_grad}
         sampler = DiffusionSampler(rollout_sampling(config), rollout_noise(config))
-        model, seed = TrainedVelocity(policy, policy), config.train.seed
-        self.sampling = DiffusionSampling(model, sampler, config.sampling, seed)
+        drawn_by = TrainedVelocity(policy, policy)
+        self.sampling = DiffusionSampling(drawn_by, sampler, config.sampling, config.train.seed)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, T]]) -> None:
         """What trains, into the policy; see `take_over`."""

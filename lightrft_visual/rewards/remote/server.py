@@ -192,15 +192,9 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     return app
 
 
-def _authorised(request: Request, settings: ServerSettings) -> bool:
-    if settings.token is None:
-        return True
-    given = request.headers.get("authorization", "")
-    return hmac.compare_digest(given.encode(), f"Bearer {settings.token}".encode())
-
-
 async def _read_batch(request: Request, settings: ServerSettings) -> RewardBatch:
-    if not _authorised(request, settings):
+    given = request.headers.get("authorization", "").encode()
+    if settings.token is not None and not hmac.compare_digest(given, f"Bearer {settings.token}".encode()):
         raise _Refused(401, "a bearer token is required")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise _Refused(415, "send application/json")

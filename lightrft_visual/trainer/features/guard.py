@@ -113,14 +113,11 @@ class GuardHook(StepHook):
             self.context.recorder.log_line(ALARMS, alarm.step, asdict(alarm))
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
         self.context.report.write()
-        if self.config.policy != "warn":
-            raise self._ending(alarms[-1])
-
-    def _ending(self, alarm: Alarm) -> StopRun:
-        step = self.context.step()
+        step, signal = self.context.step(), alarms[-1].signal
         if self.config.policy == "stop":
-            return StopRun(f"stopped by the guard at step {step} ({alarm.signal})")
-        return _BackToBest(f"the guard ({alarm.signal}, step {step})", export=True)
+            raise StopRun(f"stopped by the guard at step {step} ({signal})")
+        if self.config.policy == "rollback":
+            raise _BackToBest(f"the guard ({signal}, step {step})", export=True)
 
     def state_dict(self) -> dict[str, Any]:
         return self.guard.state_dict()
