@@ -95,17 +95,24 @@ class Codec:
         return value
 
 
-class Tokens(Codec):
-    """Item (S); batch (B, S), or (1, total)."""
+class Line(Codec):
+    """One number a token, or an action: item (S) or (A); batch (B, S) or (B, A), or (1, total)."""
+
+    def __init__(self, of_actions: bool) -> None:
+        self.of_actions = of_actions
 
     def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
-        flat = _flat(column, name, spec, context.lengths)
-        if context.packed:
-            return self._segments(flat, spec, context) if spec.segments else flat.unsqueeze(0)
-        if flat is None and spec.mask_dtype is not None and len(set(context.layout.spans)) > 1:
-            flat = context.ones(spec, context.lengths)
-        width = context.layout.prompt_width + context.action_width
-        return None if flat is None else scatter_samples(flat, context.layout.spans, width)
+        sizes = context.actions if self.of_actions else context.lengths
+        flat = _flat(column, name, spec, sizes)
+        if context.packed and spec.segments:
+            return self._segments(flat, spec, context)
+        if not context.packed:
+            width = context.action_width if self.of_actions else context.layout.prompt_width + context.action_width
+            spans = [(0, count) for count in sizes] if self.of_actions else context.layout.spans
+            if flat is None and spec.mask_dtype is not None and len(set(spans)) > 1:
+                flat = context.ones(spec, sizes)
+            return None if flat is None else scatter_samples(flat, spans, width)
+        return None if flat is None else flat.unsqueeze(0)
 
     @staticmethod
     def _segments(flat: T | None, spec: FieldSpec, context: BatchingContext) -> T:
@@ -118,37 +125,17 @@ class Tokens(Codec):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         if not context.packed:
-            return _cut_padded(value, context.token_spans, name)
+            return _cut_padded(value, context.action_spans if self.of_actions else context.token_spans, name)
         if spec.segments:
             value = (value != 0).to(context.layout.mask_dtype)
-        return _cut(value.reshape(-1), context.batch.packed_seq_lens, name)
+        sizes = context.batch.num_actions if self.of_actions else context.batch.packed_seq_lens
+        return _cut(value.reshape(-1), sizes, name)
 
     def strip(self, value: T, keep: KeepRange) -> T:
-        return value[keep.tokens].clone()
+        return value[keep.actions if self.of_actions else keep.tokens].clone()
 
 
-class Actions(Codec):
-    """Item (A); batch (B, A), or (1, total)."""
-
-    def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
-        flat = _flat(column, name, spec, context.actions)
-        if flat is None and spec.mask_dtype is not None and not context.packed and len(set(context.actions)) > 1:
-            flat = context.ones(spec, context.actions)
-        if flat is None:
-            return None
-        spans = [(0, count) for count in context.actions]
-        return flat.unsqueeze(0) if context.packed else scatter_samples(flat, spans, context.action_width)
-
-    def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
-        if context.packed:
-            return _cut(value.reshape(-1), context.batch.num_actions, name)
-        return _cut_padded(value, context.action_spans, name)
-
-    def strip(self, value: T, keep: KeepRange) -> T:
-        return value[keep.actions].clone()
-
-
-class Numbers(Actions):
+class Numbers(Line):
     """Like actions, or one number for the whole sample: item (1); batch (B, 1) where all samples have just one."""
 
     def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> T | None:
@@ -291,9 +278,9 @@ class Info(Codec):
 
 
 CODECS: dict[Kind, Codec] = {
-    Kind.TOKENS: Tokens(),
-    Kind.ACTIONS: Actions(),
-    Kind.NUMBERS: Numbers(),
+    Kind.TOKENS: Line(of_actions=False),
+    Kind.ACTIONS: Line(of_actions=True),
+    Kind.NUMBERS: Numbers(of_actions=True),
     Kind.SAMPLE: Sample(),
     Kind.SAMPLES: Samples(),
     Kind.COUNTS: Counts(),

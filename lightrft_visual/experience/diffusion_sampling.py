@@ -161,10 +161,6 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.noise_level < math.inf:
             raise ConfigError(f"noise_level is {self.noise_level}; it must be finite and not negative")
-        if self.window_size < 0:
-            raise ConfigError(f"window_size is {self.window_size}; use 0 for no window")
-        if self.log_prob not in REDUCTIONS:
-            raise ConfigError(f"log_prob is {self.log_prob!r}; it must be one of: {', '.join(REDUCTIONS)}")
 
 
 @dataclass

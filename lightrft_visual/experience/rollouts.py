@@ -511,10 +511,8 @@ def _padded(lists: list[list | None], action_mask: T, fill: float) -> T | None:
 def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
     """The same micro-batch with its texts and images, for those who score samples by themselves."""
     batch, prompts = collate(rollouts, pad_id, vision), [rollout.prompt for rollout in rollouts]
-    fields: dict[str, Any] = {
-        "sequences": batch.sequences,
-        "attention_mask": batch.attention_mask,
-        "action_mask": batch.action_mask,
+    same = ("sequences", "attention_mask", "action_mask", "rollout_log_probs", "token_versions")
+    fields: dict[str, Any] = {name: getattr(batch, name) for name in same} | {
         "group_ids": batch.group_id,
         "sample_ids": batch.sample_id,
         "truncated": batch.info["truncated"].bool(),
@@ -523,9 +521,7 @@ def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | 
         "labels": [prompt.label for prompt in prompts],
         "references": [prompt.reference for prompt in prompts],
         "metadata": [prompt.metadata for prompt in prompts],
-        "rollout_log_probs": batch.rollout_log_probs,
         "policy_version": rollouts[0].policy_version,
-        "token_versions": batch.token_versions,
     }
     if not isinstance(batch, ExperienceVL):
         return Samples(**fields)

@@ -100,7 +100,7 @@ class RewardComputationEngine:
     resources: whether folders in reward_model are loaded in Ray actors, and on which devices. catalogue: what builds
     the sources.
 
-    Raises ConfigError on construction for anything unknown. `labels` of the data are checked by `check_labels`.
+    Raises ConfigError on construction for anything unknown.
     """
 
     catalogue: type[Catalogue] = Catalogue
@@ -188,11 +188,6 @@ class RewardComputationEngine:
         if unused:
             log.warning("the reward recipe does not use: %s", ", ".join(unused))
         return built
-
-    def check_labels(self, labels: Iterable[str | None]) -> None:
-        """Raise ConfigError, with the nearest name, for a label that the recipe does not know. Call before training."""
-        if self.recipe is not None:
-            self.recipe.check_labels(labels)
 
     def compute_rewards(
         self, outputs: Sequence[Samples], vlm_mode: bool = True, device: torch.device | str | None = None

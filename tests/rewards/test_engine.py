@@ -314,7 +314,7 @@ def test_configuration_errors_come_on_construction(arguments, words):
 def test_unknown_label_is_found_before_training():
     engine = RewardComputationEngine(reward_recipe={"count": [("rule", "exact", 1)]})
     with pytest.raises(ConfigError, match="did you mean 'count'"):
-        engine.check_labels(["count", "cuont"])
+        engine.recipe.check_labels(["count", "cuont"])
 
 
 def test_contract_argument_order_and_text_mode_keeps_images_out():
