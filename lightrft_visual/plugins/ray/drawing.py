@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from ...rollout.weight_sync import take_over
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, Sampled, TrainedVelocity
 from .rollout.device_weights import check_transfer
-from .rollout.engine import SHARES, Workers
+from .rollout.engine import Workers
 from .rollout.ray_workers import check_cluster
 from .rollout.worker import EngineSpec
 
@@ -69,11 +68,8 @@ class RemoteDrawing(DiffusersEngine):
 
     def _begin(self, requests: DrawingBatch, step: int) -> list[Future]:
         """Hand the rows to the workers, in pieces of whole micro-batches."""
-        size, count = self.sampling.settings.micro_rollout_batch_size, self.workers.pool.size
-        batches = math.ceil(len(requests) / size)
-        each = size * (batches if count == 1 else math.ceil(batches / (count * SHARES)))
-        pieces = [requests.select(slice(start, start + each)) for start in range(0, len(requests), each)]
-        return [self.workers.pool.submit(piece, step) for piece in pieces]
+        pool, whole = self.workers.pool, self.sampling.settings.micro_rollout_batch_size
+        return [pool.submit(requests.select(piece), step) for piece in pool.pieces(len(requests), whole)]
 
     def _collect(self, begun: list[Future]) -> list[Sampled]:
         device = self.sampling.model.policy.device

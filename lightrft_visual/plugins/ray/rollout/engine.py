@@ -31,7 +31,6 @@ from .worker import EngineSpec
 
 T = torch.Tensor
 AGAIN, COPIED, SENT = "again", "copied", "sent"  # how a version went over, for `Workers.update`
-SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
 
 
 class Workers:
@@ -203,11 +202,8 @@ class RemoteEngine(RolloutEngine):
         self._kept = list(state.get("begun", ()))
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
-        count = self.workers.pool.size
-        size = len(prompts) if count == 1 else math.ceil(len(prompts) / (count * SHARES))
-        sent = self._sent(prompts)
-        parts = [sent[start : start + size] for start in range(0, len(sent), max(1, size))]
-        return [self.workers.pool.submit(part, settings, urgent=urgent) for part in parts]
+        sent, pool = self._sent(prompts), self.workers.pool
+        return [pool.submit(sent[piece], settings, urgent=urgent) for piece in pool.pieces(len(sent))]
 
     def _sent(self, prompts: Sequence[PromptFeatures]) -> list[PromptFeatures]:
         """The prompts without what no worker reads, which is most of their bytes where engines preprocess images."""

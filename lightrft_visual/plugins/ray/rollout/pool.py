@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from ....rollout.weight_sync import Posted
 from .worker import GenerateRequest, LacksWeights
 
 logger = logging.getLogger(__name__)
+SHARES = 2  # pieces of a batch for each worker: whoever is done first takes more
 MOST_DEATHS = 5  # of workers over one piece of work, which then is taken to be their cause
 RETRY_SECONDS = 0.05  # between questions to a worker that waits for its weights
 LOOK_SECONDS = 1.0  # between looks at an idle worker, which may have been started again
@@ -87,6 +89,12 @@ class WorkerPool:
     def size(self) -> int:
         """Workers to share work out among; 1 where none is left, whose end `submit` tells."""
         return max(1, len(self.workers))
+
+    def pieces(self, count: int, whole: int = 1) -> list[slice]:
+        """How `count` samples are shared out: in micro-batches of `whole` or several of them; to one worker at once."""
+        batches = math.ceil(count / whole)
+        each = whole * (batches if self.size == 1 else math.ceil(batches / (self.size * SHARES)))
+        return [slice(start, start + each) for start in range(0, count, max(1, each))]
 
     def submit(self, *arguments: Any, urgent: bool = False) -> Future:
         """The future of what `Worker.run` returns, (what it made, version of its weights). urgent: before all else."""

@@ -320,3 +320,10 @@ def test_a_worker_is_not_called_once_the_run_has_left_ray():
         worker.call("run")
     with pytest.raises(RolloutError, match="is closed"):
         worker.wait_until_back()
+
+
+@pytest.mark.parametrize("workers,whole,parts", [(1, 1, [10]), (2, 1, [3, 3, 3, 1]), (2, 4, [4, 4, 2]), (0, 1, [10])])
+def test_a_batch_is_shared_out_in_whole_micro_batches_twice_to_each_worker(pool_of, workers, whole, parts):
+    pool = pool_of([SimpleNamespace(name=str(number)) for number in range(workers)])
+    pieces = pool.pieces(10, whole)
+    assert [len(range(10)[piece]) for piece in pieces] == parts and pool.pieces(0) == []
