@@ -1,4 +1,4 @@
-"""Rows written to a file and read back; fixtures for the tests of forms, here and of the plug-in compat."""
+"""Rows written to a file and read back; fixtures for tests of forms, of bad rows and of the plug-in compat."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from PIL import Image
 
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.data.sampler import PromptSampler, PromptSupply
+
+BAD = (1, 4, 5)
 
 
 @pytest.fixture
@@ -48,3 +51,20 @@ def parts(row):
 
 def roles(row):
     return [message["role"] for message in row.prompt]
+
+
+@pytest.fixture
+def twelve_rows(tmp_path):
+    """Twelve rows, of which three have an image that only decoding shows to be damaged."""
+    Image.effect_noise((64, 64), 9).save(tmp_path / "good.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "good.jpg").read_bytes()[:-500])
+    rows = [{"prompt": f"row {row}", "images": ["cut.jpg" if row in BAD else "good.jpg"]} for row in range(12)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def supply(path, batch_size=4, **settings):
+    settings = {"on_bad_row": "skip", "max_bad_share": 0.5} | settings
+    dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
+    return PromptSupply(dataset, PromptSampler([len(dataset)], batch_size, seed=3))

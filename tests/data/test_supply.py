@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from PIL import Image
+import row_files
+from row_files import BAD, supply
 
 import lightrft_visual.data.sampler as supply_module
-from lightrft_visual.config.vl import DataConfig
-from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.data.sampler import PromptSampler, PromptSupply
+from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.errors import DataError
 
-BAD = (1, 4, 5)
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Twelve rows, of which three have an image that only decoding shows to be damaged."""
-    Image.effect_noise((64, 64), 9).save(tmp_path / "good.jpg")
-    (tmp_path / "cut.jpg").write_bytes((tmp_path / "good.jpg").read_bytes()[:-500])
-    rows = [{"prompt": f"row {row}", "images": ["cut.jpg" if row in BAD else "good.jpg"]} for row in range(12)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def supply(path, batch_size=4, **settings):
-    settings = {"on_bad_row": "skip", "max_bad_share": 0.5} | settings
-    dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
-    return PromptSupply(dataset, PromptSampler([len(dataset)], batch_size, seed=3))
+path = row_files.twelve_rows
 
 
 def indices(rows):

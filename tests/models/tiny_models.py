@@ -142,9 +142,9 @@ def rollouts_of(checkpoint: Checkpoint, batch: PromptBatch, seed: int = 0) -> li
     ]
 
 
-def grouped_rollouts(checkpoint: Checkpoint, batch: PromptBatch, completions: int = 2) -> list[Rollout]:
+def grouped_rollouts(checkpoint: Checkpoint, batch: PromptBatch, completions: int = 2, seed: int = 0) -> list[Rollout]:
     """Responses of 1 to 7 tokens, those of a prompt not beside each other."""
-    draw, prompts = np.random.default_rng(0), features_of(checkpoint, batch)
+    draw, prompts = np.random.default_rng(seed), features_of(checkpoint, batch)
     return [
         Rollout(replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
                 sample_id=place + 7 * turn)

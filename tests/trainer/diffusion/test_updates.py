@@ -47,14 +47,7 @@ class Gradients:
 
 
 def filled_buffer(policy, advantages):
-    conditions = policy.encode_prompts(["a red circle", "a blue cross"] * (COUNT // 2))
-    batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), COUNT)
-    sampler = DiffusionSampler(SamplingConfig(3, trajectory="sde"), NoiseConfig())
-    result = sampler.sample(policy, batch, generator=sample_generators(1, 0, range(COUNT)))
-    ids = torch.arange(COUNT)
-    experience = experience_of(result, conditions, group_id=ids % 2, sample_id=ids)
-    experience.advantages = torch.tensor(advantages)
-    experience.valid = torch.tensor([True] * (COUNT - 1) + [False])
+    experience, _ = sampled(policy, noise=NoiseConfig(), advantages=advantages, steps=3)
     buffer = NaiveReplayBuffer(2)
     buffer.append(experience)
     return buffer
@@ -108,17 +101,18 @@ def test_steps_that_share_a_forward_give_the_same_gradient(together):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-8)
 
 
-def sampled(policy, keep=(), noise=None, window=0):
-    """Four samples of three stochastic steps, with advantages; the last one is invalid. (experience, kept steps)"""
-    conditions = policy.encode_prompts(["a red circle", "a blue cross"] * 2)
-    batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), 4)
-    sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"), noise or NoiseConfig(keep_means=True))
-    generators = sample_generators(1, 0, range(4))
+def sampled(policy, keep=(), noise=None, window=0, advantages=(1.0, 0.0, -0.5, 2.0), steps=4):
+    """Samples of a stochastic step less than `steps`; the last one is invalid. (experience, kept steps)"""
+    count = len(advantages)
+    conditions = policy.encode_prompts(["a red circle", "a blue cross"] * (count // 2))
+    batch = DiffusionBatch(conditions, policy.latent_shape(32, 32), count)
+    sampler = DiffusionSampler(SamplingConfig(steps, trajectory="sde"), noise or NoiseConfig(keep_means=True))
+    generators = sample_generators(1, 0, range(count))
     result = sampler.sample(policy, batch, generator=generators, window=window, keep=keep)
-    ids = torch.arange(4)
+    ids = torch.arange(count)
     experience = experience_of(result, conditions, group_id=ids % 2, sample_id=ids)
-    experience.advantages = torch.tensor([1.0, 0.0, -0.5, 2.0])
-    experience.valid = torch.tensor([True, True, True, False])
+    experience.advantages = torch.tensor(advantages)
+    experience.valid = ids < count - 1
     return experience, result.kept
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo
 from equality import loss_and_gradients
 from moe import moe_checkpoint
 from peft import LoraConfig, get_peft_model
-from tiny_models import checkpoint_of, features_of, inputs_of, load, prompts_for, text_prompts
+from tiny_models import checkpoint_of, features_of, grouped_rollouts, inputs_of, load, prompts_for, text_prompts
 from whole_runs import rows, run_plan
 
 from lightrft_visual.errors import ConfigError
@@ -51,17 +50,8 @@ def actors(checkpoint, share_prefix: bool = False, adapted: bool = False, checkp
     return made
 
 
-def rollouts(checkpoint, seed: int) -> list[Rollout]:
-    """Two responses to each prompt: text alone, one image, several."""
-    draw, prompts = np.random.default_rng(seed), features_of(checkpoint, prompts_for(checkpoint, False))
-    return [
-        Rollout(
-            replace(prompt, group_id=place), draw.integers(0, 256, draw.integers(1, 8)).tolist(), None, "", False,
-            sample_id=place + 7 * turn,
-        )
-        for place, prompt in enumerate(prompts)
-        for turn in range(2)
-    ]  # fmt: skip
+def rollouts(checkpoint, seed: int = 0) -> list[Rollout]:
+    return grouped_rollouts(checkpoint, prompts_for(checkpoint, False), seed=seed)
 
 
 def compare(pair: list[Actor], inputs) -> None:
@@ -81,7 +71,7 @@ def test_losses_and_gradients_are_the_same_and_other_lengths_share_the_programs(
 
 
 def test_adapters_and_checkpointed_blocks_are_compiled_too(checkpoint):
-    pair, inputs = actors(checkpoint, adapted=True, checkpointed=True), inputs_of(checkpoint, rollouts(checkpoint, 0))
+    pair, inputs = actors(checkpoint, adapted=True, checkpointed=True), inputs_of(checkpoint, rollouts(checkpoint))
     for each in pair:
         each.train()
     compare(pair, inputs)
@@ -103,7 +93,7 @@ def test_a_generation_stays_as_it_is(tmp_path):
 
 def test_a_critic_is_compiled(checkpoint):
     critic = Critic(load(checkpoint.path, checkpoint.vision))
-    inputs = inputs_of(checkpoint, rollouts(checkpoint, 0))
+    inputs = inputs_of(checkpoint, rollouts(checkpoint))
     with torch.no_grad():
         critic.value_head.weight.normal_()
         plain = critic(inputs)

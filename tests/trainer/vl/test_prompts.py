@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
+import row_files
 import torch
-from PIL import Image
+from row_files import BAD, supply
 
-from lightrft_visual.config.vl import DataConfig
-from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.data.sampler import PromptSampler, PromptSupply
+from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures
 from lightrft_visual.trainer.vl.parts import PromptSource
 
-BAD, SIZE = (1, 4, 5), 4
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Twelve rows, of which three have an image that only decoding shows to be damaged."""
-    Image.effect_noise((64, 64), 9).save(tmp_path / "good.jpg")
-    (tmp_path / "cut.jpg").write_bytes((tmp_path / "good.jpg").read_bytes()[:-500])
-    rows = [{"prompt": f"row {row}", "images": ["cut.jpg" if row in BAD else "good.jpg"]} for row in range(12)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+path, SIZE = row_files.twelve_rows, 4
 
 
 def make(rows, ids) -> PromptBatch:
@@ -51,9 +38,7 @@ class Preparing:
 
 
 def prompts_of(path, features, keeps_ready=False, **settings) -> PromptSource:
-    settings = {"on_bad_row": "skip", "max_bad_share": 0.5} | settings
-    dataset = PromptDataset(str(path), DataConfig(**settings), split="train", max_rows=100)
-    return PromptSource(PromptSupply(dataset, PromptSampler([len(dataset)], SIZE, seed=3)), make, features, keeps_ready)
+    return PromptSource(supply(path, SIZE, **settings), make, features, keeps_ready)
 
 
 def ids(number: int) -> torch.Tensor:
