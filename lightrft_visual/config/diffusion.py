@@ -271,7 +271,7 @@ class DiffusionRunConfig(Section):
         else:
             self._check_no_differentiable_reward()
         check_noise(sampling, rollout_noise(self))
-        self.distributed.check_compiled(self.model.compile)
+        self.distributed.check_model(self.model.compile, self.model.bf16)
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
         require(
             alone or not (entry.coupled or entry.trains_on == "reward"),

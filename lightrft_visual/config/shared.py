@@ -126,8 +126,12 @@ class DistributedConfig(Section):
             "use zero_stage 1 to 3",
         )
 
-    def check_compiled(self, compiled: bool) -> None:
-        """Raise ConfigError where compiled blocks would lack weights or tokens."""
+    def check_model(self, compiled: bool, bf16: bool) -> None:
+        """Raise ConfigError where compiled blocks would lack weights or tokens, or gradients be of another type."""
+        require(
+            self.zero_stage > 0 or self.grad_accum_dtype in (None, "bf16" if bf16 else "fp32"),
+            "grad_accum_dtype: ZeRO stage 0 adds gradients up in the type of the weights; use zero_stage 1 to 3",
+        )
         require(
             not compiled or self.zero_stage < 3,
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",

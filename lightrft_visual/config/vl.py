@@ -306,7 +306,7 @@ class RunConfig(Section):
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
-        self.distributed.check_compiled(self.model.compile)
+        self.distributed.check_model(self.model.compile, self.model.bf16)
         require(
             self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "

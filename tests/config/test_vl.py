@@ -48,6 +48,7 @@ def load(text: str) -> RunConfig:
         ("--offload_trainer --zero_stage 0", "offload_trainer moves the states of ZeRO 1 to 3"),
         ("--offload_trainer --adam_offload", "offload_trainer moves the states of ZeRO 1 to 3"),
         ("--adam_offload --zero_stage 0", "use zero_stage 1 to 3"),
+        ("--bf16 --grad_accum_dtype fp32 --zero_stage 0", "grad_accum_dtype: ZeRO stage 0"),
         ("--placement split async.max_staleness=1 --enable_ema", "add --eval_ema false"),
         ("--offload_reference --init_kl_coef 0", "offload_reference moves a whole reference model"),
         ("--offload_reference --init_kl_coef 0.1 --lora_rank 4", "offload_reference moves a whole reference model"),
