@@ -141,6 +141,7 @@ def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
         GRPOTrainer(**arguments)
 
 
+@pytest.mark.plugin("embedded")
 def test_closed_trainer_says_so_and_train_is_fit():
     trainer = GRPOTrainer(model="embedded", reward_funcs=score)
     trainer.close()

@@ -78,6 +78,7 @@ def test_auto_leaves_what_fits_for_what_lets_a_whole_step_be_one_micro_batch_and
         assert check.chosen_checkpointing(config, CARD, 1, 1) == how
 
 
+@pytest.mark.plugin("embedded")
 def test_auto_is_none_where_all_fits_and_skips_attention_that_cannot_be_kept():
     small = parse_run(RunConfig, ["--gradient_checkpointing", "auto"]).config
     assert check.chosen_checkpointing(small, CARD, 1, 1) == "none"
@@ -86,6 +87,7 @@ def test_auto_is_none_where_all_fits_and_skips_attention_that_cannot_be_kept():
     assert check.chosen_checkpointing(unknown, CARD, 1, 1) == "full"
 
 
+@pytest.mark.plugin("embedded")
 def test_a_dry_run_says_what_it_would_choose(capsys):
     argv = ["--gradient_checkpointing", "auto", "--plan_device", "h100-80gb", "--dry_run"]
     with pytest.raises(SystemExit) as left:
@@ -93,6 +95,7 @@ def test_a_dry_run_says_what_it_would_choose(capsys):
     assert left.value.code == 0 and "# gradient_checkpointing auto: none" in capsys.readouterr().out
 
 
+@pytest.mark.plugin("embedded")
 def test_all_ranks_take_what_holds_least(monkeypatch):
     config = parse_run(RunConfig, ["--gradient_checkpointing", "auto", "--auto_micro_batches", "false"]).config
     monkeypatch.setattr(check, "present", lambda local: CARD)
@@ -116,6 +119,7 @@ def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, 
     assert told == [line] * (schema is RunConfig and device == "cuda")
 
 
+@pytest.mark.plugin("embedded")
 def test_a_model_without_checkpointing_is_trained_without(monkeypatch):
     planned = check.plan_of
 

@@ -78,6 +78,7 @@ def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.plugin("embedded")
 def test_a_dry_run_says_what_it_would_choose(capsys) -> None:
     with pytest.raises(SystemExit) as left:
         config_or_exit(RunConfig, [*SMALL, "--auto_micro_batches", "--plan_device", "h100-80gb", "--dry_run"])
@@ -85,6 +86,7 @@ def test_a_dry_run_says_what_it_would_choose(capsys) -> None:
     assert left.value.code == 0 and line in capsys.readouterr().out
 
 
+@pytest.mark.plugin("embedded")
 @pytest.mark.parametrize(
     "more, told",
     [("--plan_device h100-80gb", True), ("--plan_device cpu", False),
