@@ -165,6 +165,7 @@ ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
 MAX_REWARDS = 12
 MAX_OTHER = 80
 KINDS_A_PANEL = 8
+SHARED = re.compile("^eval_(?:reward_(?:greedy_)?)?")  # what names of evaluation columns begin with
 RESPONSES = {"answer": "answers", "drawing": "drawn images"}  # of a model that gives both
 
 
@@ -279,17 +280,9 @@ def kinds_panels(run: RunData, limit: int) -> list[Panel | None]:
     for title, group in (("evaluation, by kind", sampled), ("evaluation, greedy, by kind", greedy)):
         for start in range(0, len(group), KINDS_A_PANEL):
             some = group[start : start + KINDS_A_PANEL]
-            lines = [(kind_name(name), run.evaluation[name], {"dots": True}) for name in some]
+            lines = [(SHARED.sub("", name), run.evaluation[name], {"dots": True}) for name in some]
             panels.append(panel(title, series_of(lines), limit))
     return panels
-
-
-def kind_name(name: str) -> str:
-    """A column's name without the prefix that all evaluation columns share."""
-    for prefix in ("eval_reward_greedy_", "eval_reward_", "eval_"):
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 def time_panel(run: RunData) -> Panel | None:

@@ -26,7 +26,7 @@ from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, 
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
-from ...rollout.engine import RolloutEngine, RolloutStage
+from ...rollout.engine import RolloutStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, RolloutCheck
 from ...runtime.host_copies import HostCopies
@@ -214,7 +214,7 @@ class ExperienceMaker:
         self, actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
         settings: MakerSettings, vision: bool,
     ) -> None:  # fmt: skip
-        algorithm = settings.algorithm
+        algorithm, self.engine, self.rewards = settings.algorithm, settings.engine, settings.rewards
         self.rollout_stage = settings.stage(settings.engine, settings.data_processor, settings.run_seed)
         self.forward_stage = ForwardStage(
             actor if settings.score_policy else None, reference, critic, device, algorithm.kl_estimator,
@@ -222,16 +222,6 @@ class ExperienceMaker:
         )  # fmt: skip
         self.calculator = get_advantage_calculator(algorithm.advantage_estimator, algorithm)
         self.kl_controller, self.tokenizer, self.vision, self.settings = kl_controller, tokenizer, vision, settings
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """What generates."""
-        return self.rollout_stage.engine
-
-    @property
-    def rewards(self) -> RewardComputationEngine:
-        """What scores."""
-        return self.settings.rewards
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -248,9 +238,9 @@ class ExperienceMaker:
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
         pending = None
-        if self.settings.rewards.streams:
+        if self.rewards.streams:
             labels = [label for label in prompts.labels for _ in range(sampling.n)]
-            pending = self.settings.rewards.begin(labels, self.settings.micro_batch_size)
+            pending = self.rewards.begin(labels, self.settings.micro_batch_size)
         try:
             with self.settings.timer.phase("sync"):
                 self.engine.wake()
@@ -274,7 +264,7 @@ class ExperienceMaker:
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
-        if self.settings.rewards.streams:
+        if self.rewards.streams:
             return rollouts
         self.judge(rollouts)
         return self.settings.hooks.on_scores(rollouts)
@@ -328,7 +318,7 @@ class ExperienceMaker:
         `RewardComputationEngine.compute_rewards`."""
         with self.settings.timer.phase("reward"):
             size = self.settings.micro_batch_size
-            give_rewards(rollouts, self.settings.rewards.score_rollouts(rollouts, size, early=rollouts.pending))
+            give_rewards(rollouts, self.rewards.score_rollouts(rollouts, size, early=rollouts.pending))
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
         """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""

@@ -113,7 +113,7 @@ def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
 
 def test_shaped_rewards_are_of_the_samples_that_have_one(checkpoint):
     maker, some = maker_of(checkpoint, []), [None, 3.0, None, 2.0, 3.0, 2.0]
-    maker.settings.rewards = RewardComputationEngine(custom_reward_func=lambda completions: some)
+    maker.rewards = RewardComputationEngine(custom_reward_func=lambda completions: some)
     maker.calculator = get_advantage_calculator("reinforce", AlgorithmConfig(reward_clip=2.5))
     metrics = MetricsAccumulator()
     add_rollout_metrics(metrics, made_by(maker).batches)
@@ -140,7 +140,7 @@ class Noting(StreamingSource):
 def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
     told: list[str] = []
     maker = maker_of(checkpoint, told)
-    maker.settings.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.rewards = RewardComputationEngine(reward_model=Noting(told))
     decode = maker.engine._decode
 
     def noted(rows, settings):
@@ -180,7 +180,7 @@ def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_re
     made = made_by(maker)
     assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
     assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.batches)
-    maker.settings.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.rewards = RewardComputationEngine(reward_model=Noting(told))
     told.clear()
     made_by(maker)
     assert told.index("forward") < told.index(f"scored {[1.0] * 6}") == len(told) - 1
@@ -197,7 +197,7 @@ class OtherRewards:
 def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoint, remote):
     maker = maker_of(checkpoint, [], hooks=Hooks([OtherRewards()]))
     if remote:
-        maker.settings.rewards = RewardComputationEngine(reward_model=Noting([]))
+        maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     for each in (made_by(maker), made_by(resampling(maker))):
         assert [batch.info["reward"].tolist() for batch in each.batches] == [[2.0] * 3] * 2
         assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
@@ -211,7 +211,7 @@ def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
         return rollouts
 
     maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_scores=on_scores)]))
-    maker.settings.rewards = RewardComputationEngine(reward_model=Noting([]))
+    maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
         made_by(maker)
 
@@ -248,7 +248,7 @@ def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_app
         return [None if i % 2 else 2.0 for i in ids], {"length": [float(i) for i in range(len(ids))]}
 
     maker = maker_of(checkpoint, [])
-    maker.settings.rewards = RewardComputationEngine(custom_reward_func=[half, some])
+    maker.rewards = RewardComputationEngine(custom_reward_func=[half, some])
     sampled = SamplingSettings(n=2, max_new_tokens=4)
     found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
     last = 2 * len(PROMPTS) - 1
@@ -262,7 +262,7 @@ def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_app
 
 def test_evaluation_says_how_many_responses_have_no_reward_and_why(checkpoint, caplog):
     maker = maker_of(checkpoint, [])
-    maker.settings.rewards = RewardComputationEngine(
+    maker.rewards = RewardComputationEngine(
         custom_reward_func=lambda completions, ids: [None if i % 3 == 0 else 2.0 for i in range(len(ids))]
     )
     sample = maker.sample
