@@ -58,6 +58,7 @@ def random_inputs(rows=8, length=6, seed=0, scale=0.3):
         policy_mask=mask & (normal() > -0.5),
         chosen=mask & (normal() > 0.5),
         extra={"hidden_log_probs": old + scale * normal(), "hidden_entropy": normal().abs()},
+        rewards=normal()[:, 0],
     )
 
 
@@ -74,6 +75,8 @@ def test_tokens_of_observations_between_others_change_nothing_whatever_they_hold
     wider = torch.tensor([0, 1, 3, 5, 6, 7])  # two holes behind the second token, one behind the third
 
     def widened(value, fill):
+        if value.dim() == 1:  # of samples
+            return value
         made = torch.full((len(value), 8), fill, dtype=value.dtype)
         made[:, wider] = value.detach()
         return made
@@ -361,7 +364,7 @@ class TestWholeLoss:
             {
                 name: torch.where(inputs.action_mask, value.detach(), junk)
                 for name, value in each.items()
-                if value.dtype == torch.float32
+                if value.dtype == torch.float32 and value.dim() == 2
             }
             for each in (values, inputs.extra)
         )
