@@ -151,6 +151,7 @@ class VLTrainer(PolicyTrainer):
             self.agreement.check_reference(self.maker.forward_stage.reference)
         else:  # a resumed run: the next row shows the gate after the sync that it continues from
             self.agreement.difference = reported
+        self._weights_leave()  # which a probe has read
 
     def sync(self) -> None:
         """The engine gets the trained weights. Whether they are the same, the next rollout shows before anything is
@@ -161,6 +162,7 @@ class VLTrainer(PolicyTrainer):
         self._load_engine_weights()
         evaluated = self.parts.evaluation is not None and self.evaluation_due()
         self.agreement.after_sync(self.step, evaluated, self.maker.settings.sampling.full_distribution)
+        self._weights_leave()
 
     def _make_room(self) -> None:
         """For the engine, where it is asked for; training takes back by itself what it needs."""
@@ -168,6 +170,11 @@ class VLTrainer(PolicyTrainer):
             engine.offload()
         if self.critic is not None:
             self.critic.offload_weights()
+
+    def _weights_leave(self) -> None:
+        """The actor's, where the engine keeps a copy and room for it is asked for; they come back when used."""
+        if self.config.rollout.offload_trainer and not self.maker.engine.shares_weights:
+            self.actor.offload_weights()
 
     def _load_engine_weights(self, lent: bool = False) -> None:
         """The engine takes over the actor's weights. Those then make room for what it wakes next, where that is asked
@@ -178,8 +185,8 @@ class VLTrainer(PolicyTrainer):
         engine = self.maker.engine
         if not engine.shares_weights:
             engine.update_weights(EngineWeights(engine, self.actor))
-            if self.config.rollout.offload_trainer and not lent:
-                self.actor.offload_weights()
+            if not lent:
+                self._weights_leave()
         self.maker.policy_is_new(self.step)
         if self.prompts.runs_ahead and not lent:
             self.prompts.policy_is_new(self.step)

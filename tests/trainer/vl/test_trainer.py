@@ -181,6 +181,19 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
     assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
 
 
+def test_weights_that_a_probe_has_read_leave_before_the_next_generation():
+    trainer = trainer_that_offloads(ReadsAfterTheEnd())
+    trainer.maker.engine.wake, trainer.critic, trainer.parts = (lambda: None), None, SimpleNamespace(evaluation=None)
+    trainer.actor.offload = lambda: None
+    trainer.maker.settings = SimpleNamespace(sampling=SimpleNamespace(full_distribution=True))
+    model, seen = trainer.actor.module.model, []
+    trainer.agreement = SimpleNamespace(
+        after_sync=lambda *given: seen.extend([bytes_of(model), bytes_of(trainer.actor.module.model)])
+    )
+    trainer.sync()
+    assert seen[0] == 0 < seen[1] and bytes_of(model) == 0
+
+
 class Sleeps:
     """What an engine on the accelerator is told, and the saving and moving of states in between."""
 
