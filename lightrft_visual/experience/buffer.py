@@ -7,7 +7,7 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +118,9 @@ def _png(image: Image.Image, where: str) -> torch.Tensor:
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_PNG}:
-            return _open_png(value[_PNG])
+            with Image.open(io.BytesIO(value[_PNG].numpy().tobytes()), formats=["PNG"]) as image:
+                image.load()
+                return image
         if _VISION in value:
             distinct = _decode(value[_VISION])
             return VisionTensors(
@@ -131,20 +133,8 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def _open_png(data: torch.Tensor) -> Image.Image:
-    with Image.open(io.BytesIO(data.numpy().tobytes()), formats=["PNG"]) as image:
-        image.load()
-        return image
-
-
 _STATE_VERSION = 1
 _MIN_VARIANCE = 1e-8
-
-
-class SumsOverRanks(Protocol):
-    """What `normalize` needs of a strategy."""
-
-    def all_reduce(self, data: T, op: str) -> T: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -327,7 +317,7 @@ class NaiveReplayBuffer:
         return [(_group(item), length - count) for item, (length, count) in zip(self.items, lengths)]
 
     @torch.no_grad()
-    def normalize(self, attribute: str, strategy: SumsOverRanks | None = None) -> None:
+    def normalize(self, attribute: str, strategy: Any = None) -> None:
         """Bring `attribute` (such as "advantages") to mean 0 and standard deviation 1 over all ranks.
 
         Mean and standard deviation (population) count only actions that the action mask keeps, of samples that are not
@@ -351,7 +341,7 @@ class NaiveReplayBuffer:
             setattr(item, attribute, part.reshape(like.shape).to(dtype, copy=True))
 
     @staticmethod
-    def _sum(tensor: T, strategy: SumsOverRanks | None) -> T:
+    def _sum(tensor: T, strategy: Any) -> T:
         if collectives.world_size() > 1:
             tensor = tensor.to(get_accelerator().current_device_name())
         return collectives.all_reduce_sum(tensor) if strategy is None else strategy.all_reduce(tensor, "sum")

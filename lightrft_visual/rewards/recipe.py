@@ -189,7 +189,12 @@ def load_recipe(source: str) -> Recipe:
             raise ConfigError(f"reward recipe {source} does not exist")
         raw = load_yaml(file, quote_keys)[0]
     else:
-        raw, where = _inline(source), "inline"
+        with refused_as(ConfigError, "the inline reward recipe is not valid YAML"):
+            raw, where = yaml.safe_load(quote_keys(source)), "inline"
+        if isinstance(raw, str):
+            raise ConfigError(
+                f"reward recipe {source!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML"
+            )
     try:
         return parse_recipe(raw)
     except ConfigError as error:
@@ -206,14 +211,6 @@ def wrong_names(config: RewardConfig) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-def _inline(text: str) -> Any:
-    with refused_as(ConfigError, "the inline reward recipe is not valid YAML"):
-        raw = yaml.safe_load(quote_keys(text))
-    if isinstance(raw, str):
-        raise ConfigError(f"reward recipe {text!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML")
-    return raw
 
 
 def quote_keys(text: str) -> str:

@@ -90,7 +90,10 @@ class FastExperienceMaker:
             settings.data_processor = settings.data_processor or MultimodalDataProcessor(
                 tokenizer, processor, prompt_max_len
             )
-            settings.engine = settings.engine or _transformers_engine(actor, tokenizer, settings.micro_batch_size)
+            if settings.engine is None:
+                from ..rollout.hf import TransformersEngine
+
+                settings.engine = TransformersEngine(actor, tokenizer, settings.micro_batch_size)
             self.maker = ExperienceMaker(
                 actor, critic, initial_model, tokenizer, kl_controller,
                 getattr(strategy, "device", None) or torch.device(model_device()), settings,
@@ -178,9 +181,3 @@ class FastExperienceMaker:
         start = self._numbered + sum(counts[: collectives.rank()])
         self._numbered += sum(counts)
         return PromptBatch.of(prompts, *columns, ids=torch.arange(start, start + len(prompts)))
-
-
-def _transformers_engine(actor, tokenizer, micro_batch_size: int):
-    from ..rollout.hf import TransformersEngine
-
-    return TransformersEngine(actor, tokenizer, micro_batch_size)

@@ -122,14 +122,11 @@ def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) 
 
 def groups_are_whole(forwards: Sequence[Forward]) -> bool:
     """Whether no group of an update is cut by forward passes or ranks. A collective."""
-    own = {id(samples): Counter(_valid_groups(samples)) for samples, _ in forwards}
+    valid = {id(each): each.group_id[each.valid.bool().to(each.group_id.device)].tolist() for each, _ in forwards}
+    own = {key: Counter(groups) for key, groups in valid.items()}
     counts: Counter[int] = sum(collectives.all_gather_object(sum(own.values(), Counter())), Counter())
     cut = any(counts[group] != number for each in own.values() for group, number in each.items())
     return not collectives.all_reduce_max(torch.tensor(float(cut))).item()
-
-
-def _valid_groups(samples: ExperienceDiffusion) -> list[int]:
-    return samples.group_id[samples.valid.bool().to(samples.group_id.device)].tolist()
 
 
 def _keys(batch: DenoisingBatch) -> list[tuple[int, int]]:

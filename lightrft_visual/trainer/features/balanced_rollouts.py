@@ -50,10 +50,10 @@ class BalancedRolloutsHook(StepHook):
         self._learn([seen for _, seen in told])
         self._own = requests
         self._dealt = deal([list(map(self.expected, labels)) for labels, _ in told])
-        outgoing = [
-            [self._stripped(requests[i]) for home, i in each if home == collectives.rank()] for each in self._dealt
-        ]
-        arrived = [iter(sent) for sent in collectives.exchange_objects(outgoing)]
+        # What no engine reads stays at home.
+        sent = [replace(each, reference=None, metadata={}, messages=None) for each in requests]
+        outgoing = [[sent[i] for home, i in each if home == collectives.rank()] for each in self._dealt]
+        arrived = [iter(each) for each in collectives.exchange_objects(outgoing)]
         return [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
@@ -81,11 +81,6 @@ class BalancedRolloutsHook(StepHook):
             mean = sum(tokens for tokens, _ in pairs) / sum(responses for _, responses in pairs)
             old = self.means.get(label)
             self.means[label] = mean if old is None else (1 - NEW) * old + NEW * mean
-
-    @staticmethod
-    def _stripped(request: PromptFeatures) -> PromptFeatures:
-        """What no engine reads stays at home."""
-        return replace(request, reference=None, metadata={}, messages=None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"means": self.means, "seen": self._seen}
