@@ -18,15 +18,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BLOCKED = os.environ.get(blocked.VARIABLE) == "1"
 HERE = Path(__file__).parent
+EMBEDDED_RUNS = ["distributed", "faults", "simulated"]
 GONE = {each.name for each in HERE.glob("plugins/*/")} - {
     each.parent.name for each in HERE.parent.glob("lightrft_visual/plugins/*/__init__.py")
 }
 collect_ignore = [f"plugins/{name}" for name in GONE]  # the tests of plug-ins that are deleted, as their folders are
 if "embedded" in GONE:
-    collect_ignore += [f"plugins/unified/test_{name}.py" for name in ("descriptions", "tiny_janus")]
+    collect_ignore += [f"plugins/unified/test_{name}.py" for name in ("descriptions", "tiny_janus")] + EMBEDDED_RUNS
 if BLOCKED:
     blocked.block()
-    collect_ignore = ["plugins", "distributed", "faults", "simulated"]  # the last ones: runs of the embedded tasks
+    collect_ignore = ["plugins", *EMBEDDED_RUNS]
 
 
 # Whole runs, engines and compiled programs: minutes each, or seconds for every family.
