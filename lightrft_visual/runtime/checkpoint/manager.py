@@ -15,8 +15,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,11 @@ from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
 from ..packages import installed_version
 from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
+    HASH_THREADS,
     MANIFEST,
     OtherFormat,
-    check_files,
+    check_hashes,
+    check_sizes,
     describe_files,
     list_files,
     read_manifest,
@@ -204,23 +206,27 @@ class CheckpointManager:
 
     def find_latest(self) -> Path | None:
         """The newest complete checkpoint to resume from, hashes checked; a damaged one is skipped with a warning.
+        Raises as `candidates`."""
+        for path, content in self.candidates():
+            with _skipped_if_damaged(path):
+                check_hashes(path, content, content["files"])
+                return path
+        return None
+
+    def candidates(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Checkpoints to resume from with their manifests, the newest first; hashes are not read. One that misses files
+        is skipped with a warning.
 
         Raises OtherFormat where another version of this package has saved here: a checkpoint beside it may not be where
         the run stands.
         """
         for path, content in sorted(self._present(), key=lambda each: each[1] is not None):  # unreadable ones first
             numbered = NUMBERED.match(path.name.removeprefix(REPLACED))
-            if not (content["resumable"] if content else numbered):
-                continue
-            try:
-                verify(path)
-            except OtherFormat:
-                raise
-            except CheckpointError as error:
-                logger.warning("checkpoint %s is skipped: %s", path.name, error)
-                continue
-            return path
-        return None
+            if content["resumable"] if content else numbered:
+                with _skipped_if_damaged(path):
+                    whole = content or read_manifest(path)
+                    check_sizes(path, whole)
+                    yield path, whole
 
     def check_target(self, name: str) -> None:
         """CheckpointError when a save under `name` would have to overwrite something that is no checkpoint.
@@ -361,7 +367,7 @@ class CheckpointManager:
             if content is None or not NUMBERED.match(path.name):
                 continue
             try:
-                check_files(path, content, hashes=False)
+                check_sizes(path, content)
             except CheckpointError as error:
                 logger.warning("%s is left alone: %s", path.name, error)
                 continue
@@ -394,7 +400,8 @@ class CheckpointManager:
 def verify(path: str | Path) -> dict[str, Any]:
     """The manifest of a complete checkpoint. CheckpointError names the file that is missing or damaged."""
     content = read_manifest(Path(path))
-    check_files(Path(path), content, hashes=True)
+    check_sizes(Path(path), content)
+    check_hashes(Path(path), content, content["files"])
     return content
 
 
@@ -405,30 +412,60 @@ def resolve_resume(resume_from: str, root: str | Path) -> Path:
     checkpoint, or, for a run's folder, its newest complete one. CheckpointError, never a silent start from step 0, when
     there is none, and when a checkpoint that was named is damaged (the message names the file).
     """
-    return Path(on_rank_0("resuming", lambda: str(resolve_here(resume_from, Path(root)))))
+    source = _named(resume_from, Path(root))  # rank 0 alone goes through it
+    while True:
+        path, content, alone = on_rank_0("resuming", lambda: next(source))
+        with nullcontext() if alone else _skipped_if_damaged(path):
+            _check_together(path, content)
+            if is_rank_0():
+                logger.info("resuming from %s", path)
+            return path
 
 
-def resolve_here(resume_from: str, root: Path) -> Path:
-    """The checkpoint that `resume_from` names: a checkpoint, a run's folder, or auto for the newest below `root`.
-    The step of a checkpoint may be written with or without leading zeros.
+def _check_together(path: Path, content: Mapping[str, Any]) -> None:
+    """Compare a checkpoint's content with what was written. Every rank reads a share of the files, so many between two
+    collectives that none waits for the whole at once (a collective)."""
+    names = sorted(content["files"], key=lambda name: content["files"][name]["size"], reverse=True)
+    at_once = HASH_THREADS * world_size()
+    for start in range(0, len(names), at_once):
+        mine = names[start : start + at_once][rank() :: world_size()]
+        together("resuming", lambda mine=mine: check_hashes(path, content, mine))
 
-    Raises CheckpointError where there is none that a run can be resumed from.
+
+@contextmanager
+def _skipped_if_damaged(path: Path) -> Iterator[None]:
+    """A checkpoint that turns out to be damaged inside is left with a warning. One of another format is an error."""
+    try:
+        yield
+    except OtherFormat:
+        raise
+    except CheckpointError as error:
+        if is_rank_0():
+            logger.warning("checkpoint %s is skipped: %s", path.name, error)
+
+
+def _named(resume_from: str, root: Path) -> Iterator[tuple[Path, dict[str, Any], bool]]:
+    """The checkpoints that `resume_from` may mean, the best first, with their manifests, and whether it is the one that
+    was named: a checkpoint, a run's folder, or auto for the newest below `root`. The step of a checkpoint may be
+    written with or without leading zeros.
+
+    Raises CheckpointError where there is none, or none more, that a run can be resumed from.
     """
     if not resume_from.strip():
         raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
     folder = root if resume_from == "auto" else _of_this_step(Path(resume_from))
     manager = CheckpointManager(folder)
     if resume_from != "auto" and not manager._present():  # no folder of checkpoints in any state
-        if not verify(folder)["resumable"]:
+        content = read_manifest(folder)
+        check_sizes(folder, content)
+        if not content["resumable"]:
             raise CheckpointError(f"{folder} holds an exported model, not the state of a run to resume")
-        return folder
-    latest = manager.find_latest()
-    if latest is None:
-        raise CheckpointError(
-            f"resume_from={resume_from}: no complete checkpoint in {folder} (a run saves some with save_steps)"
-        )
-    logger.info("resuming from %s", latest)
-    return latest
+        yield folder, content, True
+        return
+    yield from ((path, content, False) for path, content in manager.candidates())
+    raise CheckpointError(
+        f"resume_from={resume_from}: no complete checkpoint in {folder} (a run saves some with save_steps)"
+    )
 
 
 def _of_this_step(path: Path) -> Path:

@@ -117,19 +117,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def check_files(folder: Path, content: Mapping[str, Any], hashes: bool) -> None:
-    """Compare every listed file with the disk: presence and size, and with `hashes` the content too."""
-    files: Mapping[str, Mapping[str, Any]] = content["files"]
-    for name, expected in files.items():
+def check_sizes(folder: Path, content: Mapping[str, Any]) -> None:
+    """Compare every file that a manifest lists with the disk: presence and size."""
+    for name, expected in content["files"].items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is missing")
         size = path.stat().st_size
         if size != expected["size"]:
             raise CheckpointError(f"{path} is damaged: {size} bytes, {expected['size']} were written")
-    if not hashes:
-        return
+
+
+def check_hashes(folder: Path, content: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Compare the content of files that a manifest lists with what was written."""
+    names = list(names)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        for name, found in zip(files, pool.map(lambda name: file_sha256(folder / name), files)):
-            if found != files[name]["sha256"]:
+        for name, found in zip(names, pool.map(lambda name: file_sha256(folder / name), names)):
+            if found != content["files"][name]["sha256"]:
                 raise CheckpointError(f"{folder / name} is damaged: its content is not what was written")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lightrft_visual.errors import CheckpointError, ConfigError
+from lightrft_visual.runtime.checkpoint import manager as manager_module
+from lightrft_visual.runtime.checkpoint import manifest
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 from lightrft_visual.runtime.checkpoint.manifest import MANIFEST
 from lightrft_visual.runtime.files import check_space
@@ -341,3 +343,17 @@ def test_room_for_checkpoints_is_looked_for_before_training(tmp_path, monkeypatc
     assert "50 MiB free, a checkpoint takes about 20 MiB, and up to 4 of them are there" in caplog.text
     with pytest.raises(CheckpointError, match=r"50 MiB free, a checkpoint takes about 60 MiB\. Make room.*ckpt_path"):
         check_space(tmp_path, 60 << 20, kept=3)
+
+
+def test_hashes_at_resume_are_read_by_all_ranks_a_share_each(tmp_path, monkeypatch):
+    CheckpointManager(tmp_path).save(1, lambda folder: [(folder / f"{n:02}").write_text("x" * n) for n in range(29)])
+    read: list[str] = []
+    real = manifest.file_sha256
+    monkeypatch.setattr(manifest, "file_sha256", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(manager_module, "world_size", lambda: 3)
+    for number in range(3):
+        monkeypatch.setattr(manager_module, "rank", lambda number=number: number)
+        before = len(read)
+        assert resolve_resume("auto", tmp_path).name == "checkpoint-000001"
+        assert len(read) - before in (9, 10)
+    assert sorted(read) == [f"{n:02}" for n in range(29)]
