@@ -378,7 +378,7 @@ def _words(constraint: Constraint) -> str:
     if constraint.registry is None:
         return constraint.words
     names = ", ".join(constraint.names())
-    return f"it must be one of: {names}; --plugins names a file that adds a {constraint.registry.kind}"
+    return f"it must be one of: {names}; --plugins names a file that adds one"
 
 
 class Section:

@@ -63,7 +63,7 @@ class Whole(Section):
         ({"mode": "c"}, "mode is 'c'; it must be one of: a, b"),
         (
             {"loss": "pp"},
-            "loss is 'pp'; it must be one of: none, ppo, .*--plugins names a file that adds a p",
+            "loss is 'pp'; it must be one of: none, ppo, .*--plugins names a file that adds one",
         ),
         ({"numbers": [1.0, float("nan")]}, "numbers is nan; it must be a finite number"),
         ({"weight": float("inf")}, "weight is inf; it must be a finite number"),
