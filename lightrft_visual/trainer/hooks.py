@@ -36,7 +36,8 @@ class StopRun(Exception):
 
     def settle(self, state: RunState) -> str:
         """Leave the run as it is to be found: here with a checkpoint. Returns what is said on the console."""
-        state.save()
+        state.mark()
+        state.save_marked()
         return f"{self.reason}; a checkpoint is saved"
 
 

@@ -316,6 +316,13 @@ def test_stop_run_of_an_evaluation_exports_where_it_says_so(walk, tmp_path):
     assert trainer.step == 2 and (tmp_path / "checkpoint-final" / "model.bin").read_text() == "2"
 
 
+def test_stop_run_of_a_step_that_has_a_checkpoint_writes_none_again(walk, tmp_path):
+    trainer = walk(callbacks=[Ending("on_evaluation", at=2)], eval_steps=1, save_steps=1)
+    trainer.fit()
+    assert [text.partition(":")[0] for text in trainer.said if "written" in text] == [
+        "checkpoint-000001", "checkpoint-000002"]  # fmt: skip
+
+
 def test_stop_run_of_the_first_evaluation_ends_the_run_before_any_step(walk, tmp_path):
     trainer = walk(callbacks=[Ending("on_evaluation", at=0)])
     trainer.fit()
