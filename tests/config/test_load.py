@@ -130,7 +130,7 @@ def test_the_last_of_two_values_wins() -> None:
         (["--learning-rates=1"], ("did you mean 'learning_rate'",)),
         (["--no_bf17"], ("no_bf17", "bf16")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
-        (["--lora_target", "q_proj"], ("similar settings: --lora_target_modules",)),
+        pytest.param(["--lora_target", "q_proj"], ("--lora_target_modules",), marks=pytest.mark.plugin("compat")),
         (["--steps", "9"], ("similar settings: --eval_steps", "--max_steps")),
         (["--num_inference_steps", "9"], ("belongs to diffusion runs",)),
         pytest.param(["--beta", "0.1"], ("--init_kl_coef",), marks=pytest.mark.plugin("compat")),
@@ -347,7 +347,11 @@ def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "code"),
-    [pytest.param(["--dry_run"], 0, marks=pytest.mark.plugin("embedded")), (["--help"], 0), (["--sede", "1"], 2)],
+    [
+        pytest.param(["--dry_run"], 0, marks=[pytest.mark.plugin(name) for name in ("embedded", "memory_plan")]),
+        (["--help"], 0),
+        (["--sede", "1"], 2),
+    ],
 )
 def test_only_the_first_rank_prints(argv: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     printed = []

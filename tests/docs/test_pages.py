@@ -131,7 +131,10 @@ def said() -> str:
 SAID = said()
 
 
-@pytest.mark.parametrize("message", MESSAGES)
+OF_PLAN = pytest.param("this run does not fit", marks=pytest.mark.plugin("memory_plan"))
+
+
+@pytest.mark.parametrize("message", [OF_PLAN if each in OF_PLAN.values else each for each in MESSAGES])
 def test_message_is_one_of_the_package(message: str) -> None:
     assert message in SAID
 
