@@ -139,6 +139,8 @@ class Registry(Generic[E]):
                     inspect.signature(target).bind(*self.given.split(", "))
                 except TypeError as error:
                     raise ConfigError(f"{self.kind} {name!r} is called with ({self.given}): {error}") from error
+                except ValueError as error:  # code in C need not say what it takes
+                    logger.debug("%s %r is not checked: %s", self.kind, name, error)
             line = about or (getattr(target, "__doc__", None) or "").strip().partition("\n")[0]
             self.add(self.entry(name=name, target=target, about=line, **facts))
             return target

@@ -83,3 +83,11 @@ def test_code_that_cannot_be_called_as_its_kind_is_refused_where_it_is_registere
     with pytest.raises(ConfigError, match=told):
         getattr(registry, kind).register("own", about="")(code)
     assert "own" not in getattr(registry, kind)
+
+
+def test_code_in_c_that_does_not_say_what_it_takes_is_registered():
+    import torch
+
+    registry.kl_estimators.register("own", about="")(torch.sub)
+    assert registry.kl_estimators["own"].target is torch.sub
+    registry.kl_estimators.remove("own")

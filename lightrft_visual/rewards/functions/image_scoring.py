@@ -83,7 +83,7 @@ def load_published(
             name = re.sub(pattern, own, name)
         found[name] = tensor
     with refused_as(ConfigError, f"scorer {scorer}: the published weights do not fit the model"):
-        missing = [key for key in model.load_state_dict(found, strict=False).missing_keys]
+        missing = model.load_state_dict(found, strict=False).missing_keys
     if missing := [key for key in missing if not key.startswith(tuple(unread))]:
         raise ConfigError(f"scorer {scorer}: the published weights lack {len(missing)}, such as {missing[0]}")
     return model

@@ -151,7 +151,7 @@ def _say(line: str) -> None:
 
 
 class RemoteCallable:
-    """A function that runs in another process; `invoke` takes the arguments of a call, or ROWS of them."""
+    """A function that runs in another process; `invoke` takes the arguments of a call, or SAMPLES of them."""
 
     def invoke(self, arguments: dict[str, Any]) -> Any:
         """Call the function with these keyword arguments, wherever it lives."""
@@ -246,7 +246,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a call of the function returns; with ROWS, the list of what it returns for each sample's arguments.
+    """What a call of the function returns; with SAMPLES, the list of what it returns for each sample's arguments.
 
     Awaitables are awaited. What it said by TRL's `log_extra` and `log_metric` is added to its metrics.
     """

@@ -219,7 +219,7 @@ class SandboxedCallable(RemoteCallable):
         self._worker = Worker(f"{Path(path).expanduser().resolve()}:{name}")
 
     def invoke(self, arguments: Mapping[str, Any]) -> Any:
-        """One call, or one for each of ROWS, in the process. Raises ScoringFailed when there is no answer."""
+        """One call, or one for each of SAMPLES, in the process. Raises ScoringFailed when there is no answer."""
         try:
             return from_json(self._worker.call(arguments, self.seconds))
         except CallTimeout as late:
