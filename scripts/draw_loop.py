@@ -1,7 +1,5 @@
 """Draw docs/images/loop.svg, the loop on one picture: python scripts/draw_loop.py. A test compares."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

@@ -7,8 +7,6 @@ imported. The tests call the adapter against these signatures: a parameter reads
 and follows `*` where it is given by name alone.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -10,8 +10,6 @@ already stays, unless --again. Each file is read as a run would read it before i
 Flow-GRPO's repository, under the licence there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

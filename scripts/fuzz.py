@@ -13,8 +13,6 @@ rises above 2 GB.
 The exit code is 1 when a case fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Cases of `scripts/fuzz.py` beside data: recipes, arguments, model folders, run folders, requests and replies."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

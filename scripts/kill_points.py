@@ -10,8 +10,6 @@ must end by themselves. The run is resumed, makes a step, and is killed at the n
 evaluations, rollouts and weights must be those of a run that nobody touched, to the bit. Exit code 1 when one is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

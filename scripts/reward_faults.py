@@ -15,8 +15,6 @@ second call of its process. A kind is right when no call hangs, no sample gets a
 scores all of its samples.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ README.md is the first page. A link to a file of the repository beside docs/ bec
 A file that is not there fails the build, as every broken link does.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

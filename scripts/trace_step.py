@@ -9,8 +9,6 @@ call, both ends included; depth counts those of libraries between them too. Comp
 functions here. The models are tiny and untrained; the runs go through the scripts of examples/, as a user's do.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -3,8 +3,6 @@
 python scripts/write_models.py          a test compares
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

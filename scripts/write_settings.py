@@ -3,8 +3,6 @@
 python scripts/write_settings.py          a test compares
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

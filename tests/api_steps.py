@@ -1,7 +1,5 @@
 """The runs of test_api_drawing_runs: python api_steps.py FOLDER."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `BLOCKED_PLUGINS=1 pytest` runs the core's tests so (see `conftest.py`): what asks for a plug-in is skipped.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

@@ -1,7 +1,5 @@
 """Shared by all tests: a cache for embedded models, so that they are built once and never in the user's own cache."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

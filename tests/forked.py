@@ -4,8 +4,6 @@ Most of a short run's time would be imports. A rank is a child of a server that 
 process; it has the environment, the arguments and the output of a program that was started for the script.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

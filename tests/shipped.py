@@ -1,7 +1,5 @@
 """The recipes and layers below examples/configs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from lightrft_visual.config.load import CONFIG_DIRS, ParsedRun, parse_run

@@ -1,7 +1,5 @@
 """Trainers from Python: what they take and refuse, before torch is loaded."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

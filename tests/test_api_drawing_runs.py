@@ -1,7 +1,5 @@
 """Every trainer for Python takes a real step or two; diffusion pipelines are given as objects."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

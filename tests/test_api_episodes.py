@@ -1,7 +1,5 @@
 """Episodes from Python: a class, a function that makes one, a list of tools."""
 
-from __future__ import annotations
-
 import pytest
 from PIL import Image
 

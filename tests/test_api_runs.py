@@ -1,7 +1,5 @@
 """Whole runs from Python, several in one process; notebooks: tests/examples; two ranks: trainer/vl/test_sft_runs.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What docs/architecture.md says of the rooms and of the walk of one sample is what the code does."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The command lightrft-visual, without a run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The names, import paths and signatures that users of other systems know. They must not change."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A test process that dies costs one failed test; the others are run and the whole ends."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The rooms of the house: who may import whom. See docs/architecture.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable

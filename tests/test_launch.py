@@ -1,7 +1,5 @@
 """How a run ends that was not done."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

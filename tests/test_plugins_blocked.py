@@ -1,7 +1,5 @@
 """The core without plug-ins: it imports, reads configurations and trains; a plug-in that is asked for is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`sample` of diffusion models beside those that draw images from text: videos, edits, other names of the guidance."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Published protocols: `lightrft-visual eval CHECKPOINT --suite NAME`, on prompts in their published form."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

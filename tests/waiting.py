@@ -1,8 +1,6 @@
 """Bounded waits that count pauses instead of reading a clock: a machine that stands still for minutes, as virtual ones
 do, would be late by every clock when it goes on."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ TRL, pinned, gets an environment of its own (--env) that shares this one's torch
 sides run on the same libraries; what TRL needs to run there is said in trl_side.py. OMP_NUM_THREADS: default 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -6,8 +6,6 @@ A tiny model and engine hf; a prompt's label says how long its responses are, wh
 writes OUT/RANK.json: for both ways seconds and tokens of each round, and the responses.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

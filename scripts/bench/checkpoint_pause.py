@@ -5,8 +5,6 @@
 A module under ZeRO-1 with Adam, float32: 12 bytes of states a weight. The first save also lays out its host memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -14,8 +14,6 @@ Runs are DIR/NAME-SEED (DIR: outputs/learning/KIND); one that is there is not re
 learning.png: means and standard deviations over seeds. `--eval_split dev` is for choosing settings.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import subprocess

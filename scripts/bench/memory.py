@@ -18,8 +18,6 @@ bf16. Time is of the processor, of 64 x 64 pixels in fp32, the ratio of alternat
 again; frames: latent frames are; blocks: also the blocks of each while it is computed again.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -11,8 +11,6 @@ blocks is the micro-batch. It takes some minutes: the compiler makes each progra
 operations of a block as elsewhere. Liger's kernels do not run on the host: a call of one counts, and computes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

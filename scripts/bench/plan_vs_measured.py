@@ -14,8 +14,6 @@ nothing is run for them, and their models are configurations without weights. A 
 marked 'calibrates' gave a number of plugins/memory_plan/times.py; the others check it. `peak` is in GiB, of PyTorch.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

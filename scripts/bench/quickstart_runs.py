@@ -8,8 +8,6 @@ OUT/quickstart_runs.json is written after each run, and a table is printed; a se
 missing. Those that were made here: scripts/bench/results.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

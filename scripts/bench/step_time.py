@@ -10,8 +10,6 @@ the medians, and seconds (both kinds), reward and loss of every step, warm-up in
 `--packing_samples true`, or `--pretrain ... --height 512 --width 512` for a model of your own.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import csv

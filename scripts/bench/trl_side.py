@@ -24,8 +24,6 @@ What TRL 1.16 needs to run a Qwen2.5-VL beside vLLM 0.32 on CPU, each said where
    of a batch are wrong (log-probs by 0.01).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@
 --size tiny runs every part on tiny shapes, also without a GPU, to try the kit itself. Exit code 1 when a part failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

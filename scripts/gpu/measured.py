@@ -3,8 +3,6 @@ the run's own plan said about memory, and how much its updates compute (null whe
 
 GPU_CHECK_PROFILE=N: the N-th train phase is profiled: seconds in which the device worked, null without one."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -5,8 +5,6 @@ python scripts/gpu/node.py PART FOLDER real|tiny          runs one part; check.p
 python scripts/gpu/node.py --rank MIB OUTPUT.json         what each rank of the part `bandwidth` runs
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 python scripts/gpu/parts.py PART FOLDER real|tiny      runs one part; check.py does so for all
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

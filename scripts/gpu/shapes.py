@@ -3,8 +3,6 @@
 Sizes are those of the published configurations; tokenizers, and text encoders' depth, are small.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

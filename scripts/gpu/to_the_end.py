@@ -13,8 +13,6 @@ of the card, cost, device and versions. --docs also writes it into that page, be
 --size tiny: the embedded models and tasks, which a host without a card trains in minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -1,7 +1,5 @@
 """Advantage estimators: hand-computed values, grouping by id over uneven micro-batches, invalid samples, whitening."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Every algorithm has a test against its closed form, or against its authors' or a stock implementation's numbers."""
 
-from __future__ import annotations
-
 import ast
 from itertools import chain
 from pathlib import Path

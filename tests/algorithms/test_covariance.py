@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov: their losses by hand, and which tokens are chosen."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

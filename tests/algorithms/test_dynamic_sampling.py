@@ -1,7 +1,5 @@
 """Dynamic sampling over ranks: luck is shared, and the batch does not depend on how many ranks there are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """KL forms: closed values, unbiasedness, safety; controllers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

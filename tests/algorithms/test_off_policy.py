@@ -1,7 +1,5 @@
 """DPPO, VESPO, the off-policy sequence mask and the weighed k3: values and gradients by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

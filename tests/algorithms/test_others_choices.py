@@ -1,7 +1,5 @@
 """Functions and loss terms that others register: what is no term, or no tensor of the right shape, is said by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

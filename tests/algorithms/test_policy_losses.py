@@ -1,7 +1,5 @@
 """Policy and value losses: hand-computed values and gradients, invariance to the cut into micro-batches, masking."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 

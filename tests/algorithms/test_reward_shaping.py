@@ -1,7 +1,5 @@
 """Overlong penalty, running moments, and the reward of each token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

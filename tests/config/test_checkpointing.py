@@ -1,7 +1,5 @@
 """What gradient_checkpointing may be: words, and what a bool was before."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft_visual.config.diffusion import DiffusionModelConfig, DiffusionRunConfig

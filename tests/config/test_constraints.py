@@ -1,7 +1,5 @@
 """Constraints at the fields: what they refuse, what they say, and that OmegaConf reads such fields as plain ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 

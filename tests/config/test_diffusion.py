@@ -1,7 +1,5 @@
 """Diffusion configurations that cannot work are refused before any model loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

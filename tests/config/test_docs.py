@@ -1,7 +1,5 @@
 """The commands, files and errors that docs/recipes.md shows are what happens."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

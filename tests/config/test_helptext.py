@@ -1,7 +1,5 @@
 """--help covers the schema and the switches of the loader."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

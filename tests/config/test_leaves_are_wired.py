@@ -1,7 +1,5 @@
 """No setting is accepted and then ignored: every leaf is read somewhere outside the configuration itself."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spellings, types, precedence, secrets and the resolved file."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Numbers that no run can work with are refused when the configuration is read, by the name of the setting."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plugins are imported before anything is checked, and what they register is a choice like any other."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes composed of layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

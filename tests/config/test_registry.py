@@ -1,7 +1,5 @@
 """The registry: what it says is so, its page is written from it, and it loads nothing heavy."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

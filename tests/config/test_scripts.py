@@ -1,7 +1,5 @@
 """The algorithm that an example script is named after is a default: recipes, layers and flags win over it."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every recipe and layer that is shipped loads."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

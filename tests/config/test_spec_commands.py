@@ -1,7 +1,5 @@
 """Commands of other systems, as their users type them, the script's name aside."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run in at most three lines, before anything heavy is imported."""
 
-from __future__ import annotations
-
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.summary import MOST_LINES, WIDTH, in_lines

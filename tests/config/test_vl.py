@@ -1,7 +1,5 @@
 """Settings that contradict each other, or that one without the other would do nothing, are refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft_visual.config.idle import check_run

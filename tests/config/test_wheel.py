@@ -1,7 +1,5 @@
 """The package as a wheel, with nothing beside it, still knows the shipped recipes."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -1,7 +1,5 @@
 """Settings and metrics of FastVideo, DiffusionNFT and Flow-GRPO mean here what they mean there, worked out by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

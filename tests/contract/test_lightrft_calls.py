@@ -1,7 +1,5 @@
 """Calls as users of LightRFT write them: they run unchanged, and give what its source says, worked out by hand."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass, field
 from types import SimpleNamespace

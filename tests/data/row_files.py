@@ -1,7 +1,5 @@
 """Rows written to a file and read back; fixtures for tests of forms, of bad rows and of the plug-in compat."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,8 +1,6 @@
 """Rows of diffusion runs: what rewards find in them, and which are refused by file and row. Evaluation rows with remote
 media: one that is gone is masked and counted, by the policy for bad rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

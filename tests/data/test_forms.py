@@ -1,7 +1,5 @@
 """The forms of rows that need no plug-in, each in a file."""
 
-from __future__ import annotations
-
 import base64
 import json
 

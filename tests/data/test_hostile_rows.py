@@ -1,7 +1,5 @@
 """Bad rows of every cause at once, for models that see and for text models: counted exactly, or an end with a table."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

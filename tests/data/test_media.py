@@ -1,7 +1,5 @@
 """Safe decoding of images: sources, colour modes, and everything that must be refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """Pairs of images for offline Diffusion-DPO: both forms of rows, and rows that are none."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """K-repeat sampling: every chosen prompt exactly k times over all ranks, the same batch computed on every rank.
 Validation prompts over ranks: each real one exactly once, the same count everywhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompt data sets from files of every kind: the same rows, checks at start, rendering and length limits."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Data named by relative paths: in the working directory, below a root of the environment, or shipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows in every accepted form, and the errors for those that are not."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 

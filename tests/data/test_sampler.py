@@ -1,7 +1,5 @@
 """The prompt order: complete, mixed by the asked shares, the same for any rank count, exact on resume."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Reading files row by row: what a byte order mark, an empty cell, a damaged page or an endless line do."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow

@@ -1,7 +1,5 @@
 """Rows that turn out bad during a run: replaced, counted and bounded, the same on any number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 import row_files
 from row_files import BAD, supply

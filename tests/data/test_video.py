@@ -1,7 +1,5 @@
 """Decoding of videos: sampling rules, frame lists, limits and damaged files."""
 
-from __future__ import annotations
-
 import av
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs on one and on two ranks, in one launch each; the tests of this folder read what they wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

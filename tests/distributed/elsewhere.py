@@ -1,7 +1,5 @@
 """Models, data files and reward functions made outside of the package's defaults, and broken ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A data set in which some rows are bad, each by a cause of its own; two of them show only when they are decoded."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """A reward server whose answers take their time, and which has no score for few of the responses."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

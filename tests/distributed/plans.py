@@ -1,7 +1,5 @@
 """The runs that the tests of this folder share. Flags say what differs from `SMALL`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

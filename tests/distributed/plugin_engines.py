@@ -4,8 +4,6 @@ What other ranks, micro-batches and processors round otherwise then changes no t
 Two more engines have weights of their own: one loses those of the first update, one keeps them in eight bits.
 """
 
-from __future__ import annotations
-
 import copy
 from unittest.mock import patch
 

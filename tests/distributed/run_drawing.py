@@ -4,8 +4,6 @@ plan.json: as in run_many.py. Every run leaves facts_rank<r>.json: what its rank
 optimizer state it holds, and what a swap of weights does under this run's ZeRO stage.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ equal settings of vLLM share one engine: each loads its own weights into it at i
 traceback in failed.txt; those of several ranks end the launch.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A tiny model that edits, with fresh weights, and its rows; beside it another that draws."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small SD3 pipeline with fresh weights, captions, pairs and a reward, for runs that start from files of a user."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs on data with bad rows of every cause: counted exactly, batches full, resumable, alike on any ranks."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Two gloo ranks with uneven shares of a batch agree with one rank that holds all of it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from types import SimpleNamespace
 

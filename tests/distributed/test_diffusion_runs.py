@@ -1,8 +1,6 @@
 """Diffusion runs: one rank and two agree under every ZeRO stage, a resumed run goes on bit for bit, copies of the
 weights are lent and given back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

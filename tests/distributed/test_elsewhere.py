@@ -1,7 +1,5 @@
 """Runs on models, data and rewards of one's own; and what is said where they are broken."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs with environments: on one rank and two, resumed, with every kind of estimator, and a single turn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every flag of the algorithm runs in a whole run, and leaves the trace that it should."""
 
-from __future__ import annotations
-
 import pytest
 from plans import FLAG_RUNS
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Three steps on one rank are one of them on one rank, one on two, and one on one again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Tokens are given: drawn ones would follow what each form of a run rounds otherwise.
 """
 
-from __future__ import annotations
-
 import pytest
 from plans import MIXED_STEPS, RESUMED_ON, STAGES
 from whole_runs import rows, weights

@@ -1,7 +1,5 @@
 """Four steps are those of a run that goes on from the checkpoint of the second: bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

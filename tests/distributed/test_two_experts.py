@@ -1,7 +1,5 @@
 """A model of two experts on two ranks trains as on one, under ZeRO 0, 2 and 3, though the ranks' steps differ."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

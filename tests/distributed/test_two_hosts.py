@@ -1,7 +1,5 @@
 """Two hosts with a rank each do what two ranks of one host do: torchrun on both, and nothing shared but the disk."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

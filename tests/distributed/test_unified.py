@@ -1,7 +1,5 @@
 """A model that sees and draws, on ranks of which one has nothing but questions and the other nothing but captions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image

@@ -1,7 +1,5 @@
 """Starts whole runs through the deepspeed launcher and reads what they wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib

@@ -1,7 +1,5 @@
 """Every command that a page shows is one: its flags pass the real loader, the files of the repository exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,8 +1,6 @@
 """Pages name every choice there is and no setting that does not exist; rows, values, code, pictures and the messages
 that troubleshooting explains are right."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

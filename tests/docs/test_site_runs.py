@@ -1,7 +1,5 @@
 """The documentation as a site: it builds strictly, so no link of it is broken."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

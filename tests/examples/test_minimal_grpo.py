@@ -1,7 +1,5 @@
 """The loop of examples/minimal_grpo.py: what it prints, and that its first step is that of the full trainer."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import re

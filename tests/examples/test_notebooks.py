@@ -1,7 +1,5 @@
 """The notebooks of the examples run from their first cell to their last."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

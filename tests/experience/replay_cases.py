@@ -1,7 +1,5 @@
 """Samples for the replay tests: hand-made ones, and hypothesis strategies for any mix."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from PIL import Image

@@ -1,7 +1,5 @@
 """The buffer: what goes in comes out, normalisation, order, limits, state, and two real ranks."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches: every tensor moves, and what a batch knows of itself."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

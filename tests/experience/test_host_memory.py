@@ -1,7 +1,5 @@
 """A batch with images takes little more host memory than one copy of them, from rollouts to micro-batches."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

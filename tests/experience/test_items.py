@@ -1,7 +1,5 @@
 """Items to batches and back: exact round trips, layouts, padding removal, errors."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import fields

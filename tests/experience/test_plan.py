@@ -1,7 +1,5 @@
 """Plans of micro-batches: complete, equal in number on all ranks, within the budget, and nearly full."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

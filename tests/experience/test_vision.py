@@ -1,7 +1,5 @@
 """Vision tensors: held once a prompt on their whole way, joined in order, read and written by the contract's names."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One choice of every kind, as a user would add it: this file alone, named by --plugins."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

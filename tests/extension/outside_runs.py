@@ -1,8 +1,6 @@
 """`outside_runs.py choices FOLDER`: a run of each kind with the choices of my_choices.py. `outside_runs.py features
 FOLDER`: runs of features from outside of the package, and with callbacks. Both write FOLDER/facts.json."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

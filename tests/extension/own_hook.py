@@ -1,7 +1,5 @@
 """A hook with state, as a user would add it: this file alone, named by --plugins."""
 
-from __future__ import annotations
-
 import torch
 
 from lightrft_visual.config import registry

@@ -1,7 +1,5 @@
 """A term of the loss, as a user would add it: this file alone, named by --plugins."""
 
-from __future__ import annotations
-
 from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate
 from lightrft_visual.config import registry
 

@@ -1,8 +1,6 @@
 """A choice of every kind is added by one file outside of the package, and runs. A term of the loss and a hook with
 state are one file each; runs are made with them, and with callbacks from Python."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

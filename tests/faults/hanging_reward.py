@@ -1,7 +1,5 @@
 """A reward that does not return from its second call on rank 1, where the environment says so."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

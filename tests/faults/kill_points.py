@@ -3,8 +3,6 @@
 The ranks of a run are children of a server that has imported everything: most of a short run's time would be imports.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from dataclasses import dataclass

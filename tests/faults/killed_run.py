@@ -1,7 +1,5 @@
 """A run that is killed in its second step, when it comes to a place between rollout and checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -3,8 +3,6 @@
 Runs are killed at a few places here, and two ranks at all of them by scripts/kill_points.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import forked

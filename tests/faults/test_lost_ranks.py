@@ -3,8 +3,6 @@
 Ranks that are killed or stopped: tests/runtime/test_presence.py and test_kill_points.py.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

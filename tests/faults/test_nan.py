@@ -1,7 +1,5 @@
 """A NaN loss on one of two ranks: no rank steps, all weights stay, and three in a row end the run."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 from pathlib import Path

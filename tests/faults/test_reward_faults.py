@@ -3,8 +3,6 @@
 `scripts/reward_faults.py` holds the kinds, and runs all of them.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

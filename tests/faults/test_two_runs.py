@@ -1,7 +1,5 @@
 """A second run into the folder of one that is still going is refused, and the first loses nothing."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

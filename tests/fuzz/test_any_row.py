@@ -1,7 +1,5 @@
 """Rows of any shape: read, or refused by an error that names file and row and can be printed."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given, settings

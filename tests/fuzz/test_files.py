@@ -1,7 +1,5 @@
 """A share of `scripts/fuzz.py`, always the same: damaged files of every kind end in the package's own errors."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from pathlib import Path

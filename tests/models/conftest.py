@@ -1,7 +1,5 @@
 """Checkpoints that all tests of models read."""
 
-from __future__ import annotations
-
 import pytest
 
 

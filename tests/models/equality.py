@@ -1,7 +1,5 @@
 """Losses and gradients of one actor over the same samples in several forms, and whether they are the same."""
 
-from __future__ import annotations
-
 import torch
 from peft import LoraConfig, get_peft_model
 

@@ -1,7 +1,5 @@
 """A tiny Qwen3-VL-MoE, and noise in its routers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of types without an adapter, which the general one runs right: each with its processor and tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of families without an adapter, of transformers' own classes, with tokenizer and processor."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention over packed rows by segments, equal to a dense mask's, which is never made; of towers, in a few calls."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

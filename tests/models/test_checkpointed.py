@@ -1,7 +1,5 @@
 """Blocks that are checkpointed whole or but for attention: the same results, and what runs and is kept."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Checkpoints that cannot be loaded say why; freezing and LoRA reach what they name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

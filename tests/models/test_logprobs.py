@@ -1,7 +1,5 @@
 """Chunked log-probs and entropy: closed forms, equality with the plain form, gradients, and what is kept in memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

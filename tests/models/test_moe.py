@@ -1,7 +1,5 @@
 """A mixture of experts in training: its balance, its precision, LoRA on its experts, and the weights that it gives."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

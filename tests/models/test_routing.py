@@ -1,7 +1,5 @@
 """Experts of each token: what is recorded is what ran, and a record that is used again changes the choice alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

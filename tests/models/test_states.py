@@ -1,7 +1,5 @@
 """Linear attention in packed rows: each segment begins anew, as it does alone and padded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from equality import adapters, assert_same, loss_and_gradients

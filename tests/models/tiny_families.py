@@ -1,7 +1,5 @@
 """Untrained pipelines of every family, a few thousand weights each, built from their configs."""
 
-from __future__ import annotations
-
 import diffusers
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Tiny checkpoints, actors and prompts with every kind of media, for the model and rollout tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny Wan 2.2 in the files and names of Wan's own code, where ROLL's example has them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

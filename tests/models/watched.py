@@ -1,7 +1,5 @@
 """What operations make inside of a `with`, and what is kept for backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod

@@ -1,7 +1,5 @@
 """A small recorded run, as the report's tests need it."""
 
-from __future__ import annotations
-
 import random
 
 from PIL import Image, ImageDraw

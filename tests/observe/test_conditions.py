@@ -1,7 +1,5 @@
 """What an evaluation was made with."""
 
-from __future__ import annotations
-
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET

@@ -1,7 +1,5 @@
 """Lines and tables in a log file; nothing from text can drive the terminal."""
 
-from __future__ import annotations
-
 import io
 
 from lightrft_visual.observe.console import RunConsole, clip_text, short, step_line

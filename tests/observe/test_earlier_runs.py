@@ -1,7 +1,5 @@
 """A fresh start in an earlier run's folder loses nothing."""
 
-from __future__ import annotations
-
 import json
 
 from lightrft_visual.config.vl import ModelConfig, RewardConfig, RunConfig

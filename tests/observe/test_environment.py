@@ -1,7 +1,5 @@
 """Secrets stay out of what a run writes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small files of images and videos: strips, thumbnails, contact sheets."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """Sums over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

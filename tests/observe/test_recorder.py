@@ -1,7 +1,5 @@
 """What a run's folder holds after logging, cutting back and closing."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

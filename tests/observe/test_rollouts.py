@@ -1,7 +1,5 @@
 """Records of samples, and which of them are shown."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

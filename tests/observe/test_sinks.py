@@ -1,7 +1,5 @@
 """CSV whose columns grow, JSON lines, TensorBoard and W&B."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

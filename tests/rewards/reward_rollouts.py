@@ -1,7 +1,5 @@
 """Rollouts for reward tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What is wrong with a reward function is said before any model is loaded."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

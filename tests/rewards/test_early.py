@@ -1,7 +1,5 @@
 """Remote scorers work while samples are generated: the same requests as afterwards, each as soon as it can leave."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest

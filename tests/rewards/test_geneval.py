@@ -1,7 +1,5 @@
 """GenEval's rules on their own cases and on drawn scenes with a stub detector; the real detector tiny."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """HPSv3 on a tiny Qwen2-VL: the score is that of the published forward, written anew from its facts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image

@@ -1,7 +1,5 @@
 """A judge in the run: a tiny Qwen2-VL that is asked by a template, and what becomes of its replies."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

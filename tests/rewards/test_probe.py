@@ -1,7 +1,5 @@
 """What is wrong with a reward is said when it is asked with one sample, before anything loads."""
 
-from __future__ import annotations
-
 import random
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a user's own code does wrong, and what the run says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

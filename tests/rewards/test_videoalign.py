@@ -1,7 +1,5 @@
 """VideoAlign on a tiny Qwen2-VL: ratings are those of the published forward, written anew from its facts."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tiny reward models: a sequence classifier over letters, a Qwen2-VL with a head, and the plain forward of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """An environment that is bad in the way its data row says, or good for a row that says nothing; loaded by path."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

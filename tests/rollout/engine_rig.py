@@ -1,7 +1,5 @@
 """One engine beside one trainer model, and what the tests ask of the two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Episodes of a tiny model: environments that answer in a way that is known, and the stage around an engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from engine_rig import Rig, enders, hf_rig

@@ -1,7 +1,5 @@
 """Starts a script on gloo ranks with interpreters of their own, for what must be the first to import something."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Run by two ranks, each with prompts of its own, or by one process (`own`) whose engine starts both ranks by itself.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

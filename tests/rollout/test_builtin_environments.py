@@ -1,7 +1,5 @@
 """The environments by name: zoom, python, click."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

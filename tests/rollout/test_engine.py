@@ -1,7 +1,5 @@
 """Which engine a run has, how it says so, and which it refuses."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_models import checkpoint_of
 

@@ -1,7 +1,5 @@
 """Environments in processes of their own: what bad ones can do to an episode, and what they cannot."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

@@ -1,7 +1,5 @@
 """Environments: what they may give back, in one form, and how they are named."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Episodes: what was sampled in every turn is what is trained, image for image."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

@@ -1,7 +1,5 @@
 """The transformers engine samples from the distribution that the trainer scores, one prompt at a time or many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

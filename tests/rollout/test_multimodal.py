@@ -1,7 +1,5 @@
 """Multimodal batches: every prompt keeps its own media, ids equal the processor's, nothing is repaired."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

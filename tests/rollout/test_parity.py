@@ -1,7 +1,5 @@
 """The parity gate with engines that are wrong in one known way: what it measures, and what it says."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

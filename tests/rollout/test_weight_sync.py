@@ -1,7 +1,5 @@
 """The weights that go to the engine: checkpoint names, whole tensors, LoRA merged without touching the trainer."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

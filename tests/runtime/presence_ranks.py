@@ -3,8 +3,6 @@
 WHAT: waits, in Python; in_a_collective; fails, by an error; os_exit, as a user's function may.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

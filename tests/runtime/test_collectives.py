@@ -1,7 +1,5 @@
 """One rank alone calls no collective; what several ranks exchange is in tests/distributed and tests/simulated."""
 
-from __future__ import annotations
-
 import os
 import re
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Extensions are built by one process at a time, and a lock of torch's builder counts as long as its owner lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

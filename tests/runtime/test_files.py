@@ -1,7 +1,5 @@
 """Files of a run can be written whatever text a model, a reward or a row brings; one live run a folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import gc

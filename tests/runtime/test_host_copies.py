@@ -1,7 +1,5 @@
 """What the host knows of tensors on a device; the device is `meta`, of which nothing can be read."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

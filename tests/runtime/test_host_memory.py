@@ -1,7 +1,5 @@
 """A run's settings of its host: OpenMP's, which are made before torch is loaded; its cores; malloc's."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Names of the hub: one process of a host fetches first, and errors say where was looked."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

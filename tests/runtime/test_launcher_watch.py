@@ -1,7 +1,5 @@
 """A rank notices that its launcher is gone; a terminal that is lost ends a run as SIGTERM does."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

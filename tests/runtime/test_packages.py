@@ -1,7 +1,5 @@
 """A package that only some runs need is asked for by name, with the line that installs it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """The time of nested phases."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft_visual.runtime import phase_timer

@@ -1,7 +1,5 @@
 """At which port ranks meet: one rank needs none, several are told which one is taken."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

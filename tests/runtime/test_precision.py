@@ -1,7 +1,5 @@
 """What models keep in fp32 stays so beside weights that train in bf16, and what is said where it cannot."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

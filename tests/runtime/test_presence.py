@@ -1,7 +1,5 @@
 """Ranks that are gone before the run's end: the others name them and end with code 1, long before a time limit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

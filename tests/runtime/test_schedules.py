@@ -1,7 +1,5 @@
 """The learning rates are those of transformers' schedules of the same names, to the last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import get_scheduler

@@ -1,7 +1,5 @@
 """What a run says while it starts and what it does not import; what others print goes to its log, an error last."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Objects travel as parcels: equal on arrival, what is shared stays shared, and tensors are not pickled."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from forked import on_ranks

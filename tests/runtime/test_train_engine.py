@@ -1,7 +1,5 @@
 """Training forwards run in training mode, scoring in evaluation mode, whatever was done before."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What other libraries are told where they have a setting, and changed where they have none."""
 
-from __future__ import annotations
-
 import torch
 
 from lightrft_visual.runtime.vendor_patches import program_limit

@@ -1,7 +1,5 @@
 """The watchdog over connections of one process and a clock that the test moves; test_presence.py has whole ranks."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

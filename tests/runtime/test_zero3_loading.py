@@ -1,7 +1,5 @@
 """ZeRO-3 divides models while they load: the same weights, and no rank ever holds a whole model."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager

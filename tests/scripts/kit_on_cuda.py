@@ -6,8 +6,6 @@ The parts themselves make their commands; what would run them notes them instead
 weights. Then the example scripts plan each command, and vLLM checks each engine, CUDA claimed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The Dockerfile names files that exist, copies what the set-up reads, and passes its linter."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

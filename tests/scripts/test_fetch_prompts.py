@@ -1,7 +1,5 @@
 """Prompt sets from a server on this machine: what is written is what a run reads, and failures say what to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer

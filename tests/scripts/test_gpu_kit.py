@@ -1,7 +1,5 @@
 """The kit for the first visit to a GPU: its shapes are the published ones, a part that fails is told, not lost."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 A visit to a card is short: a flag that has been renamed since must not be found there.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

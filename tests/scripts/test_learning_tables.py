@@ -1,7 +1,5 @@
 """Tables and curves of the learning benchmarks: runs of other lengths are compared at equal samples."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

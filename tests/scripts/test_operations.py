@@ -1,7 +1,5 @@
 """What the count of operations counts: kernels, not views, and what an operation is made of once."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run over several visits to a card: its scenes, its settings, how it is stopped and told of."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """What scripts/trace_step.py counts: by a small package whose numbers are known, and by a whole run."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import subprocess

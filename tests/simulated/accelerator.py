@@ -1,7 +1,5 @@
 """DeepSpeed's view of the device `sim`, and a process group that takes its tensors only, as NCCL takes CUDA's only."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

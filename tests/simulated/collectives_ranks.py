@@ -1,7 +1,5 @@
 """Two ranks (argument: rank and store file) try every collective of the simulated process group; prints OK."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

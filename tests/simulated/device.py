@@ -1,7 +1,5 @@
 """The device `sim`: host memory that PyTorch takes for another device's, so that code for accelerators runs on CPUs."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

@@ -1,7 +1,5 @@
 """Run by two ranks: bytes of the device while states are away, and around a guest."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

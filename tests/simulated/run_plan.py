@@ -6,8 +6,6 @@ plan.json: as `whole_runs.run_plan` writes it; a run whose arguments begin with 
 fails ends the launch, with its traceback.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

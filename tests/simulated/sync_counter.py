@@ -5,8 +5,6 @@ Not counted: what DeepSpeed asks for, which reduces gradients and looks for over
 read of their inputs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """The simulated accelerator itself: right results, refusal of host tensors, collectives over its own tensors only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank holds on its device, counted by the simulated one's allocator."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

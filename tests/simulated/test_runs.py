@@ -3,8 +3,6 @@
 Vision-language runs generate by the trainer's own model, diffusion runs by diffusers: vLLM knows no such device.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`sample` of a diffusion model computes on the accelerator, in the precision that is asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

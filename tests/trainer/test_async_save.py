@@ -1,7 +1,5 @@
 """Runs whose checkpoints are written while they go on."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/hooks.md: its examples work as they stand, and its table has every method of a hook."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The experience maker with the `diffusers` engine: prompts in, scored and compared pictures out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Several hooks as one: their order, what they return, how they end a run, and their part of a checkpoint."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

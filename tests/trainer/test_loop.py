@@ -1,7 +1,5 @@
 """What the loop does beside its steps."""
 
-from __future__ import annotations
-
 import gc
 from types import MethodType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A start that bad rows end leaves the list of them; of a live or earlier run in the folder nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

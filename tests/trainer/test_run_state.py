@@ -1,7 +1,5 @@
 """What a run refuses to start with, and which evaluation a checkpoint is judged by."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

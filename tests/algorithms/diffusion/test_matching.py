@@ -1,7 +1,5 @@
 """Losses on finished samples against their papers' formulas, for flow matching and for DDIM models."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 from types import SimpleNamespace

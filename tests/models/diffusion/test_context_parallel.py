@@ -1,7 +1,5 @@
 """Denoisers whose tokens lie on several ranks: velocities, losses and gradients of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import tiny_families
 import torch

@@ -1,7 +1,5 @@
 """Layers in the place of diffusers' give its values, bit for bit in fp32, and its gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel

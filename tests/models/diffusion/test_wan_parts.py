@@ -1,7 +1,5 @@
 """Wan 2.2 from files in the form of Wan's own code, as ROLL's model_paths names them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints, and the tiny SD3: ordinary ones that load, round-trip text, and come out the same from one seed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Packed equals padded, alone equals together, and both equal transformers' own forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from equality import PLAIN, adapters, assert_same, loss_and_gradients

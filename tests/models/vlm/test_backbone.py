@@ -1,7 +1,5 @@
 """Images that do not match their placeholders, prefill and decode, critics, tokens that are never sampled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

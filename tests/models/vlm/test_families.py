@@ -1,7 +1,5 @@
 """Families: found by model type or processor, one added from outside, and one whose images take several rows each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

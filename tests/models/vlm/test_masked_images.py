@@ -1,7 +1,5 @@
 """Samples beside themselves with hidden image patches: what is hidden, and that one forward equals two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Types that the general adapter runs right, each from a folder as a run opens it: scored, sampled and trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Position ids by hand, and against transformers where it agrees with the models' training."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from types import SimpleNamespace

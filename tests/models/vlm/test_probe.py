@@ -1,7 +1,5 @@
 """An adapter that no test has proven is compared with the model's own class: right ones pass, wrong ones are named."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Every family of docs/models.md, built tiny: what the table claims holds, and what it does not claim is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

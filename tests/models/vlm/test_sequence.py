@@ -1,7 +1,5 @@
 """A batch over several ranks: losses and gradients as on one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad

@@ -1,7 +1,5 @@
 """A prompt that is computed once for its completions: losses and gradients of the samples as if each stood alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Model types without an adapter: what the plain adapter does not know is refused at start, and the rest runs right."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

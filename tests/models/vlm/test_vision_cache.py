@@ -1,7 +1,5 @@
 """The vision tower sees each different image once, and nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModel

@@ -1,7 +1,5 @@
 """Families on two ranks that divide their weights."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The band and the parting: exact facts, and what holds for any run."""
 
-from __future__ import annotations
-
 import math
 import random
 

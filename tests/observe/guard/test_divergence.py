@@ -1,7 +1,5 @@
 """Whether gold follows the reward: exact facts, noise that is no parting, and hacks in the same noise."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The guard over a run's metrics: which signals it raises, once each, and that it goes on alike after a resume."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft_visual.config.shared import GuardConfig

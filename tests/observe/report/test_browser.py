@@ -1,7 +1,5 @@
 """report.html in a real browser: curves and pictures are visible, and nothing is fetched."""
 
-from __future__ import annotations
-
 import html
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Ranges, thinning and content of the report's charts."""
 
-from __future__ import annotations
-
 import json
 import math
 

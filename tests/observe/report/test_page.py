@@ -1,7 +1,5 @@
 """report.html: complete in itself, escaped, small, and there for partial and damaged runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """report.html is rewritten as a run goes, and never ends it."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

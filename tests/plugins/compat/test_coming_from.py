@@ -1,7 +1,5 @@
 """Settings of other systems in settings.md: every row is read as a command line of that system."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import asdict

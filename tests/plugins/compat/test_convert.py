@@ -1,7 +1,5 @@
 """Files of other systems as a command."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Geometry3K's two graders: their scores are those of EasyR1's and verl's formulas, whichever mathruler answers."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """Settings under the names of other systems: read where they mean the same, else answered by what to write."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

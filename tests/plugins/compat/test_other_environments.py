@@ -1,7 +1,5 @@
 """Environments as users of TRL, OpenRLHF and OpenEnv write them, in files that are named as they are."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

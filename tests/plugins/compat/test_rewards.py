@@ -1,7 +1,5 @@
 """Reward functions written for other systems, each as it is there: the tables of docs/coming_from.md."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

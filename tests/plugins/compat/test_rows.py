@@ -1,7 +1,5 @@
 """Data of other systems, each in a file as that system writes it; one test for each row of docs/coming_from.md."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """What is built at its first use: once among processes, whole or not at all, without a trace in the run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedded model from Python: several runs in one process, and what their checkpoints do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The embedded visual question task: files, determinism, splits without overlap, answers that fit the drawing."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

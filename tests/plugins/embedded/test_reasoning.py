@@ -1,7 +1,5 @@
 """The embedded reasoning task: files and splits, chains and answers that fit the drawing, forms of demonstrations."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

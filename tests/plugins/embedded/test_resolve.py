@@ -1,7 +1,5 @@
 """What stands behind the name `embedded`: files and models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

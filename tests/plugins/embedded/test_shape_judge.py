@@ -1,7 +1,5 @@
 """The gold judge: trained within seconds, cached once, right on drawings, and not fooled by what is none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The embedded tasks of several turns: what is drawn, what a closer look shows, demonstrations, presets."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The supervised warm-up: when it ends, what it shows, and that prompts encoded together equal those encoded alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 

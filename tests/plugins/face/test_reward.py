@@ -1,7 +1,5 @@
 """Face similarity with a gradient: known cosines, faces that are not there, models by path."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

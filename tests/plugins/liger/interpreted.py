@@ -4,8 +4,6 @@ Two things are missing there. Numbers reach a kernel as Python's, which have no 
 give nothing.
 """
 
-from __future__ import annotations
-
 import liger_kernel.ops.geglu
 import liger_kernel.ops.rms_norm
 import numpy as np

@@ -3,8 +3,6 @@
 The interpreter takes a millisecond a token and kernel, so batches are of a few tokens.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

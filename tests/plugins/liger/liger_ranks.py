@@ -1,7 +1,5 @@
 """Run by two ranks that divide the weights: log-probs and the norm of gradients with Liger's kernels and without."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`use_liger_kernel`: values by Triton's interpreter in a process of its own, what is refused, whole runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

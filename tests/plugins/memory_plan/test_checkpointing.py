@@ -1,7 +1,5 @@
 """What checkpointing keeps by the plan, and which the plan chooses."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a computation holds, counted on meta tensors, against what it holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

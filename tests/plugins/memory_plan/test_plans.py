@@ -1,7 +1,5 @@
 """Plans of runs: what fits, what is refused, and the shipped recipes on the hardware that they name."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

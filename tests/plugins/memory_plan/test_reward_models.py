@@ -1,7 +1,5 @@
 """Models that judge are in the plans of both kinds of run: on the host at rest, on the device while they score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

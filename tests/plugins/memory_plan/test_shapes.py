@@ -1,7 +1,5 @@
 """Shapes that are shipped have the published numbers of weights; folders have their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Micro-batch sizes that the plan chooses: as large as there is room for, the same on all ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Work that is counted on meta tensors, and the seconds that a plan makes of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

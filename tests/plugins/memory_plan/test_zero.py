@@ -1,7 +1,5 @@
 """What the plan says of DeepSpeed's states against the states themselves, and closed forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

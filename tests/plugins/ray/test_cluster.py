@@ -1,7 +1,5 @@
 """How a process speaks to the Ray cluster of its run; a cluster itself is in the tests of those who use one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What a worker of Ray Train gives the rank beside it, and how a launch ends that cannot be."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The adapter against a stand-in that accepts what the real package's signatures accept, and nothing else."""
 
-from __future__ import annotations
-
 import inspect
 import signal
 from importlib import import_module

@@ -1,7 +1,5 @@
 """What SGLang is asked, and how its answers are read; no package is needed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

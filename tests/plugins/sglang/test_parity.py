@@ -1,7 +1,5 @@
 """SGLang itself, where it can be imported: what it samples is what the trainer scores. Without a GPU on the CPU."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Described scenes: their words, their looks, and that no image of dev or test is among them."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

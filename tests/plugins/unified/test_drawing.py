@@ -1,7 +1,5 @@
 """A model that sees and draws: drawn tokens are scored as they were sampled, and are those that transformers draws."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

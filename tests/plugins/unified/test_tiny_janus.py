@@ -1,7 +1,5 @@
 """The embedded model that sees and draws: its warm-up, the codes of its images, and its task."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations, product

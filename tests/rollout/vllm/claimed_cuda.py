@@ -1,7 +1,5 @@
 """Run by one process: vLLM's own checks of engine arguments as on an H100, CUDA and Triton claimed, no model loaded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

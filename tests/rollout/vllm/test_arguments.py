@@ -1,7 +1,5 @@
 """Engine arguments: what vLLM itself would refuse, on this machine and on CUDA, before a model is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

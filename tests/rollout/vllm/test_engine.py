@@ -3,8 +3,6 @@
 One engine is loaded per kind of model (seconds each); pytest runs all tests of one kind before the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

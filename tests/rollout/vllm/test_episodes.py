@@ -1,7 +1,5 @@
 """Episodes by vLLM: each goes on by itself, and every turn is what the trainer scores."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

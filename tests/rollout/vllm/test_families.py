@@ -1,7 +1,5 @@
 """Families that the package's own models do not cover, in vLLM on the CPU: it samples from what the trainer scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_rig import check_parity, vllm_rig

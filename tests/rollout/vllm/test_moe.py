@@ -1,7 +1,5 @@
 """A mixture of experts in vLLM: the trainer's weights get into its fused experts, and what it says of its choices."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Banned tokens and FIRE's first token, on tensors, for both of vLLM's model runners."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """In which order vLLM is told to sleep, to wake and to load, as on an accelerator."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

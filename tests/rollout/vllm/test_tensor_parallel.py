@@ -1,7 +1,5 @@
 """Two gloo ranks as one vLLM engine: each gives its own prompts and gets its own responses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checkpoints that a thread writes while the run goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Exports are loaded back by the tools they are for."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """kill -9 at random moments of saves: the newest complete checkpoint can always be resumed from."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints are complete or not there: rotation, damage, failures, resume."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partial

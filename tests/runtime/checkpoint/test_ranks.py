@@ -1,7 +1,5 @@
 """An optimizer on another number of ranks: parts of odd sizes, sub-groups, and a file that is missing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

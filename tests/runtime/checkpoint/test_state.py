@@ -1,8 +1,6 @@
 """Plain state round-trips exactly, and nothing in a file, of ours or DeepSpeed's, can run. That steps go on bit for bit
 after a load is in test_precision.py."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

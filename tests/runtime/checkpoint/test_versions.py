@@ -1,7 +1,5 @@
 """Checkpoints of other versions, and of other models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Each call of a function in its own process gets its own answer, or an error; never another call's answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the run needs as it was is put back after a call of users' code, and said."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 A run that ends with an error leaves its type and text, and how many steps it had trained by then.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Edits end to end: rewards that see source and drawn images, exact replay, what is saved."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Means of an evaluation over ranks that have met other rewards."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

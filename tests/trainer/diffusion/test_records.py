@@ -1,7 +1,5 @@
 """What a diffusion step sends to other ranks for the records that it keeps, and the order of the pairs of a file."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which reward a diffusion run is trained on: the user's where there is one, the drawing task's own otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole diffusion runs: evaluation, contact sheets, EMA, the exported LoRA in the stock pipeline, and bad input."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """The teacher of on-policy distillation: a pipeline, or the LoRA weights that a run of the same model left."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

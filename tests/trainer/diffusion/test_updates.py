@@ -1,7 +1,5 @@
 """An update is the same without samples of advantage 0, with several steps a forward, on the rollout's own graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

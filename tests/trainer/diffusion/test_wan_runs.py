@@ -1,7 +1,5 @@
 """Videos end to end: Flow-GRPO on a text-to-video model, Reward FL on a two-expert image-to-video one."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run by a rank: the runs of a plan, whose programs are traced and run as they are; the compiler would take minutes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import run_many

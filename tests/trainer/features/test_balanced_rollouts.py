@@ -1,7 +1,5 @@
 """Prompts dealt to ranks by expected length, for generation alone."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 The compiler itself would take minutes on the host: its programs are traced here and run as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

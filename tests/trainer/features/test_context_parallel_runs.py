@@ -1,7 +1,5 @@
 """Whole runs whose ranks share each denoiser forward train as one rank does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

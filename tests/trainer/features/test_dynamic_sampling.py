@@ -1,7 +1,5 @@
 """Dynamic sampling around a maker: what is drawn again, and how the numbers of rounds make those of a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """The average of the weights as a hook: what it follows, what it lends, and where it goes on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

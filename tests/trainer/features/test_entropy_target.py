@@ -1,7 +1,5 @@
 """The steered entropy bonus: its coefficient, what a train batch gets, and where a resumed run goes on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Episodes in metrics, records, console and report."""
 
-from __future__ import annotations
-
 import json
 import math
 

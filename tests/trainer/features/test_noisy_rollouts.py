@@ -1,7 +1,5 @@
 """NoisyRollout: the schedule and the noise of the paper, and rollouts of which only generation saw a noisy image."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Images of a step's prompts: other hooks see them, what people are shown keeps them, all others are let go of."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from PIL import Image

@@ -1,7 +1,5 @@
 """Rollouts that run ahead: which batches are begun when, and what a checkpoint holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft_visual.config.placement import AsyncConfig

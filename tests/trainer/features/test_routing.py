@@ -1,7 +1,5 @@
 """Routing replay over a step: whose record is kept, what is trained on, and what is reported."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Selective sample replay: what is replaced, what is drawn, and that the number of ranks does not matter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

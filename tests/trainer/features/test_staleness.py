@@ -1,7 +1,5 @@
 """How old the tokens of rollouts are, and which rollouts are too old to train on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

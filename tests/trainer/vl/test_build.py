@@ -1,7 +1,5 @@
 """What of a configuration depends on the model that it names."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

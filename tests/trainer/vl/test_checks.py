@@ -1,7 +1,5 @@
 """Settings that a model cannot follow are refused by name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module

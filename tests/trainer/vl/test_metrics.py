@@ -1,7 +1,5 @@
 """What a step's experience says in numbers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

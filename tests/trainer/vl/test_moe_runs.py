@@ -1,7 +1,5 @@
 """Whole runs of a tiny mixture of experts on two ranks: replay, balance, LoRA on experts, ZeRO-3."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

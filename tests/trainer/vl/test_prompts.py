@@ -1,7 +1,5 @@
 """The batch after the present one: prepared beside the step, with the results, order and errors of one that is not."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs on prompts with a video, an mp4 file, with default flags; and runs whose reward scores nothing."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

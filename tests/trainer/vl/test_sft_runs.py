@@ -1,7 +1,5 @@
 """Supervised runs: what is in the loss, packing, ranks, resume, learning, and the model in a run with rewards."""
 
-from __future__ import annotations
-
 import json
 import os
 

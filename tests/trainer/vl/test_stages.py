@@ -1,7 +1,5 @@
 """In which order the stages of a step work, and what each of them holds in memory."""
 
-from __future__ import annotations
-
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

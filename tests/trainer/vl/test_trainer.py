@@ -1,7 +1,5 @@
 """What the vision-language trainer evaluates, and what it takes from a checkpoint."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

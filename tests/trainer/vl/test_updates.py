@@ -1,7 +1,5 @@
 """The optimizer step's gradients do not depend on how the train batch is cut or laid out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

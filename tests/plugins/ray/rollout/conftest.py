@@ -1,7 +1,5 @@
 """Pools of workers, closed at the end of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of two ranks with rollout workers, run by each: `rank_runs.py FOLDER` writes facts_<rank>.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Runs with rollout workers on one Ray cluster: `split_runs.py FOLDER` writes FOLDER/facts.json."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """What a checkpoint holds of batches that are begun: as it was drawn, and nothing of what was asked otherwise."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Responses in segments: what comes out is what one call would have made, and long ones hold nothing up."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

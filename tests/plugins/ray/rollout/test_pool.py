@@ -1,7 +1,5 @@
 """The pool of workers with threads in the place of processes: order, load, deaths."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

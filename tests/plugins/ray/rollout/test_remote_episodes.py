@@ -3,8 +3,6 @@
 The worker is a thread of this process; what goes to it and comes back is pickled, as with Ray.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import pickle

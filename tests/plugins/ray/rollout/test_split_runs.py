@@ -1,7 +1,5 @@
 """Runs whose rollouts are made by workers, beside the same runs without: see `split_runs.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

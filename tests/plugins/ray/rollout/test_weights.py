@@ -1,7 +1,5 @@
 """Versions of weights from one process to another: the bytes, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

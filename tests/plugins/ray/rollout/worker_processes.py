@@ -1,7 +1,5 @@
 """Rollout workers in processes of their own, without Ray: what a pool or a sender of weights calls."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
