@@ -51,12 +51,12 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
     there, for a built-in name with a slip, for a file in place of an output folder, and for a reward that is lacking.
     Names that may be anything else, such as a hub's, are not looked for. names: of the settings that are looked at,
     default all."""
-    outputs = {name: getattr(config.output, name) for name in OUTPUTS if names is None or name in names}
-    found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each or "")]
+    looked_at = [name for name in OUTPUTS if names is None or name in names]
+    outputs = {name: each for name in looked_at if (each := getattr(config.output, name))}  # else it is in output_dir
+    found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
     for name, each in outputs.items():
-        there = next((folder for folder in Path(each or ".").absolute().parents if folder.exists()), None)
-        there = Path(each) if each and os.path.isdir(each) else there
-        if there is not None and there.is_dir() and not os.access(there, os.W_OK):
+        there = next(folder for folder in Path(each, "_").absolute().parents if folder.exists())
+        if there.is_dir() and not os.access(there, os.W_OK):
             found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()

@@ -99,6 +99,16 @@ def test_a_folder_whose_name_is_near_a_built_in_one_is_taken(tmp_path, monkeypat
     assert missing_files(parse_run(argv=["--pretrain", "embeded", "--prompt_data", "embedded"]).config) == []
 
 
+def test_missing_files_of_a_folder_above_the_working_directory_only_what_is_given_is_refused(tmp_path, monkeypatch):
+    own = tmp_path / "home"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    assert missing_files(parse_run(argv=["--output_dir", "mine"]).config) == []
+    (found,) = missing_files(parse_run(argv=["--output_dir", "mine", "--ckpt_path", f"{tmp_path}/kept"]).config)
+    assert found.startswith(f"--ckpt_path: {tmp_path}/kept cannot be written")
+
+
 @pytest.mark.parametrize("given", ["score", "my_reward:score", "my_reward.py", "rewards.py:a,score"])
 def test_missing_files_reward_that_names_no_function_of_a_file_is_told_how_to_be_written(given):
     config = parse_run(argv=["--reward_fn", given, "--prompt_data", "embedded"]).config
