@@ -187,14 +187,14 @@ class VLPlanner:
     # -- phases --------------------------------------------------------------------------------------------------
 
     def _load(self) -> Phase:
-        """The checkpoint in host memory on its way to the device; then all models, and the engine starts."""
+        """The checkpoint in host memory on its way to the device; then the engine starts."""
         copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
         models = self._models(stepped=False)
-        loaded = [*models, *self._engine(awake=True)]
+        loaded = [*self._models(train_states=False, stepped=False), *self._engine(awake=True)]
         frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
         copies = 1 + (self._critic is not None) + frozen
         seconds = copies * self.shape.model.bytes / DISK + (30 if self.resident else 2)
-        moments = [loaded] if self.device.on_cpu else [[*loaded, copy]]
+        moments = [loaded] if self.device.on_cpu else [[*models, copy], [*loaded, copy]]
         return Phase.fullest("load", seconds, *moments)
 
     def _generate(self) -> Phase:

@@ -94,7 +94,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     models = actor, critic, reference, _teacher(config, strategy, checkpoint)
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
-    engine = _engine(config, checkpoint, actor)
+    engine = _engine(config, checkpoint, actor, critic)
     maker = _maker(config, strategy, checkpoint, models, engine, rewards, run)
     prompts = _prompts(config, checkpoint, maker, PromptSupply(dataset, sampler))
     return VLParts(
@@ -398,11 +398,15 @@ def prove(config: RunConfig | SFTRunConfig, actor: Actor, checkpoint: Checkpoint
         log_stage(proven)
 
 
-def _engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
-    """The run's own engine, or the way to those of its workers."""
+def _engine(config: RunConfig, checkpoint: Checkpoint, *trained: TrainEngine | None) -> RolloutEngine:
+    """The run's own engine, or the way to those of its workers. trained: the actor first; they wait on the host where
+    that is asked for, as engines take their share of the device when they start, or refuse to."""
+    for each in filter(None, trained if config.rollout.offload_trainer else ()):
+        each.offload()
+        each.offload_weights()
     if config.distributed.split:
         return registry.services.load("placement").engine(config, checkpoint)
-    engine = build_engine(config, checkpoint, actor)
+    engine = build_engine(config, checkpoint, trained[0])
     engine.sleep(keep_weights=False)  # the trainer's come before the first rollout; until then what resumes needs room
     return engine
 

@@ -19,9 +19,11 @@ from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.runtime import collectives
+from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
     _check_ranks,
+    _engine,
     _fit_to_data,
     _loss_parts,
     _resolve_sharing,
@@ -244,3 +246,26 @@ def test_quantized_weights_are_not_trained(tmp_path):
     config, strategy = RunConfig(), SimpleNamespace(loading=nullcontext, dtype=torch.float32)
     with pytest.raises(ConfigError, match=f"pretrain {checkpoint.path} holds quantized weights, which no run trains"):
         load_actor(config, strategy, checkpoint, 1)
+
+
+@pytest.mark.parametrize("offloads,kept", [(True, []), (False, ["states", "weights"] * 2)])
+def test_an_engine_starts_while_what_is_trained_waits_on_the_host(monkeypatch, offloads, kept):
+    """vLLM refuses a device whose free memory is less than its share at that moment."""
+
+    class Trained:
+        def __init__(self):
+            self.there = ["states", "weights"]
+            self.offload = lambda: self.there.remove("states")
+            self.offload_weights = lambda: self.there.remove("weights")
+
+    config, (actor, critic) = RunConfig(), (Trained(), Trained())
+    config.rollout.offload_trainer, asked = offloads, []
+
+    def built(config, checkpoint, given):
+        asked.append((given, actor.there + critic.there))
+        return SimpleNamespace(sleep=lambda keep_weights: None)
+
+    monkeypatch.setattr(build, "build_engine", built)
+    _engine(config, None, actor, critic)
+    _engine(RunConfig(), None, actor, None)
+    assert asked == [(actor, kept)] * 2
