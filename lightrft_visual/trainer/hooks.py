@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
 from ..config.kinds import check_hooks
+from ..errors import ConfigError
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 
@@ -162,8 +163,9 @@ def _through(name: str, waits: bool = False) -> Any:
     """The method `name` of `Hooks`, whose argument each hook returns or replaces. waits: for the end of the step."""
 
     def call_all(hooks: Hooks, value: V) -> V:
+        begun_by = next(filter(None, (getattr(hook, f"before_{name}", "") for hook in hooks)), "")
         for call in hooks.calls(name):
-            given = value
+            given, before = value, _parts(value) if begun_by else []
             try:
                 value = call(given)
             except StopRun as stop:
@@ -173,9 +175,18 @@ def _through(name: str, waits: bool = False) -> Any:
             if not isinstance(value, type(given)):
                 told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
+            if begun_by and [*map(id, before)] != [*map(id, _parts(value))]:
+                told = "the engine has begun on the prompts already: leave one of them out"
+                raise ConfigError(f"{call.__qualname__} changes prompts, and with {begun_by} {told}")
         return value
 
     return call_all
+
+
+def _parts(requests: Any) -> list[Any]:
+    """Of requests for engines: each, and what it holds."""
+    each = requests if isinstance(requests, list) else [requests]
+    return [part for one in each for part in (one, *vars(one).values())]
 
 
 def _told(name: str) -> Any:

@@ -63,6 +63,8 @@ class StalenessHook(StepHook):
     engines waited for each other.
     """
 
+    before_on_prompts = "max_staleness"  # the engine begins, so that hooks are to leave prompts as they are
+
     def __init__(self, most: int, engine: Any) -> None:
         self.most, self.engine, self.dropped = most, engine, 0.0
 

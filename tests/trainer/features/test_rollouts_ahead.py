@@ -1,12 +1,17 @@
 """Rollouts that run ahead: which batches are begun when, and what a checkpoint holds."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from lightrft_visual.config.placement import AsyncConfig
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.trainer.features.rollouts_ahead import RolloutsAhead
+from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.trainer.features.rollouts_ahead import RolloutsAhead, StalenessHook
+from lightrft_visual.trainer.hooks import Hooks
 
 
 class Counting:
@@ -81,3 +86,21 @@ def test_settings():
         AsyncConfig(batches_ahead=3)
     kept = {"train": TrainConfig(enable_ema=True), "output": OutputConfig(eval_ema=False)}
     RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=1), **kept)  # an average may be kept beside it
+
+
+def with_other_image(requests):
+    requests[0].images = ["other"]
+    return requests
+
+
+@pytest.mark.parametrize(
+    "change", [lambda requests: [replace(each) for each in requests], lambda requests: requests[::-1], with_other_image]
+)
+def test_a_hook_that_changes_prompts_that_are_begun_is_refused_by_its_name(change):
+    requests = [PromptFeatures("a", [1], 0, images=["own"]), PromptFeatures("b", [2], 1)]
+    hook, ahead = SimpleNamespace(on_prompts=change), StalenessHook(1, Noting())
+    change.__qualname__ = "Mine.on_prompts"
+    assert Hooks([ahead, SimpleNamespace(on_prompts=lambda own: [*own])]).on_prompts(requests) == requests
+    with pytest.raises(ConfigError, match=r"Mine\.on_prompts changes prompts, and with max_staleness"):
+        Hooks([ahead, hook]).on_prompts(requests)
+    assert Hooks([hook]).on_prompts(requests)
