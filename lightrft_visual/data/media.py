@@ -171,6 +171,9 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise DataError(f"image {name} has grey levels outside 0..65535; scale it to 8 or 16 bits", "image levels")
+        if image.mode == "I" and 0 < values.max() < 256:  # black, or clipped, were it taken for the other
+            told = f"32-bit grey levels up to {values.max()}, which may be of 8 or of 16 bits; save it with as many"
+            raise DataError(f"image {name} has {told}", "image levels")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
         raise DataError(

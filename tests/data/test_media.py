@@ -95,6 +95,17 @@ def test_sixteen_bit_greys_are_scaled_not_clipped():
     assert decoded[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
+@pytest.mark.parametrize("levels", [[0, 1], [0, 255]])
+def test_levels_of_a_32_bit_grey_that_may_be_of_8_or_of_16_bits_are_refused(levels):
+    image = Image.fromarray(np.array([levels], dtype=np.int32))
+    for source in (image, encode(image, "TIFF")):
+        with pytest.raises(DataError, match=f"levels up to {levels[1]}, which may be of 8 or of 16 bits"):
+            load_image(source)
+    for known in (np.array([[0, 65535]], dtype=np.int32), np.array([[0, 0]], dtype=np.int32)):
+        assert np.asarray(load_image(Image.fromarray(known)))[0, :, 0].tolist() == [0, known.max() // 257]
+    assert not np.asarray(load_image(encode(Image.fromarray(np.array([[9, 99]], dtype=np.uint16))))).any()
+
+
 def test_transparency_is_laid_over_white():
     image = Image.new("RGBA", (3, 1), (200, 0, 0, 255))
     image.putpixel((1, 0), (200, 0, 0, 0))
