@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw
 
 from lightrft_visual.rewards.functions.geneval import COLOURS, GenEval, cut_out, kept, overlap, relations, verdict
 from lightrft_visual.rewards.functions.mask_detector import Found, MaskDetector
+from lightrft_visual.runtime.offload import on_device
 
 SIZE = 240
 OTHERS = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -146,7 +147,7 @@ def scene(tag, right, make):
 def test_sixty_drawn_scenes_have_the_published_verdicts():
     scorer, scenes, make = GenEval.__new__(GenEval), Scenes(), random.Random(3)
     scorer.threshold, scorer.counting_threshold, scorer.position_threshold = 0.3, 0.9, 0.1
-    scorer.max_objects, scorer.max_overlap = 16, 1.0
+    scorer.max_objects, scorer.max_overlap, scorer._models = 16, 1.0, ()
     scorer.detector, scorer.colours, scorer.names = (
         scenes.detector,
         scenes.colours,
@@ -199,10 +200,10 @@ def detector_folder(tmp_path_factory):
 
 def test_the_detector_scores_a_class_times_its_mask(detector_folder):
     image = Image.effect_noise((90, 70), 80).convert("RGB")
-    detector = MaskDetector(detector_folder, "geneval", True, {"mouse": "computer mouse"})
+    detector = MaskDetector(detector_folder, "geneval", {"mouse": "computer mouse"})
     found = detector(image, "cpu")
     with torch.no_grad():
-        output = detector._model(**detector._processor(images=image, return_tensors="pt"))
+        output = detector.model(**detector._processor(images=image, return_tensors="pt"))
     chances = output.class_queries_logits[0].softmax(-1)
     masks = torch.nn.functional.interpolate(output.masks_queries_logits, (70, 90), mode="bilinear")[0]
     expected = []
@@ -233,6 +234,20 @@ def test_colours_are_those_of_the_nearest_mean_sentence(detector_folder, clip_fo
         seen, said = scorer._clip.embed([cut_out(image, found)] * 3, texts, "cpu")
         means.append(float(torch.nn.functional.normalize(said.mean(0), dim=-1) @ seen[0]))
     assert scorer.colours(image, [found, found], "cpu") == [COLOURS[int(np.argmax(means))]] * 2
+
+
+def test_models_take_one_turn_on_the_device_for_all_images(monkeypatch, detector_folder, clip_folder):
+    scorer, turns = GenEval(detector_folder, clip_folder, threshold=0.0), []
+
+    def noted(module, device, offload):
+        turns.extend([type(module).__name__] if offload else [])
+        return on_device(module, device, offload)
+
+    for name in ("geneval", "clip", "mask_detector"):
+        monkeypatch.setattr(f"lightrft_visual.rewards.functions.{name}.on_device", noted, raising=False)
+    images = [[Image.effect_noise((90, 70), 80).convert("RGB")] for _ in range(3)]
+    scorer(images, [{"include": [{"class": "cat", "count": 1, "color": "red"}]}] * 3, "cpu")
+    assert sorted(turns) == ["CLIPModel", "Mask2FormerForUniversalSegmentation"]
 
 
 def test_an_object_or_colour_that_no_model_names_is_a_failure_and_not_a_0(detector_folder, clip_folder):

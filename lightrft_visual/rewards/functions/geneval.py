@@ -7,12 +7,14 @@ those of the published evaluation. Samples bring its rows: `tag`, `include` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from ...runtime.offload import on_device
 from ...runtime.usercode.calls import Failed
 from .clip import CLIPPairs
 from .mask_detector import Found, MaskDetector
@@ -125,9 +127,10 @@ class GenEval:
     ) -> None:
         self.threshold, self.counting_threshold = threshold, counting_threshold
         self.position_threshold, self.max_objects, self.max_overlap = position_threshold, max_objects, max_overlap
-        self.detector = MaskDetector(detector, "geneval", offload, RENAMED)
+        self.offload, self.detector = offload, MaskDetector(detector, "geneval", RENAMED)
         self.names = self.detector.names
-        self._clip = CLIPPairs(clip, None, "geneval", 16, offload)
+        self._clip = CLIPPairs(clip, None, "geneval", 16, False)
+        self._models = self.detector.model, self._clip.model
         self._said: dict[str, torch.Tensor] = {}
 
     def __call__(
@@ -143,7 +146,10 @@ class GenEval:
                 return Failed(f"geneval: no colour that it tells apart is {', '.join(sorted(unknown))}")
             return sum(self.judge(image, asked, device) for image in images) / len(images)
 
-        return [share(*sample) for sample in zip(frames, metadata)]
+        with ExitStack() as stay:  # one for all samples: each is looked at by itself
+            for model in self._models:
+                stay.enter_context(on_device(model, device, self.offload))
+            return [share(*sample) for sample in zip(frames, metadata)]
 
     def judge(self, image: Image.Image, asked: Mapping[str, Any], device: Any) -> bool:
         """The verdict on one image."""

@@ -30,20 +30,20 @@ class Found(NamedTuple):
 
 class MaskDetector:
     """Mask2Former trained on COCO's objects, read as its authors' instance branch does: the likeliest 100 pairs of a
-    query and a class, each scored by its class times its mask. renamed: other names of its classes."""
+    query and a class, each scored by its class times its mask. renamed: other names of its classes. The model stays on
+    the device that it was called with: whoever calls it for many images ends its turn."""
 
-    def __init__(self, model: str, scorer: str, offload: bool, renamed: Mapping[str, str]) -> None:
-        self.offload = offload
+    def __init__(self, model: str, scorer: str, renamed: Mapping[str, str]) -> None:
         with needed("scipy"):  # transformers asks for it in the model's constructor
             import scipy  # noqa: F401
-        self._model = load_checkpoint(partial(load_whole, Mask2FormerForUniversalSegmentation), model, scorer).eval()
+        self.model = load_checkpoint(partial(load_whole, Mask2FormerForUniversalSegmentation), model, scorer).eval()
         self._processor = load_checkpoint(AutoImageProcessor.from_pretrained, model, scorer)
-        self.names = [renamed.get(name, name) for _, name in sorted(self._model.config.id2label.items())]
+        self.names = [renamed.get(name, name) for _, name in sorted(self.model.config.id2label.items())]
 
     @torch.no_grad()
     def __call__(self, image: Image.Image, device: Any) -> list[Found]:
         """All objects of an RGB image, of any score."""
-        with on_device(self._model, device, self.offload) as model:
+        with on_device(self.model, device, offload=False) as model:
             output = model(**self._processor(images=image, return_tensors="pt").to(device))
         chances = output.class_queries_logits[0].float().softmax(dim=-1)[:, :-1]
         best = chances.flatten().topk(min(MOST_QUERIES, chances.numel()))
