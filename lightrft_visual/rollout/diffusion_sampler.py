@@ -25,7 +25,7 @@ from ..experience.diffusion_sampling import (
     check_noise,
 )
 from ..models.diffusion.layers import flow_match_schedule, stock_flow_match_schedule, upcast
-from ..runtime.host_copies import pinned
+from ..runtime.host_copies import pinned, to_device
 from ..runtime.seeding import derive_seed
 
 T = torch.Tensor
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 def per_sample(value: float | T, like: T) -> T:
     """A float, a scalar tensor or a (B) tensor as (B, 1, …), in the dtype and on the device of `like` (B, …)."""
-    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    tensor = to_device(torch.as_tensor(value, dtype=like.dtype), like.device)
     return tensor.expand(like.shape[0]).reshape(-1, *([1] * (like.dim() - 1)))
 
 
@@ -283,7 +283,7 @@ class DiffusionSampler:
         stochastic = self.stochastic_steps(window)
         path, log_probs, means, kept = [x], [], [], []
         for index in range(len(sigmas)):
-            at = timesteps[index].expand(batch.batch_size).to(x.device)
+            at = to_device(timesteps[index], x.device).expand(batch.batch_size)
             moving = index < self.config.moving_steps
             noise = draw_noise(batch.latent_shape, generators, x.dtype, x.device) if stochastic[index] else None
             with torch.set_grad_enabled(index in keep):

@@ -43,20 +43,23 @@ def asker() -> str | None:
     return None
 
 
-def waits(operation, args, result) -> bool:
-    """Whether the host waits for the device: a value leaves it, or a shape follows from values."""
+def waits(operation, args, kwargs, result) -> bool:
+    """Whether the host waits for the device: a value leaves it, a shape follows from values, or what is copied to it
+    comes from pageable memory by a copy that blocks, which CUDA ends by synchronising the stream."""
     given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
     on_device = [each for each in given if each.device.type == NAME]
+    name = operation._schema.name
+    if name == "aten::_to_copy" and not on_device:
+        return result.device.type == NAME and not kwargs.get("non_blocking")
     if not on_device:
         return False
-    name = operation._schema.name
     if name in OF_VALUES:
         return True
     if name in ("aten::index", "aten::index_put_", "aten::index_put"):
         return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in args[1])
     if name in ("aten::copy_", "aten::_copy_from"):
         apart = name == "aten::copy_" and len(args) > 2 and args[2]  # non_blocking: whoever reads waits by itself
-        return given[0].device.type == "cpu" and not apart
+        return len({each.device.type for each in given}) > 1 and not apart
     return name == "aten::_to_copy" and result.device.type == "cpu"
 
 
@@ -88,7 +91,7 @@ class SyncCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        if self.current is not None and waits(operation, args, result):
+        if self.current is not None and waits(operation, args, kwargs or {}, result):
             self.current.reads[asker()] += 1
         return result
 

@@ -15,7 +15,7 @@ import torch
 
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
-from ...rollout.diffusion_sampler import per_sample
+from ...rollout.diffusion_sampler import draw_noise, per_sample
 from ...runtime.seeding import derive_seed
 from ..loss_terms import LossOutputs
 from .denoising_batch import DenoisingBatch
@@ -97,12 +97,10 @@ def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
         batch: M samples, each at one step.
         shared: samples of one group get the same noise.
     """
-    shape, draws = batch.data.shape[1:], []
     purpose, keys = ("forward/group", batch.group_id) if shared else ("forward", batch.sample_id)
-    for key, step in zip(keys.tolist(), batch.steps.tolist()):
-        generator = torch.Generator().manual_seed(derive_seed(seed, purpose, key, step))
-        draws.append(torch.randn(shape, generator=generator, dtype=batch.data.dtype))
-    return torch.stack(draws).to(batch.data.device)
+    seeds = [derive_seed(seed, purpose, *named) for named in zip(keys.tolist(), batch.steps.tolist())]
+    generators = [torch.Generator().manual_seed(each) for each in seeds]
+    return draw_noise(batch.data.shape[1:], generators, batch.data.dtype, batch.data.device)
 
 
 def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:

@@ -9,6 +9,7 @@ import torch
 from ...experience.diffusion_sampling import KeptSteps, SamplingResult, first_of_drawn, share_of_steps
 from ...experience.types import BatchLayout, ExperienceDiffusion
 from ...experience.vision import Conditions, stacked, text_lengths
+from ...runtime.host_copies import to_device
 from ...runtime.seeding import derive_seed
 
 T = torch.Tensor
@@ -138,7 +139,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     """The row of each sample at its own step. steps (B) long, on any device, where the rows' `steps` stay; x and x_next
     of ODE rollouts are the finished latents."""
     batch, named = torch.arange(experience.latents.shape[0], device=experience.latents.device), steps
-    steps = steps.to(batch.device)
+    steps = to_device(steps, batch.device)
     last = experience.latents.shape[1] - 1
     advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[batch, steps]
     means = experience.info.get(ROLLOUT_MEANS)

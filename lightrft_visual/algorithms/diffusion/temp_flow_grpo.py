@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...rollout.diffusion_sampler import flow_grpo_diffusion
+from ...runtime.host_copies import to_device
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO
 
@@ -29,7 +30,7 @@ def noise_weights(schedule: T, steps: T, noise_level: float) -> T:
     std = flow_grpo_diffusion(sigma, following, noise_level) * (sigma - following).sqrt()
     drawn = following > 0  # where the schedule itself ends at 0, the last step of a length is another one
     mean = (std * drawn).sum(dim=1, keepdim=True) / drawn.sum(dim=1, keepdim=True)
-    return (std / mean).gather(1, steps[:, None].to(std.device))[:, 0]
+    return (std / mean).gather(1, to_device(steps[:, None], std.device))[:, 0]
 
 
 @dataclass(frozen=True)

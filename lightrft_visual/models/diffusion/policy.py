@@ -30,7 +30,7 @@ from ...config.shared import FULL
 from ...errors import ConfigError, did_you_mean, refused_as
 from ...experience.vision import NEGATIVE, Conditions, joined, separate
 from ...runtime import collectives
-from ...runtime.host_copies import HostCopies
+from ...runtime.host_copies import HostCopies, to_device
 from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
 from ...runtime.vendor_patches import program_limit
@@ -188,9 +188,9 @@ class DiffusionPolicy(nn.Module):
         guided = self._guided_by(negative)
         known = self.remember_prompts([*prompts, negative] if guided else prompts)
         names = known[prompts[0]]
-        conditions = {name: joined([known[text][name] for text in prompts]).to(self.device) for name in names}
+        conditions = {name: to_device(joined([known[text][name] for text in prompts]), self.device) for name in names}
         for name in names if guided else ():
-            without = known[negative][name].to(self.device)
+            without = to_device(known[negative][name], self.device)
             conditions[NEGATIVE + name] = without.expand(len(prompts), *without.shape[1:])
         return conditions
 
@@ -213,7 +213,7 @@ class DiffusionPolicy(nn.Module):
                 for key, image in different.items()
             }
         samples = [encoded[_digest(image), height, width, frames] for image in images]
-        return {name: torch.cat([sample[name] for sample in samples]).to(self.device) for name in samples[0]}
+        return {name: to_device(torch.cat([each[name] for each in samples]), self.device) for name in samples[0]}
 
     @torch.no_grad()
     def encode_edits(

@@ -18,7 +18,7 @@ from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, Ke
 from ...experience.types import ExperienceDiffusion
 from ...experience.vision import Conditions, stacked
 from ...models.diffusion.policy import DiffusionPolicy
-from ...rollout.diffusion_sampler import DiffusionSampler, sample_generators, window_start
+from ...rollout.diffusion_sampler import DiffusionSampler, draw_noise, sample_generators, window_start
 from ...runtime import collectives
 from ...runtime.host_copies import HostCopies
 
@@ -259,8 +259,7 @@ class DiffusionSampling:
         latents = None
         if s.same_latent:
             generators = sample_generators(self.run_seed, step, requests.group_ids.tolist(), f"{purpose}/prompt")
-            latents = torch.stack([torch.randn(shape, generator=each) for each in generators])
-            latents = latents.to(self.model.policy.device)
+            latents = draw_noise(shape, generators, torch.float32, self.model.policy.device)
         return DiffusionBatch(conditions, shape, len(requests), s.guidance_scale, latents)
 
 

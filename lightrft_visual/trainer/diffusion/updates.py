@@ -31,7 +31,7 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
-from ...rollout.diffusion_sampler import sample_generators
+from ...rollout.diffusion_sampler import draw_noise, sample_generators
 from ...runtime import collectives
 from ...runtime.train_engine import StepResult, TrainEngine
 from .maker import Drawn
@@ -238,8 +238,7 @@ class RewardUpdate:
         if batch.latents is not None:
             return batch.latents
         generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
-        noise = torch.stack([torch.randn(batch.latent_shape, generator=each) for each in generators])
-        return noise.to(self.sampling.model.policy.device)
+        return draw_noise(batch.latent_shape, generators, torch.float32, self.sampling.model.policy.device)
 
     def _differentiable(self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], media: T) -> DifferentiableScore:
         scored = self.score(media, requests)

@@ -29,12 +29,13 @@ class Flux(PackedLatents, KLImages):
     def _tokens(self, tokens: T, grids: list[Grid], timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         transformer, dtype = self.pipeline.transformer, self.dtype
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
-        ids = [image_ids(number, *grid[1:]) for number, grid in enumerate(grids)]
+        with tokens.device:  # made on the host, the copy would wait for the device in each forward
+            ids = [image_ids(number, *grid[1:]) for number, grid in enumerate(grids)]
         return transformer(
             hidden_states=tokens.to(dtype), timestep=timesteps / 1000, guidance=guidance,
             pooled_projections=conditions["pooled"].to(dtype), encoder_hidden_states=conditions["context"].to(dtype),
             txt_ids=torch.zeros(conditions["context"].shape[1], 3, device=tokens.device, dtype=dtype),
-            img_ids=torch.cat(ids).to(tokens.device, dtype), return_dict=False,
+            img_ids=torch.cat(ids).to(dtype), return_dict=False,
         )[0]  # fmt: skip
 
 

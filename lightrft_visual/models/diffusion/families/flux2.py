@@ -37,10 +37,11 @@ class Flux2Klein(DiffusionFamily):
         transformer, dtype, pipeline = self.pipeline.transformer, self.dtype, self.pipeline
         context = conditions["context"].to(dtype)
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
+        with latents.device:  # made on the host, the copy would wait for the device in each forward
+            text_ids, ids = pipeline._prepare_text_ids(context), pipeline._prepare_latent_ids(latents)
         tokens = transformer(
             hidden_states=latents.flatten(2).transpose(1, 2).to(dtype), timestep=timesteps / 1000, guidance=guidance,
-            encoder_hidden_states=context, txt_ids=pipeline._prepare_text_ids(context).to(latents.device),
-            img_ids=pipeline._prepare_latent_ids(latents).to(latents.device), return_dict=False,
+            encoder_hidden_states=context, txt_ids=text_ids, img_ids=ids, return_dict=False,
         )[0]  # fmt: skip
         return upcast(tokens.transpose(1, 2).reshape(latents.shape))
 
