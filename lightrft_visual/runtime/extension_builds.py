@@ -24,6 +24,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..errors import ConfigError, refused_as
+
 logger = logging.getLogger(__name__)
 
 OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on another host that shares the folder
@@ -48,11 +50,13 @@ def build_first(*builders: str) -> None:
 def building() -> Iterator[Path]:
     """Inside, this process alone builds in this environment's folder, where no lock of a dead process is left."""
     folder = own_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     told = "waiting for another process of this environment, which builds in %s"
     waiting = threading.Timer(PATIENCE, logger.warning, (told, folder))
     waiting.daemon = True
-    with open(folder / ".building", "w") as file:
+    with refused_as(ConfigError, f"builds go to {folder}: set TORCH_EXTENSIONS_DIR to a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".building", "w")
+    with file:
         waiting.start()
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, or the process ends
         waiting.cancel()

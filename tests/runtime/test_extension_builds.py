@@ -10,6 +10,7 @@ import time
 import pytest
 from torch.utils import cpp_extension
 
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.runtime import extension_builds
 from lightrft_visual.runtime.extension_builds import building, environment_name, is_held, own_folder, remove_stale_locks
 
@@ -47,6 +48,13 @@ def holder(lock):
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def test_building_in_a_folder_that_cannot_be_written_names_the_variable_that_moves_it(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/builds"))
+    with pytest.raises(ConfigError, match="file/builds: set TORCH_EXTENSIONS_DIR to a folder"), building():
+        pass
 
 
 def test_a_lock_whose_owner_was_killed_is_removed_with_a_line(folder, lock, holder, caplog):
