@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..config import registry
+from ..config.constraints import check_call
 from ..config.vl import AlgorithmConfig
 from ..errors import ConfigError, RewardError
 from ..observe.metrics import Moments
@@ -26,6 +27,12 @@ from .kl import RunningMoments, compute_reward, of_shape, overlong_penalty
 T = torch.Tensor
 
 STD_EPS = 1e-6
+CALLS = {  # what the methods of an `AdvantageCalculator` are called with, by position
+    "preprocess_rewards": "rewards, experiences, max_new_tokens",
+    "compared": "experiences, statistics, notes",
+    "group_rewards": "statistics",
+    "compute": "experience, final_reward, gamma, generate_kwargs",
+}
 
 
 # -- over time ---------------------------------------------------------------------------------------------------
@@ -376,12 +383,18 @@ def decoupled_rewards(
 
 
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
-    """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one."""
-    entry = registry.advantage_estimators[name]
+    """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one, and for one that
+    cannot be called as estimators are."""
+    entry, told = registry.advantage_estimators[name], f"advantage estimator {name!r}"
+    check_call(entry.load(), "config", told)
     calculator = entry.load()(config)
+    if not isinstance(calculator, AdvantageCalculator):
+        raise ConfigError(f"{told} makes a {type(calculator).__name__}; it makes an AdvantageCalculator")
+    for method, given in CALLS.items():
+        check_call(getattr(calculator, method), given, f"{type(calculator).__name__}.{method}")
     if calculator.grouped != entry.grouped:
         raise ConfigError(
-            f"advantage estimator {name!r} is registered with grouped={entry.grouped}, but {type(calculator).__name__} "
+            f"{told} is registered with grouped={entry.grouped}, but {type(calculator).__name__} "
             f"{'has' if calculator.grouped else 'lacks'} group_rewards, which compares the samples of a prompt"
         )
     return calculator

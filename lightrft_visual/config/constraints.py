@@ -135,12 +135,7 @@ class Registry(Generic[E]):
 
         def keep(target: Any) -> Any:
             if self.given:
-                try:
-                    inspect.signature(target).bind(*self.given.split(", "))
-                except TypeError as error:
-                    raise ConfigError(f"{self.kind} {name!r} is called with ({self.given}): {error}") from error
-                except ValueError as error:  # code in C need not say what it takes
-                    logger.debug("%s %r is not checked: %s", self.kind, name, error)
+                check_call(target, self.given, f"{self.kind} {name!r}")
             line = about or (getattr(target, "__doc__", None) or "").strip().partition("\n")[0]
             self.add(self.entry(name=name, target=target, about=line, **facts))
             return target
@@ -150,6 +145,16 @@ class Registry(Generic[E]):
     def remove(self, name: str) -> None:
         """Forget an entry; for tests that register their own."""
         del self._entries[name]
+
+
+def check_call(target: Any, given: str, name: str) -> None:
+    """Raise ConfigError for code that cannot be called with the arguments `given`, by position."""
+    try:
+        inspect.signature(target).bind(*given.split(", "))
+    except TypeError as error:
+        raise ConfigError(f"{name} is called with ({given}): {error}") from error
+    except ValueError as error:  # code in C need not say what it takes
+        logger.debug("%s is not checked: %s", name, error)
 
 
 def same_code(one: Any, other: Any) -> bool:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.config import registry
+from lightrft_visual.algorithms.advantages import AdvantageCalculator
+from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.load import parse_run
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 PLUGIN = """
 from lightrft_visual.config import registry
@@ -77,9 +79,23 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path, text, message):
         config("--plugins", str(file))
 
 
-def test_an_estimator_is_held_to_what_it_was_registered_with():
-    from lightrft_visual.algorithms.advantages import AdvantageCalculator, get_advantage_calculator
+def takes_nothing_of_a_group(self):
+    """`group_rewards` of an estimator, without its argument."""
 
-    registry.advantage_estimators.register("mine_alone", "mine", grouped=True)(AdvantageCalculator)
-    with pytest.raises(ConfigError, match="grouped=True, but AdvantageCalculator lacks group_rewards"):
-        get_advantage_calculator("mine_alone", RunConfig().algorithm)
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (AdvantageCalculator, "grouped=True, but AdvantageCalculator lacks group_rewards"),
+        (lambda config: 0.0, "makes a float; it makes an AdvantageCalculator"),
+        (
+            type("Own", (AdvantageCalculator,), {"group_rewards": takes_nothing_of_a_group}),
+            r"Own\.group_rewards is called with \(statistics\): too many positional arguments",
+        ),
+        ("platform:system", r"advantage estimator 'mine_alone' is called with \(config\): too many"),
+    ],
+)
+def test_an_estimator_is_held_to_what_it_was_registered_with_before_a_model_loads(made, message):
+    registry.advantage_estimators.add(kinds.AdvantageEstimator("mine_alone", made, "mine", grouped=True))
+    with pytest.raises(ConfigError, match=message):
+        VLTrainer.from_config(RunConfig(algorithm=AlgorithmConfig(advantage_estimator="mine_alone")))

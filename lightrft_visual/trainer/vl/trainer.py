@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
+from ...algorithms.advantages import get_advantage_calculator
 from ...config import registry
 from ...config.kinds import check_hooks
 from ...config.vl import RunConfig
@@ -55,6 +56,7 @@ class VLTrainer(PolicyTrainer):
     def from_config(cls, config: RunConfig, callbacks: Sequence[Any] = ()) -> Self:
         """The trainer of a run. Raises as `build.build_parts`, and ConfigError for an estimator of another class."""
         check_trainer(cls, config.algorithm.advantage_estimator)
+        get_advantage_calculator(config.algorithm.advantage_estimator, config.algorithm)  # what it raises, early
         check_hooks(callbacks)
         parts = build_parts(config)
         with ExitStack() as unused:  # an engine and folders, which no trainer holds where it cannot be made
