@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,6 +367,12 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
     return value
 
 
+@cache
+def say_form(name: str, told: str) -> None:
+    """Once, though a function is asked before the run as well."""
+    log.info("reward function %s: %s; reward_form chooses another", name, told)
+
+
 class CallableSource:
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, see `FORMS`; 'auto' goes by the signature.
@@ -393,7 +400,7 @@ class CallableSource:
         self.form = choose(form, self.function, self.signature)
         self.given = dict(given or {})
         if self.form.told:
-            log.info("reward function %s: %s; reward_form chooses another", self.name, self.form.told)
+            say_form(self.name, self.form.told)
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
         signature = Signature(function, self.name)

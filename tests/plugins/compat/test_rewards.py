@@ -14,7 +14,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import batch_from_media
-from lightrft_visual.rewards.local.callables import AUTO, CallableSource, recognise
+from lightrft_visual.rewards.local.callables import AUTO, CallableSource, recognise, say_form
 from lightrft_visual.rewards.settings import engine_arguments
 
 FOLDER = Path(__file__).parent / "forms"
@@ -74,15 +74,13 @@ def same(values, wanted):
 @pytest.mark.parametrize("name", TEXT)
 def test_a_function_of_another_system_runs_as_it_is(name, caplog):
     caplog.set_level(logging.INFO)
+    say_form.cache_clear()
     form, rewards, metrics = TEXT[name]
-    result = run(name)
+    result = [run(name) for _ in range(2)][1]  # as a run asks once before it starts
     assert same(result.score, rewards)
     assert all(same(result.components[key], values) for key, values in metrics.items())
-    function = name.partition(":")[2]
-    assert (
-        f"reward function {function}: {registry.reward_forms.load(form).told}; reward_form chooses another"
-        in caplog.messages
-    )
+    told = f"{name.partition(':')[2]}: {registry.reward_forms.load(form).told}"
+    assert caplog.messages.count(f"reward function {told}; reward_form chooses another") == 1
 
 
 @pytest.mark.parametrize("name", ["verl.py:compute_score", "easyr1.py:compute_score", "trl_text.py:with_logs"])
