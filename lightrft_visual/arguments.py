@@ -1,7 +1,5 @@
 """What trainers are given, as settings: data, rewards, loaded models."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """The command `lightrft-visual`; docs/command.md is the guide. Nothing here loads torch before settings are checked."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 Also the name that was probably meant, which their messages give.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 So a configuration stays text, whatever a run is given from Python: functions, modules, rows of data.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Ranks of one run on this host, started and waited for by one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -8,8 +8,6 @@ It prints `serving on http://HOST:PORT/reward`; give that address to a run as --
 --host says otherwise, which then needs a token: --token_env names the environment variable that holds it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

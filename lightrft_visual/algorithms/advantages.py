@@ -8,8 +8,6 @@ Samples of one prompt share `experience.group_id`, wherever they are in the list
 false have no usable reward: they stay out of every statistic and get advantage 0. Experiences are padded, (B, A).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import SimpleNamespace

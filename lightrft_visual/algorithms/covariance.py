@@ -5,8 +5,6 @@ chosen over the whole train batch before its first forward, by the log-probs of 
 not depend on the size of micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """KL divergence to the reference policy from log-probs of sampled tokens, and controllers of its weight."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A term is an entry of `registry.loss_terms`: a function of an AlgorithmConfig to
 settings do not ask for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

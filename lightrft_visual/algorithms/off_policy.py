@@ -4,8 +4,6 @@ That policy is the engine's where the batch has its log-probs, else the trainer'
 engine computes otherwise than the trainer thus counts as distance too.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..config.vl import AlgorithmConfig

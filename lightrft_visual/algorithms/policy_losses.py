@@ -8,8 +8,6 @@ All returned losses and `metrics` are additive shares: their sum over micro-batc
 batch. `maxima` combine by the maximum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The section of a diffusion run's configuration that says what is optimised; see diffusion.py for the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The command line: every spelling of a setting, read into a list of settings in the order given."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil

@@ -4,8 +4,6 @@ A section derives from `Section`, which checks all of its fields when it is made
 several settings must agree on.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -4,8 +4,6 @@ Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, 
 schedule's timesteps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Settings of episodes of several turns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Files and folders that settings name: where a relative path may lie, and which of them are not there."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

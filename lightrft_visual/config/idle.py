@@ -3,8 +3,6 @@
 Sections by themselves take them: code that tries many losses may give all of them the same settings.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable

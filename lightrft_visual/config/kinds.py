@@ -1,7 +1,5 @@
 """The kinds of choices that `registry` holds by name: what an entry of each says of itself, and what its code is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ A schema is a dataclass whose fields are sections (dataclasses again) or leaves.
 that a leaf added there has its spellings, its help and its checks at once.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -5,8 +5,6 @@ Precedence, lowest first: defaults of the schema, those of the script, the prese
 docs/recipes.md shows it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

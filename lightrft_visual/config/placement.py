@@ -1,7 +1,5 @@
 """Where rollouts are made, and how far they may run ahead of the trainer; see docs/scale_out.md."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

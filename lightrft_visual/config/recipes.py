@@ -13,8 +13,6 @@ recipe built on another one swaps its layers by ``- override /base/distributed: 
 defaults lists, as used by VRL's recipes.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

@@ -14,8 +14,6 @@ A file of your own adds to it and is named by `--plugins my_file.py`::
 Entries of the package name their code as 'module:attribute', which is imported on first use: nothing here loads torch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import kinds

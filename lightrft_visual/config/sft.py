@@ -3,8 +3,6 @@
 What such a run does not read is no field here, so a command that sets it is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 

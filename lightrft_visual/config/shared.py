@@ -1,7 +1,5 @@
 """What the configurations of both kinds of run share: rewards, processes, outputs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field

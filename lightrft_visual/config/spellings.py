@@ -5,8 +5,6 @@ An alias is listed only where it means exactly the same. A name whose meaning di
 listed in ``DIFFERENT`` with what to write instead, so that it is refused with advice and never quietly reinterpreted.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A run in a few lines, before anything heavy is imported: what is trained, on what, for what, and what was set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

@@ -5,8 +5,6 @@ Leaf names are unique over the tree, so that the flat spelling (``--n_samples_pe
 OpenRLHF where those have them. Lengths are in tokens, learning rates per optimizer step, times in seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

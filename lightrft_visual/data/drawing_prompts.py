@@ -1,8 +1,6 @@
 """Prompts of diffusion runs: rows of text, with a first frame for image-to-video models or with images for models that
 edit; checked before any model loads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ and label are where no column of ours holds them. Media columns under other name
 docs/coming_from.md has a table of all systems.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -64,7 +64,7 @@ def describe_source(source: Any) -> str:
     text = text.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(text, str) else repr(text)
     if text.startswith(("http://", "https://")):
         return shown_url(text)
-    if text.startswith("data:") or _is_base64_image(text):
+    if text.startswith("data:") or is_base64_image(text):
         return f"<base64 of {len(text)} characters>"
     return text if len(text) <= 300 else text[:300] + "..."
 
@@ -203,7 +203,7 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
             raise DataError(str(error), "not fetched") from error
     if source.startswith("data:"):
         return _decode_base64(source.partition("base64,")[2])
-    if _is_base64_image(source):
+    if is_base64_image(source):
         return _decode_base64(source)
     if source.startswith("file://"):
         source = _path_of(source)
@@ -245,8 +245,8 @@ def looks_like_media(name: str, value: Any, kind: str) -> bool:
         return _is_encoded(value, kind)
     if not isinstance(value, str):
         return False
-    if value.startswith("data:") or _is_base64_image(value):
-        return value.startswith(f"data:{kind}/") or (kind == "image" and _is_base64_image(value))
+    if value.startswith("data:") or is_base64_image(value):
+        return value.startswith(f"data:{kind}/") or (kind == "image" and is_base64_image(value))
     return bool(_MEDIA_NAME[kind].search(name)) and _has_suffix(value, kind)
 
 
@@ -272,7 +272,7 @@ def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
 def is_path(source: Any) -> bool:
     """Whether a source is written as a path, whatever is there."""
     if isinstance(source, str):
-        return not (source.startswith(("http://", "https://", "data:", "file://")) or _is_base64_image(source))
+        return not (source.startswith(("http://", "https://", "data:", "file://")) or is_base64_image(source))
     return isinstance(source, os.PathLike)
 
 
@@ -301,7 +301,7 @@ def _regular_file(path: Path) -> Path:
     return path
 
 
-def _is_base64_image(text: str) -> bool:
+def is_base64_image(text: str) -> bool:
     """Whether the text starts like base64 of a known image header; a path does not by accident."""
     if len(text) < 64:
         return False

@@ -1,7 +1,5 @@
 """Which prompts a diffusion step trains on: every chosen prompt exactly k times, spread over all ranks (FastVideo)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

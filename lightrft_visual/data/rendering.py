@@ -1,7 +1,5 @@
 """Prompts as text: a model's chat template, and how its processor handles images and videos in it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache

@@ -5,8 +5,6 @@ a list of parts in OpenAI's and Hugging Face's spelling; also such messages as J
 parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ link-local (cloud metadata) and reserved ones are refused, also behind a redirec
 resolves to them. The connection goes to the very address that was checked, so a second look-up cannot change it.
 """
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import socket

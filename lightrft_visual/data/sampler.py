@@ -4,8 +4,6 @@
 place to the next one of the order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Files that rows are read from, each with random access, its rows' names for messages, and its media root."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

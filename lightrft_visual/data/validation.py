@@ -1,7 +1,5 @@
 """How validation prompts are shared out, so that all ranks make the same number of collective calls; their labels."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

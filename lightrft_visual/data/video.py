@@ -6,8 +6,6 @@ qwen-vl-utils: fps (default 2) or nframes, min_frames, max_frames, max_pixels an
 a frame; for frame lists sample_fps, the frames a second they were taken at.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Pure functions of what all ranks know (ids and lengths of all samples, and a see
 plan and takes its own part: no rank waits for a micro-batch that another one does not have.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The replay buffer between rollouts and training: holds single samples, gives out batches."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -3,8 +3,6 @@
 `split(make(column)) == column` for every kind. `make_fields` and `split_fields` do it for all fields of a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Adding a tensor to experiences is one line: a field with `replay_field(kind)` in the class that batches and items share.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Hashable, Sequence

@@ -4,8 +4,6 @@
 text, vision-language and diffusion: it reads the `FieldSpec` of each field. Every step takes linear time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any

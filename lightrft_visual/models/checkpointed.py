@@ -9,8 +9,6 @@ has not had. Under ZeRO-3 there are some: a block's weights may be gathered ahea
 second. Here calls of attention alone are counted.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -9,8 +9,6 @@ Flash-linear-attention's kernels take the ends of segments themselves. That path
 packages, or with another layout, the layer would ignore the ends and mix the samples without a word.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

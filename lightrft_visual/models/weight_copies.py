@@ -1,7 +1,5 @@
 """Copies of the trained weights: EMA for evaluation, the old policy of DiffusionNFT, the reference of full training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What the weight files of a model's folder hold, from their headers alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping
 from math import prod

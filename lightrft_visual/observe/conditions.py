@@ -1,7 +1,5 @@
 """What an evaluation was made with: whoever has this and the prompts can make its numbers again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """What a person sees while a run goes on: a progress bar, a line a step, a table of a good and a bad sample."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import re

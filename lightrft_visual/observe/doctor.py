@@ -1,7 +1,5 @@
 """What this machine has, and what is missing for what."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import sys

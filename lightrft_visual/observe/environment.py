@@ -1,7 +1,5 @@
 """What a run ran on and how it was started, with secrets masked."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import json

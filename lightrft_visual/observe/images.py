@@ -1,7 +1,5 @@
 """Small files and thumbnails of images and videos."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

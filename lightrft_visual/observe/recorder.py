@@ -1,7 +1,5 @@
 """Everything a run writes about itself, from one place. Rank 0 writes; on other ranks every call does nothing."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -3,8 +3,6 @@
 Names are imported on first use, so that light parts (a sandboxed callable, a rule) start without torch models.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

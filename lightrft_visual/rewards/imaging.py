@@ -1,7 +1,5 @@
 """Images and videos between tensors, PIL and bytes. Decoding is bounded: size is read before any pixel is."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

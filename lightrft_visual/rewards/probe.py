@@ -5,8 +5,6 @@ Users' functions are called in a copy of their file that is loaded for this; ser
 built-in scorers and actors of Ray are not asked: their files and settings are checked elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Scorers by name, from config/registry.py: built-in ones, imported on first use, and those a user registers."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

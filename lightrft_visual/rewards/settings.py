@@ -1,7 +1,5 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The chat template is asked for differences only: how a conversation goes on behi
 stay as they were sampled, whatever text they decode to.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ was drawn in. Latents, trajectory and log-probs are fp32 (fp64 latents stay fp64
 log-probs exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """What every rollout engine takes and gives back, so that the experience maker does not know which one it drives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol

@@ -6,8 +6,6 @@ has to exist on the other side. This bounds time and keeps episodes apart. It is
 user's own rights.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gc
@@ -18,6 +16,7 @@ import signal
 import socket
 import sys
 import traceback
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,7 +157,8 @@ class EpisodeServer:
 
     def _begin(self, row: dict[str, Any]) -> None:
         # The copies of one process would otherwise all draw alike.
-        seed = int(row.get("seed", 0))
+        seed = row.get("seed", 0)  # the data's own may be a text
+        seed = seed if isinstance(seed, int) else zlib.crc32(repr(seed).encode())
         random.seed(seed)
         np.random.seed(seed % 2**32)
         self._held = HeldEnvironment(self._make)

@@ -1,7 +1,5 @@
 """Environments in threads of this process: for those that are quick, or wait for something elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import os
 import threading

@@ -6,8 +6,6 @@
 one episode; its tokens of observations are holes of the action mask.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -364,8 +362,12 @@ class _Round:
 def _sample_of(conversation: Conversation) -> dict[str, Any]:
     """What an environment is begun with."""
     prompt = conversation.prompt
+    seeds = {"seed": derive_seed(prompt.seed, conversation.copy), "group_seed": prompt.seed}
+    if "seed" in prompt.metadata:  # the data's own
+        seeds["group_seed"] = prompt.metadata["seed"]
     return {
         **dict.fromkeys(REFERENCE_PATHS[1:], prompt.reference),
+        **seeds,
         **prompt.metadata,
         "prompt": prompt.text if prompt.messages is None else text_of(prompt.messages),
         "messages": prompt.messages,
@@ -373,7 +375,6 @@ def _sample_of(conversation: Conversation) -> dict[str, Any]:
         "videos": list(prompt.videos),
         "reference": prompt.reference,
         "label": prompt.label,
-        "seed": derive_seed(prompt.seed, conversation.copy),
     }
 
 

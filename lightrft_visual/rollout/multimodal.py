@@ -1,7 +1,5 @@
 """Prompts with media made ready for generation and training: loaded, checked, preprocessed once, repeated n times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Lock

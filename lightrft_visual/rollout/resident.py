@@ -1,7 +1,5 @@
 """Engines with weights and a KV cache of their own on the trainer's device, which they give back while it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ a list of "tool_calls".
 Nothing in a response raises: a call that cannot be read is a `ToolCall` whose `error` says why, and the model is told.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Collectives that are also right in a single process without a process group, and what ranks of a host share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

@@ -7,8 +7,6 @@ Torch's default folder is shared by all environments of a Python version: two of
 everything anew at each start.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

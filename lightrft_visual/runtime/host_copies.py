@@ -1,7 +1,5 @@
 """Copies between host and device that make the host wait for the device as seldom as possible."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

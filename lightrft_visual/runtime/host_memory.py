@@ -1,7 +1,5 @@
 """What a run needs of its host: thread settings, a free port, shared memory left tidy. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Models and data sets by their names on the hub: one process of a host fetches, and errors say where was looked."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging

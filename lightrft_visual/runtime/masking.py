@@ -1,7 +1,5 @@
 """Secrets in texts, command lines and configurations, replaced by ***."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Packages that only some runs need: what for, and the line that installs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version

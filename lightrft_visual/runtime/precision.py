@@ -1,7 +1,5 @@
 """Weights that a model's own library keeps in fp32 stay in fp32 in a run in bf16."""
 
-from __future__ import annotations
-
 import logging
 import re
 

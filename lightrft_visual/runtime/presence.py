@@ -1,7 +1,5 @@
 """Whether a rank's launcher is still there, and what a lost terminal does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """DeepSpeed's own files, loaded without running what a pickle in them may ask for."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from enum import Enum

@@ -1,7 +1,5 @@
 """Seeds that depend on what is drawn, not on who draws it."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

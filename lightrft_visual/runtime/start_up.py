@@ -1,7 +1,5 @@
 """What a run says and does while it starts. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

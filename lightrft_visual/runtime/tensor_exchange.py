@@ -4,8 +4,6 @@ It is a pickle of protocol 5 with its buffers behind it: the content of every te
 holds. One that is met several times is there once.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

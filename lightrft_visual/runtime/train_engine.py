@@ -5,8 +5,6 @@ in number and size from step to step. Losses come in as additive shares (their s
 loss of the train batch), hence the factor `world_size` against DeepSpeed's averaging.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Each entry says why, and in which versions it was seen to be needed. An entry goes when the library offers a setting.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ process says nothing more. A rank that ends with an error says so first. What ha
 server, say) is caught by the time limit of the collective that the other ranks wait in.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

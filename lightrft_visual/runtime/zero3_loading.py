@@ -1,7 +1,5 @@
 """ZeRO-3 from the first byte: models are divided over the ranks while they load, so that no rank holds a whole one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

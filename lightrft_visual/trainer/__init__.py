@@ -1,8 +1,6 @@
 """Trainers, experience, replay buffer, losses. Names are imported at first use; the trainers are those of the package
 itself, which compose the loops of this room."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

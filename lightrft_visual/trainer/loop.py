@@ -4,8 +4,6 @@ A step is `train_step`, then `sync`; what a step writes, evaluates, saves and su
 `diffusion/trainer.py` say what the two are for a kind of model. Features follow by hooks (`hooks.py`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from abc import ABC, abstractmethod

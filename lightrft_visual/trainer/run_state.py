@@ -1,7 +1,5 @@
 """Saving, resuming and stopping a run, between the loop and the checkpoint manager."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

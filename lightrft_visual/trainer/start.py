@@ -1,7 +1,5 @@
 """The start of a run of any kind: its ranks, its folders, its sizes, and what it writes to."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

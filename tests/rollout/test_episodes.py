@@ -275,6 +275,24 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
     assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
 
 
+def test_seed_of_a_row_differs_by_sample_and_of_a_group_not_unless_the_data_has_one(rig):
+    seen = []
+
+    class Notes(Environment):
+        def reset(self, row):
+            seen.append((row["seed"], row["group_seed"]))
+
+        def step(self, action):
+            return None, 1.0, True, {}
+
+    batch = batch_of([1, 1])
+    batch.metadata[1]["seed"] = "own"
+    stage_of(rig, Notes).generate(batch, replace(SETTINGS, n=3))
+    drawn, own = [each for each in seen if each[0] != "own"], [each for each in seen if each[0] == "own"]
+    assert len({seed for seed, _ in drawn}) == 3 and len({group for _, group in drawn}) == 1
+    assert own == [("own", "own")] * 3
+
+
 def test_a_long_observation_is_cut_in_the_middle(rig):
     rollouts = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000), most_tokens=20).generate(batch_of([1]), SETTINGS)
     for rollout in rollouts:

@@ -4,8 +4,6 @@ A loss has a method `loss(LossContext, DenoisingBatch, total)` that answers with
 trains on the reward's gradient it is called as `RewardFL.loss` is.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...config.diffusion import DiffusionRunConfig

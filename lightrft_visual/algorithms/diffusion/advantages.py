@@ -1,7 +1,5 @@
 """Group advantages of diffusion rollouts, by group id, over all ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from ...observe.metrics import Moments

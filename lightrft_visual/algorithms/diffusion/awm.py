@@ -4,8 +4,6 @@ The log-likelihood of a finished sample is replaced by minus the error of the mo
 may come from any sampler, and the policy gradient has the variance of pretraining's loss, not that of noisy steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ dimensions, is minus the log-likelihood of the sample up to a weight of the time
 reward-weighted regression share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -14,8 +14,6 @@ c0 = 1e-4 / kl_beta: good samples are held to the reference the most. As DGPO's,
 the means are known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """DDPO (arXiv 2305.13301) and DPOK (2305.16381) for DDIM models such as Stable Diffusion 1.5."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

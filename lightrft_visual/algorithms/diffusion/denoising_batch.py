@@ -1,7 +1,5 @@
 """From rollouts to training rows: one row is one sample at one denoising step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import torch

@@ -4,8 +4,6 @@ The loss of `preference.py` on whole prompt groups, A the group's advantages: po
 as they sum to 0 the partition function cancels. No policy gradient, so rollouts are plain ODE samples.
 """
 
-from __future__ import annotations
-
 from .preference import GroupPreference
 
 

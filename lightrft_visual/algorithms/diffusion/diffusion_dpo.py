@@ -4,8 +4,6 @@ The loss of `preference.py` with G = 2 and A = 1, -1: -log sigmoid(-beta / 2 (De
 averaged over latent dimensions, as in its authors' code. Their paper writes beta T omega for the present factor.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ...runtime.collectives import all_gather_object, rank

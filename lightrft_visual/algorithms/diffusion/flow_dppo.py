@@ -4,8 +4,6 @@ Old and new step are Gaussians of one variance, so their KL is (mu - mu_old)² /
 A step is left out only where it is far from the rollout policy and would move farther away.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

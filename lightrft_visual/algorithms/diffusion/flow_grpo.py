@@ -3,8 +3,6 @@
 Also GRPO-Guard (2510.22319): log ratios freed of their bias and of the step's noise scale, gradients divided by |dt|.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

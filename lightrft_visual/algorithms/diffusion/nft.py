@@ -4,8 +4,6 @@ The rollout policy `old` splits the update into a positive and a negative branch
 and no trajectory is needed. `old` then follows the trained weights with a decay.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

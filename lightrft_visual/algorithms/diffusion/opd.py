@@ -4,8 +4,6 @@ Steps of policy and teacher from one state are Gaussians of one variance, so the
 is the whole loss: rewards are only reported.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

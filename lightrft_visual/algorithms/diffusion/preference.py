@@ -9,8 +9,6 @@ A that say which samples are preferred (+) and which are not (-), a group of G s
 The gradient is a sum over samples, once S is known: a group need not lie in one forward pass, nor on one rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

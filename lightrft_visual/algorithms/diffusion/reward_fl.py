@@ -6,8 +6,6 @@ Euler step when it is the last step). Of a model with two experts, a step that i
 either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

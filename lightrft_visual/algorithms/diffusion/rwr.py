@@ -4,8 +4,6 @@ The plain baseline that DDPO's authors compare with (RWR, arXiv 2305.13301, sect
 and Lee et al. (arXiv 2302.12192).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

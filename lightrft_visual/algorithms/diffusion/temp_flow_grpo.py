@@ -4,8 +4,6 @@ All samples of a prompt start from one noise and follow the ODE but for one step
 rewards differ by is that step's doing. The loss is weighted by the noise of the step, as early steps decide more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ for slices of heads. Gathering gives each rank the gradient of its own tokens, s
 gradient of one rank that has them all: see `runtime/sequence.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers of diffusers with the same values in fewer operations: attention over image and text, frozen RMS norms."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path

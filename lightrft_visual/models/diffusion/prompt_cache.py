@@ -1,7 +1,5 @@
 """What the frozen text encoders made of prompts, remembered: a run meets the same prompts again and again."""
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -5,8 +5,6 @@ A JSON file names four parts: a list in the order of PARTS, or a mapping by thes
 diffusers; sizes are read from the tensors, and from a config.json beside them where there is one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

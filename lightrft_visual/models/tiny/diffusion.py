@@ -1,7 +1,5 @@
 """Tiny but real Stable Diffusion pipelines (1.5 and 3) with freshly drawn weights, of the stock classes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ They load through the same code as hub checkpoints. About 0.5 M parameters; head
 attention takes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

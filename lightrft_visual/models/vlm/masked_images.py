@@ -3,8 +3,6 @@
 A hidden patch is zero in the model's input, which is the mean colour after the processor's normalisation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

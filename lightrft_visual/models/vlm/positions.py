@@ -4,8 +4,6 @@ Four rows: row 0 counts text positions from 0 in each sample (transformers finds
 rows 1 to 3 are the temporal, height and width positions of M-RoPE. Text-only models take row 0 alone.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict
 

@@ -4,8 +4,6 @@ The G completions of one prompt carry the same pixels. A tower without batch sta
 features, so the copies are looked up instead of computed; their gradients add up in the one that was.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The report's curves: which metrics stand in which panel, for one run and for several."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

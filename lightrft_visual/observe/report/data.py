@@ -1,7 +1,5 @@
 """What a run folder holds, read for the report. Any part may be missing: a run may be young, or cut short."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -1,7 +1,5 @@
 """The report's examples: rollouts as cards with image, prompt, response and reward; contact sheets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import groupby

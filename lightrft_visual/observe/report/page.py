@@ -4,8 +4,6 @@ The page is made by the Jinja2 templates beside this file, which escape every te
 Bokeh, whose script is inside the page.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

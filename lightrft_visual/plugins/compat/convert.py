@@ -1,7 +1,5 @@
 """What a file of another system means here: a command, and what of it has no counterpart."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -7,8 +7,6 @@
 Each is named by `--environment my_file.py:Name` as it is. For OpenEnv, `Name` may be a function that makes the client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +20,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ...data.media import is_base64_image
 from ...errors import ConfigError
 from ...rollout.environments import Action, Environment, awaited_value
 from ...rollout.tools import ToolEnvironment
@@ -34,7 +35,9 @@ PLACEHOLDER = re.compile(
     r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>|<\|image_pad\|>|<start_of_image>|<\|?image\|?>|\[IMG\]"
 )
 AGENTS = "openrlhf.utils.agent"
-RESULT_FIELDS = ("reward", "done", "metadata")  # of an OpenEnv observation: nothing that the model reads
+RESULT_FIELDS = ("reward", "done", "metadata", "tool_name")  # of an OpenEnv observation: nothing that the model reads
+SMALLEST = 16  # pixels of a side: what is smaller may be the board of a game
+ROW_OWN = ("prompt", "messages", "images", "videos", "group_seed")  # of a row: what is no column of the data
 
 
 def adapted(environment: Any) -> Any:
@@ -268,50 +271,79 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class OpenEnvClient(Environment):
     """A client of OpenEnv, synchronous or not.
 
-    The model acts by the tool `act`, whose arguments are the fields of the client's action. Where the action has one
-    text among what it needs, a response without a call is that text.
+    The tools of an MCP server are the model's. Of another client it has the tool `act`, whose arguments are the fields
+    of the client's action. Where the action has one text among what it needs, a response without a call is that text.
     """
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self._action = action_class(getattr(client, "async_client", client))  # of `client.sync()`
-        self._fields = _fields(self._action)
+        own = getattr(client, "async_client", client)  # of `client.sync()`
+        self._tool_call = _tool_call_of(type(own))
+        self._action = action_class(own) if self._tool_call is None else None
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tool `act`."""
-        parameters = _schema(self._action)
-        about = inspect.getdoc(self._action) or "Act in the environment."
-        return [{"type": "function", "function": {"name": "act", "description": about, "parameters": parameters}}]
+        """The tool `act`, or the server's tools. Raises ConfigError where it has none."""
+        if self._action is not None:
+            about = inspect.cleandoc(vars(self._action).get("__doc__") or "Act in the environment.")  # not a base's
+            return [_tool("act", about, _schema(self._action))]
+        found = awaited_value(self.client.list_tools())
+        self.close()  # one episode fewer otherwise: servers count connections
+        if not found:
+            raise ConfigError(f"{type(self.client).__name__}: its server names no tools")
+        return [_tool(each.name, each.description, each.input_schema) for each in found]
 
     def reset(self, row: dict[str, Any]) -> Any:
-        """The environment's first observation, behind the prompt."""
-        return content_of((awaited_value(self.client.reset())).observation)
+        """The environment's first observation, behind the prompt.
+
+        Its `reset` gets the columns of the row that JSON has, and as `seed` the one that all samples of a prompt have:
+        they are compared with each other, so they begin alike.
+        """
+        given = {name: each for name, each in row.items() if name not in ROW_OWN and _is_plain(each)}
+        seed = row["group_seed"]
+        given["seed"] = seed % 2**31 if isinstance(seed, int) else seed
+        return content_of(awaited_value(self.client.reset(**_accepted(self.client.reset, given))).observation) or None
 
     def step(self, action: Action) -> tuple[Any, float | None, bool, dict[str, Any]]:
-        """The environment's result; an error text for an action that is none."""
+        """The environment's result; an error text for an action that is none. Where the server has tools, a response
+        without a call is the last."""
+        if self._tool_call is not None and not action.tool_calls:
+            return None, None, True, {}
         try:
             made = self._made(action)
         except (ValueError, TypeError) as error:
             return f"error: {error}", 0.0, False, {"tool_errors": 1}
         result = awaited_value(self.client.step(made))
         done, reward = bool(result.done), None if result.reward is None else float(result.reward)
-        return None if done else content_of(result.observation), reward, done, {}
+        failed = getattr(result.observation, "error", None) if self._tool_call is not None else None
+        told = content_of(result.observation) if failed is None else f"error: {failed.message}"
+        return None if done else told, reward, done, {} if failed is None else {"tool_errors": 1}
 
     def _made(self, action: Action) -> Any:
         if len(action.tool_calls) > 1:
-            raise ValueError(f"one call of act in a turn, not {len(action.tool_calls)}; nothing was done")
+            raise ValueError(f"one call in a turn, not {len(action.tool_calls)}; nothing was done")
         for call in action.tool_calls:
-            if call.error is not None or call.name != "act":
-                raise ValueError(call.error or f"there is no tool {call.name!r}; there is: act")
+            if call.error is not None:
+                raise ValueError(call.error)
+            if self._tool_call is not None:
+                return self._tool_call(tool_name=call.name, arguments=call.arguments)
+            if call.name != "act":
+                raise ValueError(f"there is no tool {call.name!r}; there is: act")
             return self._action(**call.arguments)
-        if len(self._fields) != 1:
-            raise ValueError(f"act with: {', '.join(self._fields)}")
-        return self._action(**{self._fields[0]: action.text.strip()})
+        fields = _fields(self._action)
+        if len(fields) != 1:
+            raise ValueError(f"act with: {', '.join(fields)}")
+        return self._action(**{fields[0]: action.text.strip()})
 
     def close(self) -> None:
         """Close the connection."""
         if hasattr(self.client, "close"):
             awaited_value(self.client.close())
+
+
+def _tool_call_of(client: type) -> type | None:
+    """The action by which a client of an MCP server calls a tool: it stands beside the class that lists the tools."""
+    owner = next((base for base in client.__mro__ if "list_tools" in vars(base)), None)
+    return None if owner is None else getattr(sys.modules[owner.__module__], "CallToolAction", None)
 
 
 def action_class(client: Any) -> type:
@@ -330,7 +362,11 @@ def action_class(client: Any) -> type:
     raise ConfigError(f"{type(client).__name__}: neither its step's type hint nor its base says what an action is")
 
 
-def _schema(action: type) -> dict[str, Any]:
+def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _schema(action: Any) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     schema = TypeAdapter(action).json_schema()
@@ -338,14 +374,25 @@ def _schema(action: type) -> dict[str, Any]:
     return {name: schema[name] for name in ("type", "properties", "required", "$defs") if name in schema}
 
 
-def _fields(action: type) -> list[str]:
+def _fields(action: Any) -> list[str]:
     """Fields that an action needs; all of them where none is needed."""
     schema = _schema(action)
     return list(schema.get("required") or schema.get("properties", {}))
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is something that JSON has."""
+    try:
+        return value is not None and bool(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
 def content_of(observation: Any) -> Any:
-    """What the model reads of an observation: its only field's text, or all fields as JSON."""
+    """What the model reads of an observation: its only field's text, or all fields as JSON; before it the images in it.
+
+    An image is base64, or numbers from 0 to 255 of [height, width, channels], maybe flat beside `NAME_shape`.
+    """
     if observation is None or isinstance(observation, (str, list)):
         return observation
     if hasattr(observation, "model_dump"):
@@ -354,6 +401,47 @@ def content_of(observation: Any) -> Any:
         fields = dataclasses.asdict(observation)
     else:
         fields = dict(observation) if isinstance(observation, Mapping) else {"observation": str(observation)}
-    told = {name: value for name, value in fields.items() if name not in RESULT_FIELDS and value not in (None, [], {})}
+    if isinstance(result := fields.get("result"), Mapping) and isinstance(result.get("content"), list):
+        return [_mcp_part(each) for each in result["content"]]
+    images: list[Any] = []
+    for name, value in list(fields.items()):
+        if found := _images(value, fields.get(f"{name}_shape")):
+            images += [{"type": "image", "image": each} for each in found]
+            fields = {key: each for key, each in fields.items() if key not in (name, f"{name}_shape")}
+    told = {
+        name: value for name, value in fields.items() if name not in RESULT_FIELDS and value not in (None, "", [], {})
+    }
     only = next(iter(told.values())) if len(told) == 1 else None
-    return only if isinstance(only, str) else json.dumps(told, ensure_ascii=False, default=str)
+    text = only if isinstance(only, str) else json.dumps(told, ensure_ascii=False, default=str) if told else ""
+    return [*images, *([{"type": "text", "text": text}] if text else [])] if images else text
+
+
+def _mcp_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A content part of MCP as one of OpenAI's."""
+    if part.get("type") == "image":
+        return {"type": "image", "image": part["data"]}
+    return {"type": "text", "text": part["text"] if part.get("type") == "text" else json.dumps(part)}
+
+
+def _images(value: Any, shape: Any) -> list[Any]:
+    """The images that a field holds."""
+    listed = value if isinstance(value, list) and value and isinstance(value[0], str) else [value]
+    if all(isinstance(each, str) and (each.startswith("data:image/") or is_base64_image(each)) for each in listed):
+        return listed
+    flat = isinstance(shape, list) and len(shape) in (2, 3)
+    nested = (
+        isinstance(value, list) and value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], list)
+    )
+    if not isinstance(value, list) or not (flat or nested):
+        return []
+    try:
+        pixels = np.array(value)
+        pixels = pixels.reshape(shape) if flat else pixels
+    except ValueError:  # lists of unequal lengths, or another shape's
+        return []
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    seen = pixels.dtype.kind == "i" and pixels.ndim == 3 and pixels.shape[-1] in (1, 3, 4)
+    if not seen or min(pixels.shape[:2]) < SMALLEST or pixels.min() < 0 or pixels.max() > 255:
+        return []
+    return [np.repeat(pixels, 3, axis=-1).astype(np.uint8) if pixels.shape[-1] == 1 else pixels.astype(np.uint8)]

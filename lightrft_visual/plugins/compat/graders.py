@@ -1,7 +1,5 @@
 """Geometry3K as EasyR1 and verl grade it, whose published numbers a number is compared with. Both ask mathruler."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experience makers that are built and called as LightRFT's trainers do: its strategy's settings, its arguments."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import fields

@@ -3,8 +3,6 @@
 Names of found settings are the system's own, where they are not settings here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -11,8 +11,6 @@ converts   what `convert` reads of a system: its own names where a file is known
            its files alone
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward functions as other systems call them; each form is an entry of `reward_forms`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """Data rows as TRL, verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

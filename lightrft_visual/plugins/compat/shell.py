@@ -1,7 +1,5 @@
 """Settings in a shell script: `--name value` and `section.name=value` behind the program that it starts."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Files and folders that are built at their first use, and found by their names afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """The captions of the embedded drawing runs, as files: those to train on, and combinations that RL never names; and
 preference pairs: drawn shapes, the chosen image as its caption says, the rejected one with another colour or shape."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

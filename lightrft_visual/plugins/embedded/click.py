@@ -8,8 +8,6 @@ question click on buttons at random: they show the form of calls. As many ask wh
 two numbers; that calls are to be made there is learnt by rewards. Splits: see `task`.
 """
 
-from __future__ import annotations
-
 import random
 
 from PIL import Image, ImageDraw

@@ -5,8 +5,6 @@ the same code draws training images, fits templates in `rewards/functions/shape_
 gradient. Coordinates are in units of the image's side: x to the right, y down, both in 0..1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Gold of the embedded captions: a classifier of drawings, and right drawings to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

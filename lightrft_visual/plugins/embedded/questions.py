@@ -14,8 +14,6 @@ An answer is always one word or one digit. Shapes of the demonstrations have the
 other splits every look.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

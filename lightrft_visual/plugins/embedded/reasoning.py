@@ -10,8 +10,6 @@ Demonstrations are a cold start: the chain in them is right, but only a part (FO
 for. The others leave out tags or the chain, or count again and again and are cut off. Splits: see `task`.
 """
 
-from __future__ import annotations
-
 import random
 
 from .questions import COLOURS, Scene, draw_scenes

@@ -1,7 +1,5 @@
 """What the name `embedded` stands for: folders of tiny models, built at their first use."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

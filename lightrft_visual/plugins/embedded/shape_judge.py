@@ -5,8 +5,6 @@ template is fitted. Half of what it is trained on is no drawing of the task at a
 several shapes, other colours), which it learns to call neither: an image that only pleases a reward is no drawing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

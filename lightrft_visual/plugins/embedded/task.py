@@ -10,8 +10,6 @@ of test can be in another split, whatever the seed. Every row depends on (seed, 
 rows starts with the rows of a shorter one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ bound is on the loss and not on the steps, because how soon it is reached depend
 arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice

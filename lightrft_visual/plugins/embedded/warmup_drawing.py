@@ -5,8 +5,6 @@ captions of which a share is wrong, which leaves a base that draws clean shapes 
 something for RL to improve.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

@@ -14,8 +14,6 @@ where to look, which the policy learns by rewards. As many ask other questions, 
 (of a mark from near), and where is it (of a scene; the answer is the quarter's number). Splits: see `task`.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

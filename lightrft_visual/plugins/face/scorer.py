@@ -1,7 +1,5 @@
 """Is it the same face as in a reference image?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

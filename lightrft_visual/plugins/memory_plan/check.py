@@ -1,8 +1,6 @@
 """The plan of a configuration, and what a run asks of it before it loads anything: `check_fits`, `dry_run` and
 `use_choices` are what the core asks this plug-in for."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

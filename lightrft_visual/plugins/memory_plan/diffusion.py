@@ -1,7 +1,5 @@
 """The plan of a diffusion run: what one rank holds while it loads, generates, scores, trains and syncs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace

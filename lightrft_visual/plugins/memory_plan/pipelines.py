@@ -1,7 +1,5 @@
 """Diffusion pipelines on meta tensors: of a folder's configurations, of the hub's cache, or of those shipped here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

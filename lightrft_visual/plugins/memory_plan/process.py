@@ -1,7 +1,5 @@
 """What every run takes, whatever the model: the program itself, the driver, and what allocators leave unused."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Models that run beside the policy to judge it, in the plan: which there are, what they hold at rest and at work."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

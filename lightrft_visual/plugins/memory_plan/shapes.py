@@ -4,8 +4,6 @@
 planned on a machine without them.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ All lengths are the longest that the settings allow: prompts of `prompt_max_len`
 episodes of `max_episode_tokens`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, groupby

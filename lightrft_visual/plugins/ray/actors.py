@@ -1,7 +1,5 @@
 """Actors that rank 0 starts, and that every rank of the run reaches by their names."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Ray is optional; it carries reward scorers and rollout workers, never the trainer's collectives.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket

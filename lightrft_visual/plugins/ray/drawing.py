@@ -1,7 +1,5 @@
 """Images and videos drawn by workers in other processes, with the weights that the trainer hands them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future

@@ -7,8 +7,6 @@ which gives it its number, its devices and the address at which the ranks meet. 
 under the same paths on all hosts.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

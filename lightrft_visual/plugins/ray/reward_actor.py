@@ -1,7 +1,5 @@
 """What runs in a Ray actor of rewards: a scorer, or a reward model. It imports little, as each actor waits for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

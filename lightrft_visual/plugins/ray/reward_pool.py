@@ -4,8 +4,6 @@ In this process a scorer is a `CallableSource`; behind HTTP it is served by `ser
 it lives in Ray actors of a local cluster, or of the one that RAY_ADDRESS names. Ray is optional.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

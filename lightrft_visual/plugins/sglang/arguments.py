@@ -1,7 +1,5 @@
 """From a run's settings to SGLang's server arguments, whose names are checked before anything is loaded."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What SGLang is asked, and what its answers mean; nothing here needs the package."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

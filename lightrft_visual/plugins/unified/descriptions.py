@@ -4,8 +4,6 @@ They are what captioned images are for a real model: its eye learns from them wh
 how questions are answered. Every look occurs in them, and no image of dev or test.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

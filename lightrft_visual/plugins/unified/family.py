@@ -5,8 +5,6 @@ with `<begin_of_image>` is answered by an image: `num_image_tokens` codes of a V
 modules beside the text's. Drawn tokens have the ids behind the text vocabulary's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ those that are left. Every two words of a held-out caption are trained on togeth
 pair itself was held out (captions of a colour and a shape alone), a model learned not to draw it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from itertools import cycle, islice

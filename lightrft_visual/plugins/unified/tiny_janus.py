@@ -9,8 +9,6 @@ has nothing to reward there. Both are for RL to improve. A share of the drawings
 guidance.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Rewards with a gradient in the pixels, for Reward FL, by name or from a user's file."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

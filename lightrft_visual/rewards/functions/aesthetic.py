@@ -1,7 +1,5 @@
 """LAION's aesthetic predictor v2 (improved-aesthetic-predictor)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .clip import CLIPPairs

@@ -1,7 +1,5 @@
 """Scorers that compare the final answer of a response with the reference: as text, as a number, as a letter."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

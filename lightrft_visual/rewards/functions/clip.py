@@ -1,7 +1,5 @@
 """CLIP models, and the scores that are a cosine of image and prompt. A video's score is the mean over its frames."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an environment gave in the turns of an episode."""
 
-from __future__ import annotations
-
 
 class EnvironmentReward:
     """The sum over the turns, each discounted by `turn_gamma`; 0 for a sample without an environment."""

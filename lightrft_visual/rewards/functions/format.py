@@ -1,7 +1,5 @@
 """The form of a response."""
 
-from __future__ import annotations
-
 import re
 
 from ...errors import ConfigError

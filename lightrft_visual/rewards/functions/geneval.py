@@ -4,8 +4,6 @@ A detector finds COCO's objects and CLIP names their colours; rules over both gi
 those of the published evaluation. Samples bring its rows: `tag`, `include` and `exclude`, as columns of the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

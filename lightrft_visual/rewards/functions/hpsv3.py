@@ -3,8 +3,6 @@
 The published weights give a mean and a spread of the rating at one token of their own, and the mean is the score.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

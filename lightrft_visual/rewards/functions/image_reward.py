@@ -1,7 +1,5 @@
 """ImageReward (Xu et al., arXiv 2304.05977)."""
 
-from __future__ import annotations
-
 from functools import partial
 from math import isqrt
 from typing import Any

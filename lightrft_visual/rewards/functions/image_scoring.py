@@ -1,7 +1,5 @@
 """Shared by the image scorers: many frames a sample in, one score a sample out; checkpoints with clear errors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

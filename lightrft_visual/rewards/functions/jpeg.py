@@ -1,7 +1,5 @@
 """How well an image compresses (DDPO, arXiv 2305.13301)."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -3,8 +3,6 @@
 The model waits on the host while the policy generates and trains. A question about the same images is asked once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """What a judge in the run answers with: transformers, or an engine of vLLM beside the trainer in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

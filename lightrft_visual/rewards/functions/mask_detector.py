@@ -1,7 +1,5 @@
 """Objects of an image by Mask2Former, for scorers with rules over objects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple

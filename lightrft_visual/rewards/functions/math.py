@@ -1,7 +1,5 @@
 """Mathematical answers, compared by math-verify in a process with a time limit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...errors import ConfigError, RewardError

@@ -1,7 +1,5 @@
 """The child's side of the math scorer; imported in its process only."""
 
-from __future__ import annotations
-
 import logging
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

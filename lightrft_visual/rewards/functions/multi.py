@@ -1,7 +1,5 @@
 """Several scorers as one: a weighted sum with every part by name."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

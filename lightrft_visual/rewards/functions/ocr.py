@@ -1,7 +1,5 @@
 """Does the image show the text that the prompt asks for? Read by RapidOCR (PP-OCR in ONNX) or by Tesseract."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Qwen2-VL with a head that reads at tokens of its own, as HPSv3 and VideoAlign have it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

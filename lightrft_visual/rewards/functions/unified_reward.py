@@ -4,8 +4,6 @@ It runs behind an OpenAI-compatible server, such as `vllm serve CodeGoat24/Unifi
 that its weights were trained with; replies are read by the labels that they teach.
 """
 
-from __future__ import annotations
-
 from ...errors import ConfigError
 from .vlm_judge import VLMJudge
 

@@ -4,8 +4,6 @@ The question has a token for each of the three; a linear head reads there. Means
 make the three comparable, and their sum is the score.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

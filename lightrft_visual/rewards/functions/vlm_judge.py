@@ -3,8 +3,6 @@
 `Judging` says how to ask and how to read; `VLMJudge` asks an OpenAI-compatible server, such as `vllm serve`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

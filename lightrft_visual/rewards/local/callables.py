@@ -4,8 +4,6 @@ So TRL's `f(prompts, completions, **columns)` and LightRFT's `reward_fn(model_re
 label_map)` work as they are, sync or async; `forms.py` has the systems that call their functions in another way.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

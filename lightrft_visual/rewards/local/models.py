@@ -3,8 +3,6 @@ models. Each is on the accelerator only while it scores, one after the other, un
 
 Checkpoints are divided over the ranks where the run divides its models (ZeRO-3)."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Requests of all servers and micro-batches run at once on one httpx client in a b
 wrong makes the samples of that request invalid, with the server's name and the kind of failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

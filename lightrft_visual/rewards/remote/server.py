@@ -4,8 +4,6 @@ JSON only, either wire of `wire.py`. Limits on body, samples and images hold bef
 logs never repeat what was sent, but for what the scorer itself says when it fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """The JSON of remote rewards, ours and OpenRLHF's: requests and replies, written and read with limits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta

@@ -1,7 +1,5 @@
 """Arithmetic by a list of what is allowed: the child's side of `python.py`, without imports of the package."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -1,7 +1,5 @@
 """Finding something on a screen: the answer is a point."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A calculator in Python's notation."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from ...errors import RewardError

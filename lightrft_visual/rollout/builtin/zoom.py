@@ -1,7 +1,5 @@
 """Looking closer: a tool that cuts a region out of the prompt's image and enlarges it, as in DeepEyes."""
 
-from __future__ import annotations
-
 import math
 
 from PIL import Image

@@ -5,8 +5,6 @@ through, and vLLM's own temperature stops at 2. vLLM divides by the ordinary tem
 runners, each with its own kind of logits processor. Requests' seeds are vLLM's own affair on both.
 """
 
-from __future__ import annotations
-
 import copyreg
 from abc import ABCMeta
 from collections.abc import Callable

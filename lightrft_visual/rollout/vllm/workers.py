@@ -1,7 +1,5 @@
 """Ranks of one tensor-parallel engine: weights for those that vLLM starts, prompts of those of the run."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace

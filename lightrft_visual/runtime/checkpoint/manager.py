@@ -6,8 +6,6 @@ complete before, and at most a staging folder that the next save removes. A chec
 file `latest` is a hint for people and other tools.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """manifest.json: a checkpoint's files with sizes and SHA-256, and the proof that all of them were written."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

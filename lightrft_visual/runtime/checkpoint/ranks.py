@@ -5,8 +5,6 @@ parameter. A rank reads the files of all, as maps of memory, and copies only wha
 written, and no rank ever has the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which model a checkpoint is of: a fingerprint in its manifest, compared where a run resumes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

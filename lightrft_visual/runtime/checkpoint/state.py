@@ -4,8 +4,6 @@ Counters, random states, the order of the data, running moments, replay items. T
 tuples, integer keys stay integers, NumPy arrays stay arrays, floats keep every bit.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Mapping

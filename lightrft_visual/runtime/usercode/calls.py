@@ -1,7 +1,5 @@
 """Calling what a user wrote: saying where it fails and where it hangs, and letting SIGTERM end it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -6,8 +6,6 @@ one's answer. A call that runs over its limit, or a child that ends, costs that 
 the next call gets a fresh one. This bounds time. It is no jail: the function runs with the user's own rights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import inspect

@@ -1,7 +1,5 @@
 """From a checked configuration to a diffusion trainer. Everything cheap is checked before anything big loads."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

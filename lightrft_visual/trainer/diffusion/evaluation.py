@@ -1,7 +1,5 @@
 """The fixed evaluation of diffusion runs: held-out prompts and noise, an ODE; the same on any rank count."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

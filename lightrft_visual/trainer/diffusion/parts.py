@@ -1,7 +1,5 @@
 """What a diffusion run is made of: `build` puts it together, the trainer works with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 `DiffusionTrainer.train_step` is one step, top to bottom; Reward FL has a step of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizer steps of diffusion runs: on replayed denoising steps, and by the gradient of a differentiable reward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy

@@ -4,8 +4,6 @@ Lengths are running means by label. Responses go home before anything reads them
 of a run without, and so are the responses, whose seeds are their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ Lengths and batch sizes are left open, so that all micro-batches share programs.
 without are other programs: their log-probs agree to rounding, no longer bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each evaluation is written with what it was made with, and the first one says it on the screen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Rollouts and evaluations stay as they are: each rank draws samples of its own, with whole forwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DAPO's dynamic sampling (arXiv 2503.14476): keep groups whose rewards differ, sample more prompts for the others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

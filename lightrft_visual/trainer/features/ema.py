@@ -1,7 +1,5 @@
 """EMA of the trained weights: evaluated and exported in their place where `eval_ema` asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

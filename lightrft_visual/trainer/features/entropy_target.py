@@ -4,8 +4,6 @@ After each step the coefficient moves by `entropy_coef_step`: up where the step'
 down, between 0 and `entropy_coef_max`. The bonus counts only in steps that follow an entropy below the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Episodes in the metrics: turns, tokens of observations, calls of tools, failures of environments."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The guard of a run as a hook: statistics of rollouts, gold that training never sees, alarms and what follows them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """How many tokens of the rollouts depend on the image: scored with it, and again with all of its patches hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

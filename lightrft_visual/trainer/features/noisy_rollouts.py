@@ -3,8 +3,6 @@
 The copy is for generation alone: rewards, group statistics and the update see the prompt with its clean image.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts that people are shown, and the memory of the images of all others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reference follows the policy now and then (TR-DPO, arXiv 2404.09656), for `ref_update_steps`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts that run ahead of the trainer: a source of prompts that announces batches to the engine."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ R2 and R3 of arXiv 2510.11370: 'old' uses the choices again that the old log-pro
 the engine, for the old log-probs too. References, teachers and critics choose for themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A group whose rewards are all equal has no advantage. Its samples give their pla
 steps, drawn by the size of their advantage; those bring the log-probs of the policy that sampled them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How many different prompts a run has trained on so far."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any

@@ -1,7 +1,5 @@
 """From a checked configuration to the parts of a vision-language run. Cheap checks come before big loads."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From a configuration to the stage that holds episodes of several turns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The fixed evaluation of vision-language runs: held-out prompts, sampled and greedy, the same on any rank count."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """From prompts to experience for models that answer: rollouts, rewards, forward passes by role, advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """What a vision-language run is made of: `build` puts it together, the trainer works with it."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Models that see: GRPO, RLOO, REINFORCE and, with a critic, PPO. `VLTrainer.train_step` is one step, top to bottom."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path

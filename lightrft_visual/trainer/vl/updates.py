@@ -1,7 +1,5 @@
 """Optimizer steps on the replay buffer: the actor's and, for PPO, the critic's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,13 +1,16 @@
 """Environments as users of TRL, OpenRLHF and OpenEnv write them, in files that are named as they are."""
 
+import base64
+import io
 import sys
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.compat.environments import messages_of
+from lightrft_visual.plugins.compat.environments import content_of, messages_of
 from lightrft_visual.rollout.environment_pool import ProcessHost
 from lightrft_visual.rollout.environments import (
     Action,
@@ -255,11 +258,65 @@ class Nameless(EnvClient):
 
 def make_nameless():
     return Nameless("")
+
+
+class CallToolAction(BaseModel):
+    tool_name: str
+    arguments: dict = {}
+
+
+class Tool(BaseModel):
+    name: str
+    description: str
+    input_schema: dict
+
+
+class Failed(BaseModel):
+    message: str
+
+
+class Answer(BaseModel):
+    tool_name: str
+    result: Optional[dict] = None
+    error: Optional[Failed] = None
+
+
+class ToolClient(EnvClient):
+    tools = [Tool(name="look", description="Look.", input_schema={"type": "object"})]
+
+    async def list_tools(self):
+        return self.tools
+
+    async def reset(self, **given):
+        self.given = given
+        return Result(Answer(tool_name=""))
+
+    async def step(self, action):
+        if action.tool_name != "look":
+            return Result(Answer(tool_name=action.tool_name, error=Failed(message="Unknown tool")))
+        content = [{"type": "text", "text": "here"}, {"type": "image", "data": "iVBO", "mimeType": "image/png"}]
+        return Result(Answer(tool_name="look", result={"content": content, "data": None}), 0.5, bool(action.arguments))
+
+
+class MyTools(ToolClient):
+    pass
+
+
+class NoTools(ToolClient):
+    tools = []
+
+
+def make_tools():
+    return MyTools("")
+
+
+def make_no_tools():
+    return NoTools("")
 '''
 
 ROW = {
     "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "guess",
-    "images": [], "videos": [], "seed": 1, "level": 2,
+    "images": [], "videos": [], "seed": 1, "group_seed": 2**40 + 9, "level": 2, "shown": Image.new("RGB", (2, 2)),
 }  # fmt: skip
 
 
@@ -395,7 +452,7 @@ def test_openenv_client_that_is_asynchronous_and_has_several_fields(folder):
     for action in wrong:
         observation, reward, done, info = environment.step(action)
         assert observation.startswith("error: ") and (reward, done, info) == (0.0, False, {"tool_errors": 1})
-    assert "one call of act in a turn, not 2" in observation
+    assert "one call in a turn, not 2" in observation
     environment.close()
     assert environment.client.closed
 
@@ -404,6 +461,50 @@ def test_openenv_client_of_which_a_synchronous_one_was_asked_has_its_action(fold
     environment = made(folder, "of_openenv.py:make_sync")
     assert environment.schemas()[0]["function"]["parameters"]["required"] == ["x", "y"]
     assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
+
+
+def test_openenv_client_of_a_tool_server_has_its_tools_and_a_seed_for_the_group(folder):
+    environment = made(folder, "of_openenv.py:make_tools")
+    (schema,) = environment.schemas()
+    assert schema["function"] == {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
+    assert environment.reset(ROW) is None
+    assert environment.client.given == {"seed": 2**40 % 2**31 + 9, "reference": 7, "label": "guess", "level": 2}
+    seen = [{"type": "text", "text": "here"}, {"type": "image", "image": "iVBO"}]
+    assert environment.step(called("look")) == (seen, 0.5, False, {})
+    assert environment.step(called("look", end=1)) == (None, 0.5, True, {})
+    assert environment.step(called("leap")) == ("error: Unknown tool", None, False, {"tool_errors": 1})
+    assert environment.step(Action("done")) == (None, None, True, {})
+    with pytest.raises(ConfigError, match="NoTools: its server names no tools"):
+        made(folder, "of_openenv.py:make_no_tools").schemas()
+
+
+PIXELS = (np.arange(17 * 21 * 3) % 256).astype(np.uint8).reshape(17, 21, 3)
+GREY = PIXELS[..., :1]
+Image.fromarray(PIXELS).save(file := io.BytesIO(), "PNG")
+PNG = base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "images", "text"),
+    [
+        ({"pixels": PNG, "url": "", "error": None}, [PNG], ""),
+        ({"views": [PNG, PNG], "goal": "go"}, [PNG, PNG], "go"),
+        ({"screenshot": PIXELS.tolist(), "lives": 3}, [PIXELS], '{"lives": 3}'),
+        ({"screen": PIXELS.ravel().tolist(), "screen_shape": [17, 21, 3]}, [PIXELS], ""),
+        ({"screen": GREY.ravel().tolist(), "screen_shape": [17, 21]}, [GREY.repeat(3, -1)], ""),
+        ({"ram": [7, 8], "ram_shape": [2]}, [], '{"ram": [7, 8], "ram_shape": [2]}'),
+        ({"board": [[[0, 1, 1]]]}, [], '{"board": [[[0, 1, 1]]]}'),
+        ({"grid": [[[1, 2, 3], [1]]]}, [], '{"grid": [[[1, 2, 3], [1]]]}'),
+    ],
+)
+def test_images_in_an_openenv_observation_are_shown(fields, images, text):
+    found = content_of(fields)
+    if not images:
+        assert found == text
+        return
+    shown = [part["image"] for part in found if part["type"] == "image"]
+    assert len(shown) == len(images) and all(np.array_equal(a, b) for a, b in zip(shown, images))
+    assert [part["text"] for part in found if part["type"] == "text"] == [text] * bool(text)
 
 
 def test_openenv_client_whose_action_is_unknown_is_refused(folder):

@@ -1,7 +1,5 @@
 """What a diffusion family must say about itself; one small subclass a file. All latents are fp32 at this boundary."""
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ coordinates of this package, x = (1 - t) data + t noise with t = s / (1 + s), in
 output the velocity: Euler steps in either are the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """FLUX.1: guidance is an embedding (dev) or absent (schnell); there is no unguided branch."""
 
-from __future__ import annotations
-
 import torch
 
 from ....experience.vision import Conditions

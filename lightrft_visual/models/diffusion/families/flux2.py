@@ -1,7 +1,5 @@
 """FLUX.2 [klein] and [dev]: texts are encoded by a language model's middle layers."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu

@@ -1,7 +1,5 @@
 """FLUX.1 Kontext: an image in, an image out. Guidance is an embedding, as in FLUX.1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

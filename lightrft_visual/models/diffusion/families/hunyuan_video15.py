@@ -1,7 +1,5 @@
 """HunyuanVideo 1.5, text to video."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ velocity depends on the video and its text only. The classes ask for sound never
 same in rollout and replay, and no part of a sample. The weights that only sound reads stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Qwen-Image."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Qwen-Image 2.1, text to image: one stream of text and image tokens, an autoencoder of red, green, blue and alpha."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import DiffusionPipeline
 

@@ -1,7 +1,5 @@
 """Qwen-Image-Edit: images in, an image out. Tokens of the source images stand behind those that are denoised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Stable Diffusion 1.x: a DDIM model that predicts noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

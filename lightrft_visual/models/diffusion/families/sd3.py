@@ -1,7 +1,5 @@
 """Stable Diffusion 3 and 3.5."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput

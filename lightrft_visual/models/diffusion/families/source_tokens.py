@@ -1,7 +1,5 @@
 """Of models that edit: tokens of the source images stand behind those that are denoised."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

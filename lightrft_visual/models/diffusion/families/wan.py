@@ -1,7 +1,5 @@
 """Wan 2.1 text-to-video and Wan 2.2 image-to-video, whose two experts share the noise range."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

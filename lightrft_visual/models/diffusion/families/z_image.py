@@ -1,7 +1,5 @@
 """Z-Image: one stream of image and text tokens; texts are encoded by a language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

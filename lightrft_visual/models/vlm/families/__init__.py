@@ -4,8 +4,6 @@ A model type that is not registered is run by `Unregistered` where it has a visi
 refused where that would be wrong (`unregistered.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PretrainedConfig

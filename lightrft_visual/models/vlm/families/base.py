@@ -4,8 +4,6 @@ A new family is one file with a subclass and one entry in `config/registry.py`. 
 buffer, trainer) stays as it is: it carries the family's tensors under their own names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

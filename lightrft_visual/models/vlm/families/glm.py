@@ -1,7 +1,5 @@
 """GLM-4.1V, GLM-4.5V and GLM-4.6V: patches with grids and M-RoPE positions as Qwen-VL's, tokens of their own."""
 
-from __future__ import annotations
-
 from .qwen import QwenVL
 
 

@@ -1,7 +1,5 @@
 """Idefics 2 and 3, SmolVLM: images cut into tiles, with a mask of the pixels that are real."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ....experience.types import ModelInputs

@@ -4,8 +4,6 @@ A placeholder `<IMG_CONTEXT>` becomes `<img>`, the tiles' tokens and `</img>`. I
 another token than the processor, so prompts with videos would not be scored as they were sampled.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from ..vision_cache import SharedMedia

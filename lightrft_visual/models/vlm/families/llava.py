@@ -1,7 +1,5 @@
 """LLaVA 1.5, and Pixtral in the same class: images of one size, or of any with their sizes beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from .base import T, VLMFamily

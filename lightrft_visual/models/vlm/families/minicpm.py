@@ -1,7 +1,5 @@
 """MiniCPM-V 4.6: images of any size cut into slices, whose patches lie behind each other in one strip."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import is_zero_param

@@ -1,7 +1,5 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and videos of any size as patches with grids, M-RoPE positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

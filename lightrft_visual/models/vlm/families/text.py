@@ -1,7 +1,5 @@
 """Causal language models without vision."""
 
-from __future__ import annotations
-
 from .base import VLMFamily
 
 

@@ -7,8 +7,6 @@ that is a ConfigError, before any weights are loaded. What does not show there, 
 `models/vlm/probe.py` finds once they are.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

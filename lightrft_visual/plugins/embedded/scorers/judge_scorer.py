@@ -3,8 +3,6 @@
 For measuring, not for training: a run that is rewarded by its own judge has no independent one left.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..drawn_shapes import parse_caption

@@ -5,8 +5,6 @@ another: a flat image has no foreground and scores 0 whatever its colour. Every 
 which makes the same measure usable for Reward FL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice

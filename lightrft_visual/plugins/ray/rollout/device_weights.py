@@ -6,8 +6,6 @@ It runs over NCCL and, where there is no accelerator, over gloo. vLLM's own `wei
 name and shape before the first byte, and serves vLLM alone.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ Long answers then hold up neither: a call of an engine holds the unfinished resp
 of each as a segment has, and what is unfinished afterwards goes on in the next call, by whichever worker.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Rollout workers behind one queue: work goes to whoever is free, and what a dead worker held is done by another."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -1,7 +1,5 @@
 """Rollout workers as named Ray actors: started by rank 0, reached by every rank."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

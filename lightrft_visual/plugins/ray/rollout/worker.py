@@ -1,7 +1,5 @@
 """What runs in a rollout worker's process: one engine, and the weights that it was last given."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
