@@ -23,6 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, refused_as, writable
 from ..runtime.masking import mask_urls
+from ..runtime.start_up import Escaped
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
@@ -183,7 +184,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print in the first rank alone, as the launcher numbers them; a script without a launcher is that rank."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdecimal():
-        print(writable(text), file=file)
+        print(text, file=Escaped(file or sys.stdout))
 
 
 def merge(
@@ -381,5 +382,5 @@ def write_resolved(config: Any, path: str | os.PathLike[str]) -> Path:
     """Write resolved_yaml to a file, making its folder. Returns the path."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(resolved_yaml(config))
+    file.write_text(resolved_yaml(config), encoding="utf-8")
     return file

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..errors import writable
 from ..runtime.collectives import rank
-from ..runtime.start_up import screen
+from ..runtime.start_up import Escaped, screen
 from .recorder import Record, best_and_worst
 
 SHOWN = (
@@ -108,7 +108,7 @@ class RunConsole:
         self.table_every = table_every
         self.title = title
         self.active = rank() == 0 if active is None else active
-        self._console = Console(file=stream or screen(), highlight=False, soft_wrap=True)
+        self._console = Console(file=cast(TextIO, Escaped(stream or screen())), highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # step finished first, and when

@@ -1,7 +1,9 @@
 """Lines and tables in a log file; nothing from text can drive the terminal."""
 
 import io
+import sys
 
+from lightrft_visual.config.load import _print_once
 from lightrft_visual.observe.console import RunConsole, clip_text, short, step_line
 
 
@@ -87,3 +89,11 @@ def test_silent_on_other_ranks():
 
 def test_long_text_is_cut():
     assert len(clip_text("x" * 1000)) == 300 and clip_text("a\n b") == "a b"
+
+
+def test_a_screen_whose_encoding_lacks_a_character_shows_its_escape(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+    RunConsole(1, active=True).message("größe")
+    _print_once("größe")
+    assert shown.getvalue() == b"gr\\xf6\\xdfe\n" * 2

@@ -158,7 +158,7 @@ def template_of(template: str | None) -> dict[str, Any]:
     if template is None or not template.endswith((".yaml", ".yml")):
         return {"question": template, "pattern": SCORE_PATTERN}
     with refused_as(ConfigError, f"judge: the template {template} cannot be read"):
-        found = yaml.safe_load(Path(template).read_text())
+        found = yaml.safe_load(Path(template).read_bytes())
     if not isinstance(found, Mapping) or set(found) - set(TEMPLATE):
         raise ConfigError(f"judge: the template {template} may hold {', '.join(TEMPLATE)}")
     return dict(found)
