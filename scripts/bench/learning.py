@@ -263,7 +263,8 @@ def without_the_tool(run: Path) -> None:
     """The greedy reward of a zoom policy whose tool shows nothing, or another mark; written to checks.txt."""
     for check in ("EmbeddedZoomOfNothing", "EmbeddedZoomOfAnother"):
         command = [sys.executable, "-m", "lightrft_visual", "eval", str(run / "checkpoint-final"), "--environment",
-                   f"scripts/bench/zoom_checks.py:{check}", "--output_dir", str(run / check)]  # fmt: skip
+                   f"scripts/bench/zoom_checks.py:{check}", "--output_dir", str(run / check),
+                   "--out", str(run / f"{check}.json")]  # fmt: skip
         told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         with open(run / "checks.txt", "a") as file:
             file.writelines(f"{check} {line}\n" for line in told.splitlines() if "greedy" in line)
