@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..experience.rollouts import ENVIRONMENT, Rollout
 from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
-from ..runtime.usercode.calls import callable_name, ended_by_sigterm
+from ..runtime.usercode.calls import callable_name, ended_by_sigterm, who_asked
 from .batch import (
     NAN,
     Call,
@@ -409,7 +410,8 @@ def _stopped_together(device: torch.device | str) -> Iterator[None]:
     except StoppedBySignal as error:
         stopped = error
     if all_reduce_max(torch.tensor([float(stopped is not None)], device=device)).item():
-        raise stopped or StoppedBySignal("the run was ended by SIGTERM while another rank was scoring")
+        asker = who_asked(signal.getsignal(signal.SIGINT))[0]
+        raise stopped or StoppedBySignal(f"the run was ended by {asker} while another rank was scoring")
 
 
 def model_device() -> str:

@@ -19,6 +19,7 @@ from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards import engine as reward_engine
 from lightrft_visual.rewards.differentiable import load_differentiable
+from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode import calls
 from lightrft_visual.runtime.usercode.calls import load_reward_fn
 
@@ -235,6 +236,17 @@ def test_sigterm_ends_a_function_that_does_not_return_and_disturbs_no_other(sigt
     assert scored(returns).valid.all()
 
 
+def test_a_function_that_ctrl_c_ended_says_so(sigterm):
+    with handled(signal.SIGINT, calls.Interrupt()):
+
+        def hangs(completions):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(20)
+
+        with pytest.raises(StoppedBySignal, match="ended by Ctrl-C while reward function hangs ran"):
+            scored(hangs)
+
+
 def test_what_sigterm_ended_is_told_also_when_a_reminder_comes_on_the_way_out(sigterm):
     """Scoring is asked to end too, and its next reminder may come before the function's error has left it."""
     with pytest.raises(StoppedBySignal, match="while the function ran"), calls.ended_by_sigterm("scoring"):
@@ -275,6 +287,7 @@ def test_sigterm_that_came_before_a_hanging_function_ends_it_too(sigterm, when):
 
 SWALLOWS = """
 import os, signal, time
+from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode import calls
 
 calls.TERM_SECONDS, calls.REMINDERS = 0.05, 3

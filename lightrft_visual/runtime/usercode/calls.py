@@ -342,6 +342,12 @@ def source_line_of(frame: FrameType | None) -> str:
     return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
+def who_asked(interrupt: Any) -> tuple[str, int]:
+    """What asked the run to end, in words, and the exit code of a process that it ends: SIGTERM, or the Ctrl-C that
+    does what SIGTERM does. interrupt: the handler of SIGINT."""
+    return ("SIGTERM", TERMINATED) if getattr(interrupt, "first", None) is None else ("Ctrl-C", INTERRUPTED)
+
+
 def _stopped_inside(error: BaseException) -> StoppedBySignal | None:
     """What was on its way out already when `error` came: of something that ran inside and was ended first."""
     earlier = error.__context__
@@ -356,7 +362,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
     cannot be raised there, by the end of the process. The handler that was set before is asked first. Where that is a
     StopRequest and the signal has come already, it counts as coming now: nobody sends it again."""
     before, done, ending = signal.getsignal(signal.SIGTERM), threading.Event(), threading.Lock()
-    main = threading.main_thread()
+    main, interrupt = threading.main_thread(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not main or not callable(before):
         yield
         return
@@ -373,8 +379,9 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
                 signal.pthread_kill(main.ident, signal.SIGTERM)
         if not done.wait(TERM_SECONDS):
             where = source_line_of(sys._current_frames().get(main.ident))
-            say_last(f"error: {what} did not react to SIGTERM{where}; the process ends")
-            os._exit(TERMINATED)
+            asker, code = who_asked(interrupt)
+            say_last(f"error: {what} did not react to {asker}{where}; the process ends")
+            os._exit(code)
 
     def ask() -> None:
         if not asked_at:
@@ -397,7 +404,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         yield
     except Interrupted as error:
         raise _stopped_inside(error) or StoppedBySignal(
-            f"the run was ended by SIGTERM while {what} ran: {error}"
+            f"the run was ended by {who_asked(interrupt)[0]} while {what} ran: {error}"
         ) from None
     finally:
         over.append(True)  # from here on the handler must not raise
