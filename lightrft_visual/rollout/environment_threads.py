@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ..runtime.usercode.calls import describe_error, masked
-from ..runtime.usercode.surroundings import enter_again, say_once
+from ..runtime.usercode.surroundings import enter_again, lent_streams, say_once
 from .environments import (
     Action,
     EnvironmentFactory,
@@ -38,6 +38,8 @@ class ThreadHost(EnvironmentHost):
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._loops = [Loop() for _ in range(LOOPS)]
         self._folder = os.getcwd()  # of the run, where it finds and leaves its files
+        self._streams = lent_streams()  # for as long as there are environments, which run beside all else
+        next(self._streams)
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         def begin() -> Observation | None:
@@ -61,6 +63,8 @@ class ThreadHost(EnvironmentHost):
         wait(filter(None, [self._end(episode) for episode in list(self._environments)]), self.seconds)
         for loop in self._loops:
             loop.close()
+        if said := next(self._streams, None):
+            say_once(f"an environment {said}")
 
     def _in_folder(self, function: Callable[[], R]) -> R:
         """What the function gives; the run is in its folder afterwards."""

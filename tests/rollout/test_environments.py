@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 
 import numpy as np
@@ -249,6 +250,19 @@ def test_run_stays_in_its_folder_whichever_an_environment_enters(tmp_path):
         assert os.getcwd() == before
     finally:
         os.chdir(before)
+
+
+def test_run_keeps_its_outputs_whichever_an_environment_closes(caplog):
+    class Closes:
+        def reset(self, row):
+            sys.stdout.close()
+
+    before, host = sys.stdout, ThreadHost(Closes, 20.0)
+    host.reset(0, {}).result(20)
+    print("of the run")
+    host.close()
+    assert sys.stdout is before and not before.closed
+    assert "an environment closes or replaces stdout" in caplog.text
 
 
 def test_settings_of_episodes_without_an_environment_are_refused():

@@ -42,7 +42,7 @@ def put_back(what: str) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_signals(), _folder(), _streams(), _torch_modes(), _random_states()]
+    watches = [_signals(), _folder(), lent_streams(), _torch_modes(), _random_states()]
     for watch in watches:
         next(watch)
     try:
@@ -110,7 +110,8 @@ class BorrowedStream:
         return getattr(self.stream, name)
 
 
-def _streams() -> Watch:
+def lent_streams() -> Watch:
+    """The outputs, which a user's code may close or replace."""
     ours = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     lent = {name: BorrowedStream(stream) for name, stream in ours.items() if stream is not None}
     for name, stream in lent.items():
