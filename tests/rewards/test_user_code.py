@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,7 @@ from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards import engine as reward_engine
 from lightrft_visual.rewards.differentiable import load_differentiable
+from lightrft_visual.runtime.files import full_disk_named
 from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode import calls
 from lightrft_visual.runtime.usercode.calls import load_reward_fn
@@ -407,3 +410,9 @@ def test_os_exit_of_a_users_function_ends_the_process_with_its_code(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 7, ended.stderr
+
+
+def test_the_line_of_a_script_that_started_the_run_is_not_where_a_function_in_a_process_of_its_own_hangs(tmp_path):
+    here = partial(calls.source_line_now, threading.get_ident())
+    assert full_disk_named(tmp_path, here) == ""
+    assert Path(__file__).name in full_disk_named(tmp_path, lambda: here())

@@ -25,7 +25,7 @@ from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...given import given, is_given
 from ..masking import CONTROLS, mask_text
 from ..start_up import say_last
-from .surroundings import is_users, put_back
+from .surroundings import OURS, is_users, put_back
 
 log = logging.getLogger(__name__)
 
@@ -338,7 +338,8 @@ def source_line_now(owner: int) -> str:
 def source_line_of(frame: FrameType | None) -> str:
     """The innermost line of the user's own files, ', at FILE, line N'; empty when there is none."""
     stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [f for f in stack if is_users(f.filename)]
+    ours = next((i for i, f in enumerate(stack) if f.filename.startswith(OURS)), 0)  # above them a script began the run
+    own = [f for f in stack[ours:] if is_users(f.filename)]
     return f", at {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 

@@ -21,7 +21,8 @@ from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
 FORKED = 70  # exit code of a child that a user's function made by os.fork and let run on (EX_SOFTWARE)
-LIBRARIES = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
+OURS = f"{Path(__file__).parents[2]}/"
+LIBRARIES = (OURS, f"{sysconfig.get_path('stdlib')}/", "<frozen ", "<string>")
 _one_at_a_time = threading.Lock()
 _said: set[str] = set()
 _users_states: dict[str, Any] = {}  # random states that users' code left for its next call
