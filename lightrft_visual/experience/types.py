@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -161,7 +161,7 @@ def map_tensors(value: Any, function: Callable[[T], T]) -> Any:
 class _Movable:
     """Moves of all tensors of a batch: everything that it holds, so that none can be forgotten."""
 
-    def _apply(self: _Batch, function: Callable[[T], T]) -> _Batch:
+    def apply(self: _Batch, function: Callable[[T], T]) -> _Batch:
         for name, value in vars(self).items():
             if name != "layout":
                 setattr(self, name, map_tensors(value, function))
@@ -170,13 +170,13 @@ class _Movable:
     @torch.no_grad()
     def to_device(self: _Batch, device: torch.device | str) -> _Batch:
         """Move every tensor, `info` included, to `device` in place; returns self."""
-        return self._apply(partial(to_device, device=device))
+        return self.apply(cache(partial(to_device, device=device)))  # what samples share moves once
 
     def pin_memory(self: _Batch) -> _Batch:
         """Pin every tensor for faster copies to the accelerator; does nothing where there is none. Returns self."""
         from deepspeed.accelerator import get_accelerator
 
-        return self._apply(get_accelerator().pin_memory)
+        return self.apply(get_accelerator().pin_memory)
 
 
 @dataclass
@@ -213,8 +213,8 @@ class ExperienceVL(_Packable, VisionExtras, Provenance, TextExtras, KlField, Vis
 @dataclass
 class ExperienceDiffusion(_Movable, Provenance, DiffusionFields):
     """A batch of denoising trajectories of one shape: latents (B, K+1, C, ...), timesteps and log_probs (B, K),
-    prompt_embeds {name: (B, ...)}, sigmas (B, K+1), advantages (B) or (B, K). shared_embeds: of models that edit
-    images, what prompt and source images are to the model, for each sample; those of a prompt refer to one copy."""
+    prompt_embeds {name: (B, ...)}, sigmas (B, K+1), advantages (B) or (B, K). shared_embeds: what the prompt,
+    and images to edit, are to the model, for each sample; those of a prompt refer to one copy."""
 
     layout: BatchLayout | None = field(default=None, compare=False, repr=False)
 

@@ -360,8 +360,8 @@ def separate(conditions: Conditions) -> list[Conditions]:
 
 def stacked(samples: Sequence[Conditions], device: torch.device) -> Conditions:
     """Conditions (B, …) on the device of samples that refer to theirs, (1, …) each; what several share moves once."""
-    moved = {id(value): value.to(device) for sample in samples for value in sample.values()}
-    return {name: joined([moved[id(sample[name])] for sample in samples]) for name in samples[0]}
+    moved = {each: to_device(each, device) for each in {value for sample in samples for value in sample.values()}}
+    return {name: joined([moved[sample[name]] for sample in samples]) for name in samples[0]}
 
 
 def texts(conditions: Conditions) -> dict[str, T]:

@@ -1,6 +1,7 @@
 """The experience maker with the `diffusers` engine: prompts in, scored and compared pictures out."""
 
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSetting
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
+from lightrft_visual.runtime.host_copies import to_device
 from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
 from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, TrainedVelocity
+from lightrft_visual.trainer.diffusion.updates import _moved
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
 
 PROMPTS = ["a red circle", "a blue cross"]
@@ -78,6 +81,15 @@ def test_replay_of_what_the_maker_made_is_exact(engine):
         for step in trainable_steps(experience).T:
             rows = samples_at(experience, step)
             assert torch.equal(loss.replay(policy, rows).log_prob, rows.log_probs)
+
+
+def test_samples_refer_to_one_copy_of_their_text_on_the_host_which_an_update_moves_once(engine):
+    experiences, once = make(maker_of(engine)), cache(partial(to_device, device="meta"))
+    moved = [_moved(each, once) for each in experiences]
+    for batches, device in ((experiences, "cpu"), (moved, "meta")):
+        held = [each["context"] for batch in batches for each in batch.shared_embeds]
+        assert len(held) == 8 and len({id(each) for each in held}) == len(PROMPTS)
+        assert {each.device.type for each in held} == {device} and not any(batch.prompt_embeds for batch in batches)
 
 
 def test_noise_follows_the_policy_version_and_the_call(engine):

@@ -28,9 +28,9 @@ from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...config.shared import FULL
 from ...errors import ConfigError, did_you_mean, refused_as
-from ...experience.vision import NEGATIVE, Conditions, joined, separate
+from ...experience.vision import NEGATIVE, Conditions, separate, stacked
 from ...runtime import collectives
-from ...runtime.host_copies import HostCopies, to_device
+from ...runtime.host_copies import HostCopies
 from ...runtime.hub import fetch_model
 from ...runtime.offload import on_device
 from ...runtime.vendor_patches import program_limit
@@ -184,15 +184,16 @@ class DiffusionPolicy(nn.Module):
                 block.compile(backend=backend, dynamic=True, **limit)
 
     def encode_prompts(self, prompts: list[str], negative: str | None = None) -> dict[str, T]:
-        """Conditions, each (B, …); see `remember_prompts`. negative: for guidance, None leaves it out."""
+        """Conditions, each (B, …), on the device; see `conditions_of`."""
+        return stacked(self.conditions_of(prompts, negative), self.device)
+
+    def conditions_of(self, prompts: list[str], negative: str | None = None) -> list[Conditions]:
+        """Conditions (1, …) of B texts on the host, one dict for texts that are alike. negative: for guidance."""
         guided = self._guided_by(negative)
         known = self.remember_prompts([*prompts, negative] if guided else prompts)
-        names = known[prompts[0]]
-        conditions = {name: to_device(joined([known[text][name] for text in prompts]), self.device) for name in names}
-        for name in names if guided else ():
-            without = to_device(known[negative][name], self.device)
-            conditions[NEGATIVE + name] = without.expand(len(prompts), *without.shape[1:])
-        return conditions
+        without = {NEGATIVE + name: value for name, value in known[negative].items()} if guided else {}
+        made = {text: each | without for text, each in known.items()}
+        return [made[text] for text in prompts]
 
     def _guided_by(self, negative: str | None) -> bool:
         if negative and not self.family.uses_negative:
@@ -212,8 +213,7 @@ class DiffusionPolicy(nn.Module):
                 key: self._encoded.get(key, partial(self.family.encode_first_frames, [image], height, width, frames))
                 for key, image in different.items()
             }
-        samples = [encoded[_digest(image), height, width, frames] for image in images]
-        return {name: to_device(torch.cat([each[name] for each in samples]), self.device) for name in samples[0]}
+        return stacked([encoded[_digest(image), height, width, frames] for image in images], self.device)
 
     @torch.no_grad()
     def encode_edits(

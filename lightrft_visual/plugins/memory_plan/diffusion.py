@@ -77,10 +77,12 @@ class Computed:
             found["first_frame"] = torch.empty(shape, dtype=torch.float32, device="meta")
         return found
 
-    def condition_bytes(self) -> int:
-        """Of one sample."""
-        conditions = self.conditions(1, self.config.sampling.guidance_scale > 1).values()
-        return sum(value.numel() * value.element_size() for value in conditions)
+    def condition_bytes(self) -> tuple[int, int]:
+        """Of one prompt, which its samples share, and of one sample: first frames."""
+        conditions = self.conditions(1, self.config.sampling.guidance_scale > 1)
+        sizes = {name: value.numel() * value.element_size() for name, value in conditions.items()}
+        own = sizes.pop("first_frame", 0)
+        return sum(sizes.values()), own
 
     def _denoise(self, count: int, guidance: float, backward: bool) -> Held:
         """A step of the trained network over `count` samples; of two experts one runs.
@@ -222,14 +224,13 @@ class DiffusionPlanner:
         points = self.config.sampling.num_steps + 1 if rollout_noise(self.config).keep_path else 1
         if self.config.algorithm.entry.trains_on != "steps":
             points = 1
-        latents, told = self.samples * points * self.computed.latent_bytes, self.computed.condition_bytes()
+        told, own = self.computed.condition_bytes()
+        latents = self.samples * (points * self.computed.latent_bytes + own)
         media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
         lower = "rollout_batch_size, sde_window_size"  # media: in micro-batches, and joined
-        if self.policy.family.most_source_images:  # samples refer to their prompt's
-            prompts = ceil(self.samples / self.config.sampling.n_samples_per_prompt)
-            edited = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)
-            return [Item("latents of the samples", latents, lower), media, edited]
-        return [Item("latents and conditions of the samples", latents + self.samples * told, lower), media]
+        prompts = min(self.samples, self.config.sampling.rollout_batch_size)  # a rank may have a sample of each
+        texts = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)
+        return [Item("latents of the samples", latents, lower), media, texts]
 
     def _graphs(self) -> Item:
         """Of the rollout's forwards, where they are kept for the update and within their limit."""
@@ -253,6 +254,7 @@ class DiffusionPlanner:
         """Text encoders, then the denoiser, then the VAE are at work; Reward FL does all of it while it trains."""
         always, drawn, lent = self._always(), [*self._drawn(), self._graphs()], self._lent()
         step = self.computed.denoised(self.drawn, self.config.sampling.guidance_scale, backward=False).peak
+        step += self.drawn * self.computed.condition_bytes()[0]
         forward = Item("a denoising step", step, "micro_rollout_batch_size")
         decoding = self._decoded(self.drawn, backward=False).peak
         decoded = Item("decoding", decoding, "vae_tiling, micro_rollout_batch_size")
@@ -381,7 +383,9 @@ class DiffusionPlanner:
             return []
         latents, *others = self._drawn()
         share = min(float(self.sequence), self.own / self.samples)
-        update = Item("samples of an update", latents.bytes * share, "train_batch_size")
+        prompts = min(self.own, self.config.sampling.rollout_batch_size)
+        size = latents.bytes * share + prompts * self.computed.condition_bytes()[0]
+        update = Item("samples of an update", size, "train_batch_size")
         return [Item(latents.name, latents.bytes * self.sequence, latents.lower, HOST), update, *others]
 
     def _replayed(self) -> tuple[float, float]:

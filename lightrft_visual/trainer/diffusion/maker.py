@@ -336,14 +336,14 @@ class PairExperience:
         images = [image for pair in requests.images for image in pair]
         latents = sampling.model.policy.encode_images(images, settings.height, settings.width)
         timesteps, sigmas = sampling.sampler.schedule(sampling.model, sampling.latent_shape)
-        conditions = {name: each.repeat_interleave(PAIR, dim=0) for name, each in sampling.conditions(requests).items()}
         sides = torch.arange(PAIR).repeat(len(requests))
         experience = experience_of(
             SamplingResult(latents, timesteps, sigmas),
-            conditions,
+            {},
             group_id=requests.sample_ids.repeat_interleave(PAIR),
             sample_id=requests.sample_ids.repeat_interleave(PAIR) * PAIR + sides,
             policy_version=step,
+            shared=[each for each in sampling.shared(requests) for _ in range(PAIR)],
         )
         experience.advantages = 1.0 - 2.0 * sides
         return experience

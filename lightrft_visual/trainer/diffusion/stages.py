@@ -141,10 +141,11 @@ class TrainedVelocity:
 
 @dataclass
 class Sampled:
-    """One micro-batch as drawn: result of the sampler, its conditions, decoded media (B, 3, …) in 0..1 on the host.
+    """One micro-batch as drawn: result of the sampler, conditions of each sample's own (first frames), decoded media
+    (B, 3, …) in 0..1 on the host.
 
     policy_version: of the weights that drew it, where that may not be the present one. shared: conditions on the host
-    that samples refer to, one dict a prompt, in the place of those of its own.
+    that samples refer to, one dict a prompt.
     """
 
     result: Any
@@ -173,14 +174,14 @@ class DiffusionSampling:
 
     def conditions(self, requests: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and images where the family takes them."""
+        return stacked(self.shared(requests), self.model.policy.device) | self._first_frames(requests)
+
+    def _first_frames(self, requests: DrawingBatch) -> dict[str, T]:
         s, policy = self.settings, self.model.policy
-        if self.edits:
-            return stacked(self.shared(requests), policy.device)
-        conditions = policy.encode_prompts(requests.prompts, self._negative)
-        if policy.family.takes_first_frame:
-            first = [images[0] for images in requests.images]
-            conditions |= policy.encode_first_frames(first, s.height, s.width, s.num_frames)
-        return conditions
+        if not policy.family.takes_first_frame:
+            return {}
+        first = [images[0] for images in requests.images]
+        return policy.encode_first_frames(first, s.height, s.width, s.num_frames)
 
     @property
     def edits(self) -> bool:
@@ -188,8 +189,10 @@ class DiffusionSampling:
         return self.model.policy.family.most_source_images > 0
 
     def shared(self, requests: DrawingBatch) -> list[Conditions]:
-        """Of models that edit: what each sample refers to, on the host, one dict a prompt."""
-        return self.model.policy.encode_edits(requests.prompts, requests.images, self._negative)
+        """What each sample refers to, on the host, one dict a prompt."""
+        if self.edits:
+            return self.model.policy.encode_edits(requests.prompts, requests.images, self._negative)
+        return self.model.policy.conditions_of(requests.prompts, self._negative)
 
     @property
     def _negative(self) -> str | None:
@@ -197,11 +200,7 @@ class DiffusionSampling:
 
     def remember(self, requests: DrawingBatch) -> None:
         """Encode the texts of all rows in one turn of the text encoders, before micro-batches ask for them."""
-        if self.edits:
-            self.shared(requests)
-            return
-        negative = [] if self._negative is None else [self._negative]
-        self.model.policy.remember_prompts([*requests.prompts, *negative])
+        self.shared(requests)
 
     def draw(
         self, requests: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
@@ -211,17 +210,13 @@ class DiffusionSampling:
         graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
         are not: their conditions differ in size from sample to sample.
         """
-        size, host, shared = self.settings.micro_rollout_batch_size, HostCopies(), None
-        if self.edits:
-            shared, graphs = self.shared(requests), None
-        else:
-            self.remember(requests)
+        size, host, shared = self.settings.micro_rollout_batch_size, HostCopies(), self.shared(requests)
+        graphs = None if self.edits else graphs
         if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
             graphs = None
         drawn = []
         for part in (slice(start, start + size) for start in range(0, len(requests), size)):
-            own = None if shared is None else shared[part]
-            drawn.append(self._micro(requests.select(part), step, purpose, host, own, graphs))
+            drawn.append(self._micro(requests.select(part), shared[part], step, purpose, host, graphs))
         host.wait()
         return drawn
 
@@ -237,16 +232,14 @@ class DiffusionSampling:
     def _micro(
         self,
         requests: DrawingBatch,
+        shared: list[Conditions],
         step: int,
         purpose: str,
         host: HostCopies,
-        shared: list[Conditions] | None = None,
         graphs: RolloutGraphs | None = None,
     ) -> Sampled:
-        device = self.model.policy.device
-        own = {} if shared is not None else self.conditions(requests)
-        conditions = own if shared is None else stacked(shared, device)
-        batch = self.batch(requests, conditions, step, purpose)
+        own = self._first_frames(requests)
+        batch = self.batch(requests, stacked(shared, self.model.policy.device) | own, step, purpose)
         generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)

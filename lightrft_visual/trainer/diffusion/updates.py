@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
 from ...rollout.diffusion_sampler import draw_noise, sample_generators
 from ...runtime import collectives
+from ...runtime.host_copies import to_device
 from ...runtime.train_engine import StepResult, TrainEngine
 from .maker import Drawn
 from .stages import DiffusionSampling, DrawingBatch, Graphed
@@ -76,9 +77,10 @@ class ReplayUpdate:
         """
         plans = [self._plan(experience, context, seed) for experience in batches]
         total = float(samples * plans[0][0].shape[1])  # every sample has as many steps
+        once = cache(partial(to_device, device=context.policy.device))  # what samples share is moved once
         forwards = [
             (experience, steps[:, columns])
-            for experience, (steps, slices) in zip([_moved(each, context.policy.device) for each in batches], plans)
+            for experience, (steps, slices) in zip([_moved(each, once) for each in batches], plans)
             for columns in slices
         ]
         coupled = couplings(self.loss, context, forwards) if self.algorithm.coupled else [None] * len(forwards)
@@ -139,9 +141,9 @@ def _of_all_ranks(experts: T) -> T:
     return collectives.all_reduce_max(changes).cumsum(0)
 
 
-def _moved(experience: ExperienceDiffusion, device: torch.device) -> ExperienceDiffusion:
+def _moved(experience: ExperienceDiffusion, to_device: Callable[[T], T]) -> ExperienceDiffusion:
     """The same on the device, except the ids, by which the host seeds noise."""
-    moved = copy(experience).to_device(device)
+    moved = copy(experience).apply(to_device)
     moved.sample_id, moved.group_id = experience.sample_id, experience.group_id
     return moved
 
