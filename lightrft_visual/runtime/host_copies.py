@@ -38,18 +38,22 @@ def pinned(tensor: T) -> T:
     return tensor if accelerator.device_name() == "cpu" else accelerator.pin_memory(tensor)
 
 
+def bytes_of(storage: torch.UntypedStorage) -> T:
+    """(n) uint8: all of it, where it is."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 class HostMemory:
-    """Copies of storages in host memory, page-locked where it can be, that is kept for the next ones of a size."""
+    """Copies of bytes in host memory, page-locked where it can be, that is kept for the next ones of a size."""
 
     def __init__(self) -> None:
         self.free: dict[int, list[T]] = {}
 
-    def copy_of(self, storage: torch.UntypedStorage) -> T:
-        """Its bytes."""
-        same_size = self.free.get(storage.nbytes())
-        copied = same_size.pop() if same_size else pinned(torch.empty(storage.nbytes(), dtype=torch.uint8))
-        copied.untyped_storage().copy_(storage)
-        return copied
+    def copy_of(self, content: T) -> T:
+        """content: (n) uint8."""
+        same_size = self.free.get(content.nbytes)
+        copied = same_size.pop() if same_size else pinned(torch.empty(content.nbytes, dtype=torch.uint8))
+        return copied.copy_(content)
 
     def give_back(self, copied: T) -> None:
         """For the next copies."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -11,9 +11,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from .host_copies import HostMemory, pinned
+from .host_copies import HostMemory, bytes_of, pinned
 
 T = torch.Tensor
+SMALL_PIECE = 2**26  # bytes that are not divided any further
 
 
 @contextmanager
@@ -44,7 +45,7 @@ class OptimizerOffload:
     """
 
     def __init__(self) -> None:
-        self.away: list[tuple[torch.UntypedStorage, int, T | None]] = []  # storages on the host
+        self.away: list[tuple[torch.UntypedStorage, int, list[T]]] = []  # storages, whose pieces are on the host
         self.memory = HostMemory()
 
     def leave(self, tensors: Iterable[T], scratch: Iterable[T] = ()) -> None:
@@ -54,7 +55,8 @@ class OptimizerOffload:
         """
         leaving = [(each, True) for each in _storages(tensors)] + [(each, False) for each in _storages(scratch)]
         for storage, kept in leaving:
-            self.away.append((storage, storage.nbytes(), self.memory.copy_of(storage) if kept else None))
+            waiting = [self.memory.copy_of(piece) for piece in pieces_of(storage)] if kept else []
+            self.away.append((storage, storage.nbytes(), waiting))
             storage.resize_(0)
         get_accelerator().empty_cache()
 
@@ -62,10 +64,20 @@ class OptimizerOffload:
         """Move what is away to the device again; nothing where nothing is."""
         for storage, size, waiting in self.away:
             storage.resize_(size)
-            if waiting is not None:
-                storage.copy_(waiting.untyped_storage())
-                self.memory.give_back(waiting)
+            for piece, kept in zip(pieces_of(storage), waiting):
+                piece.copy_(kept)
+                self.memory.give_back(kept)
         self.away.clear()
+
+
+def pieces_of(storage: torch.UntypedStorage) -> Sequence[T]:
+    """Its bytes in powers of two and a small rest: PyTorch gives out page-locked memory in powers of two, and weights
+    of 17 GB would take 32 GiB."""
+    sizes, rest = [], storage.nbytes()
+    while rest > SMALL_PIECE:
+        sizes.append(1 << (rest.bit_length() - 1))
+        rest -= sizes[-1]
+    return bytes_of(storage).split([*sizes, rest] if rest else sizes)
 
 
 def _storages(tensors: Iterable[T]) -> list[torch.UntypedStorage]:

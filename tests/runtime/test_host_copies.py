@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft_visual.experience.vision import VisionTensors, pixels_on_host
 from lightrft_visual.models.vlm.vision_cache import first_occurrences
+from lightrft_visual.runtime import host_copies, offload
 from lightrft_visual.runtime.host_copies import HostCopies, known_on_host, on_host, to_device
 
 
@@ -58,3 +59,16 @@ def test_equal_media_of_a_joined_batch_are_found_without_its_device():
     assert whole["pixel_values"].device.type == "meta"
     assert on_host(whole["image_grid_thw"]).tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 2, 2]]
     assert first_occurrences(pixels_on_host(whole["image_grid_thw"]), whole["image_grid_thw"]) == [0, 1, 0, 0]
+
+
+def test_what_waits_on_the_host_takes_page_locked_memory_of_powers_of_two_and_comes_back_whole(monkeypatch):
+    weights, asked = torch.arange(1000, dtype=torch.float32), []
+    monkeypatch.setattr(host_copies, "pinned", lambda room: asked.append(room.nbytes) or room)
+    monkeypatch.setattr(offload, "SMALL_PIECE", 64)
+    stay = offload.OptimizerOffload()
+    for _ in range(2):  # the second time in the memory of the first
+        stay.leave([weights[5:]])
+        assert weights.untyped_storage().nbytes() == 0
+        stay.come_back()
+        assert torch.equal(weights, torch.arange(1000, dtype=torch.float32))
+    assert asked == [2048, 1024, 512, 256, 128, 32]

@@ -83,13 +83,17 @@ class VLPlanner:
         if self._teacher is not None:
             items.append(self._teacher)
         waits = self.config.rollout.offload_trainer and not train_states
-        items += [item.on_host(waits) for item in self.zero.optimizer("policy", model, stepped)]
-        if self.config.rollout.offload_trainer and not (self.device.on_cpu or self.config.distributed.adam_offload):
-            items += rounded("optimizer that waits", [FP32 * model.trained / self.zero.ranks] * 3)
-        critic = self._critic
+        trained, critic = [*self.zero.optimizer("policy", model, stepped)], self._critic
+        places = self.zero.weights("policy", model).bytes  # on the host, which are kept for the next time
         if critic is not None:
             items.append(self.zero.weights("critic", critic))
-            items += [item.on_host(waits) for item in self.zero.optimizer("critic", critic, stepped)]
+            trained += self.zero.optimizer("critic", critic, stepped)
+            places += self.zero.weights("critic", critic).bytes
+        items += [item.on_host(waits) for item in trained]
+        if self.config.rollout.offload_trainer and not self.device.on_cpu:
+            places = places if self.resident or self.split else 0  # an engine that shares the weights needs them
+            places += 0 if waits else sum(item.bytes for item in trained)
+            items.append(Item("places of weights and optimizer that wait", places, "zero_stage 3, lora_rank", HOST))
         if self.config.train.enable_ema:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))

@@ -22,7 +22,7 @@ import torch
 from ...errors import CheckpointError
 from ..collectives import is_rank_0, rank, world_size
 from ..files import follow_umask, full_disk_named, write_atomic
-from ..host_copies import HostMemory
+from ..host_copies import HostMemory, bytes_of
 from .manifest import describe_files, list_files
 
 PART = ".part-{}.json"  # what a rank has written
@@ -65,7 +65,7 @@ class Copies:
         for tensor in tensors_in(state):
             source = tensor.untyped_storage()
             if source._cdata not in storages:
-                self._taken.append(self._memory.copy_of(source))
+                self._taken.append(self._memory.copy_of(bytes_of(source)))
                 storages[source._cdata] = self._taken[-1].untyped_storage()
             copied = torch.empty(0, dtype=tensor.dtype)
             copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())

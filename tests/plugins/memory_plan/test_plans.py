@@ -52,6 +52,8 @@ def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> No
     assert items["policy: weights"].bytes == items["reference: weights"].bytes == 2 * 8_292_166_656
     waiting = items["policy: fp32 weights and Adam's moments"]
     assert waiting.where == HOST and waiting.bytes == 12 * 8_292_166_656 / 8
+    places = items["places of weights and optimizer that wait"]  # vLLM keeps a copy, so the weights wait too
+    assert places.where == HOST and places.bytes == items["policy: weights"].bytes
 
 
 def test_a_teacher_is_counted_by_its_own_shape() -> None:
