@@ -134,7 +134,7 @@ class VisionTensors:
             return parts[0]
         if len({part.shape[1:] for part in parts}) > 1 and all(_is_sized(part) for part in own if name in part):
             parts = _evened(parts, _FILL.get(name, 0))
-        if parts[0].is_floating_point():
+        if parts[0].is_floating_point() and name not in PER_GRID:
             return torch.cat(parts)
         return to_device(torch.cat([on_host(part) for part in parts]), parts[0].device)  # sizes, which the host reads
 

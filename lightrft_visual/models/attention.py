@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from ..runtime.host_copies import to_device
+from ..runtime.host_copies import on_host, to_device
 from ..runtime.sequence import SequenceGroup
 from .states import divide_segments
 
@@ -385,7 +385,7 @@ def window_attention(
 
 
 def _parts_by_length(ends: T) -> _PartsByLength:
-    bounds = ends.tolist()
+    bounds = on_host(ends).tolist()
     parts: dict[int, list[int]] = defaultdict(list)  # length -> first tokens
     for start, end in zip(bounds, bounds[1:]):
         if end > start:

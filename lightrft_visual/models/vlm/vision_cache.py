@@ -12,11 +12,18 @@ from typing import Any
 import torch
 import torch.nn as nn
 from PIL import Image
+from transformers.utils.generic import get_max_seqlen
+from transformers.vision_utils import (
+    get_vision_attention_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from ...data.media import to_pil
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors, pixels_on_host
-from ...runtime.host_copies import on_host
+from ...runtime.host_copies import on_host, to_device
 from ..logprobs import LogProbLinear
 
 T = torch.Tensor
@@ -110,6 +117,43 @@ class SomeMedia:
         """Features with one row a patch, or one a merged group of them."""
         merge = sum(self.patches[index] for index in self.kept) // len(features)
         return self.whole(features, [count // merge for count in self.patches])
+
+
+def read_grids_on_host(tower: nn.Module) -> None:
+    """Give a tower of the Qwen-VL kind what it works out of its grids, made of the host's copy of them: it reads them
+    back from the device six or seven times a call, for which the host waits. Around its forward, as hooks before that
+    choose the media that run.
+    """
+    forward = tower.forward
+
+    def with_made(pixels: T, grid_thw: T, **kwargs: Any) -> Any:
+        made = {
+            name: to_device(each, pixels.device) if isinstance(each, T) else each
+            for name, each in _of_grids(tower, on_host(grid_thw)).items()
+        }
+        return forward(pixels, grid_thw=grid_thw, **made | kwargs)
+
+    tower.forward = with_made
+
+
+def _of_grids(tower: nn.Module, grids: T) -> dict[str, Any]:
+    """By the names under which transformers' towers take it (`transformers.vision_utils`)."""
+    config, merge = tower.config, tower.spatial_merge_size
+    made: dict[str, Any] = {"position_ids": get_vision_position_ids(grids, merge)}
+    made["cu_seqlens"], made["max_seqlen"] = get_vision_attention_seqlens(grids, config)
+    if hasattr(tower, "window_size"):
+        windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
+        made["window_index"], made["cu_window_seqlens"] = windows
+        made["max_window_seqlen"] = get_max_seqlen(made["cu_window_seqlens"], config)
+    if hasattr(tower, "num_grid_per_side"):
+        made["interp_indices"], made["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grids,
+            tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    return made
 
 
 class SharedMedia(SomeMedia):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from lightrft_visual.models.attention import attend_by_windows
 from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, build_tokenizer, tiny_config
-from lightrft_visual.models.vlm.vision_cache import SharedMedia, first_occurrences
+from lightrft_visual.models.vlm.vision_cache import SharedMedia, first_occurrences, read_grids_on_host
+from lightrft_visual.runtime.host_copies import to_device
 
 
 def tower(family: str) -> torch.nn.Module:
@@ -31,6 +33,24 @@ def flat(output) -> list[torch.Tensor]:
     for each in getattr(output, "deepstack_features", None) or []:
         features += each
     return [*features, output.last_hidden_state]
+
+
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_a_tower_is_given_what_it_makes_of_its_grids_and_reads_none_of_them_back(family):
+    """The device is `meta`, of which nothing can be read."""
+    plain, given = tower(family), tower(family)
+    pixels, grids = media(width_of(plain))
+    grids[3] = torch.tensor([3, 2, 4])  # a video
+    for model in (plain, given):
+        attend_by_windows(model.visual)
+    read_grids_on_host(given.visual)
+    made, wanted = (model.visual(pixels, grid_thw=grids) for model in (given, plain))
+    assert all(torch.equal(*each) for each in zip(flat(made), flat(wanted), strict=True))
+    away = [to_device(each, "meta") for each in (pixels, grids)]
+    there = given.visual.to("meta")(away[0], grid_thw=away[1]).pooler_output
+    assert there.is_meta and there.shape == wanted.pooler_output.shape
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        plain.visual.to("meta")(away[0], grid_thw=away[1])
 
 
 def test_first_occurrences_compares_every_value():

@@ -12,7 +12,7 @@ from ....experience.vision import VisionTensors
 from ....runtime.host_copies import on_host, to_device
 from ...attention import attend_by_windows
 from ..positions import GridCursor, MRopePositions, PatchConv3d, real_tokens, text_positions
-from ..vision_cache import SharedMedia
+from ..vision_cache import SharedMedia, read_grids_on_host
 from .base import T, VLMFamily, name_of
 
 
@@ -55,6 +55,7 @@ class QwenVL(VLMFamily):
             SharedMedia(base.visual)
             PatchConv3d.adopt(base.visual.patch_embed.proj)
             attend_by_windows(base.visual)
+            read_grids_on_host(base.visual)
 
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
@@ -62,7 +63,7 @@ class QwenVL(VLMFamily):
         host, vision = on_host(types), inputs.vision
         images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
         seconds = vision.get("second_per_grid_ts")
-        seconds = None if seconds is None else seconds.cpu()
+        seconds = None if seconds is None else on_host(seconds)
         for sample, tokens in enumerate(real_tokens(inputs)):
             own, first = host.flatten()[tokens], videos.next
             name = name_of(inputs, sample)
