@@ -115,7 +115,8 @@ def _as_data_error(message: str) -> Iterator[None]:
     except DataError:
         raise
     except Image.DecompressionBombError as error:  # by its header: PIL's own limit comes before ours
-        raise DataError(f"{message}: {error}", "image too large") from error
+        told = f"{message.removesuffix(' is damaged')} is too large for Pillow, whatever max_image_pixels is"
+        raise DataError(f"{told}: {error}", "image too large") from error
     except Exception as error:
         raise DataError(f"{message}: {error}", "image damaged") from error
 
