@@ -231,6 +231,8 @@ def _decode_container(container: Any, options: dict[str, Any], name: str, max_pi
     total, fps = _count_frames(container, stream), float(stream.average_rate or 0)
     if fps <= 0:
         raise DataError("its frame rate is unknown")
+    if total < 2:
+        raise DataError(f"it has {total} frames; two are the fewest")
     if total > MAX_DECODED_FRAMES:
         raise DataError(f"{total} frames are above the limit of {MAX_DECODED_FRAMES}", "video too large")
     if total * size > MAX_DECODED_PIXELS:
@@ -244,16 +246,21 @@ def _decode_container(container: Any, options: dict[str, Any], name: str, max_pi
     def kept(frame: Any) -> np.ndarray:
         if frame.width * frame.height > max_pixels:  # whatever the header says
             raise DataError(f"a frame of {frame.width}x{frame.height} pixels, unlike its header", "video too large")
-        return np.asarray(_bound_frame(frame.to_image(), options, limit))
+        image = frame.to_image()
+        if frame.rotation:  # of a telephone that was held upright, as players show it
+            image = image.rotate(frame.rotation, expand=True)
+        return np.asarray(_bound_frame(image, options, limit))
 
     frames = _pick_frames(container, stream, indices, kept)
     return Video(np.stack(frames), _metadata(indices, total, fps, "pyav"))
 
 
 def _count_frames(container: Any, stream: Any) -> int:
-    """Frames by the header, or by counting packets, which reads the file but decodes nothing."""
+    """Frames by the header, without those that an edit cuts off, or by counting packets, which reads the file but
+    decodes nothing."""
     if stream.frames > 0:
-        return stream.frames
+        shown = "mov" in container.format.name and sum(not entry.is_discard for entry in stream.index_entries)
+        return shown or stream.frames
     packets = sum(1 for packet in container.demux(stream) if packet.size > 0)
     container.seek(0)
     return packets

@@ -1,5 +1,7 @@
 """Decoding of videos: sampling rules, frame lists, limits and damaged files."""
 
+import struct
+
 import av
 import numpy as np
 import pytest
@@ -10,22 +12,50 @@ from lightrft_visual.data.video import check_video, load_video
 from lightrft_visual.errors import DataError
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """Three seconds at 8 frames a second; frame i is grey 10 * i."""
-    path = tmp_path_factory.mktemp("video") / "clip.mp4"
+def write(path, arrays):
+    """A file of 8 frames a second."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 48, "yuv420p", 4_000_000
-        for level in range(24):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * level, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
+        for array in arrays:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
         container.mux(stream.encode())
     return path
 
 
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """Three seconds at 8 frames a second; frame i is grey 10 * i."""
+    return write(
+        tmp_path_factory.mktemp("video") / "clip.mp4", [np.full((48, 64, 3), 10 * n, np.uint8) for n in range(24)]
+    )
+
+
 def levels(video):
     return [round(float(frame.mean()) / 10) for frame in video.frames]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"), [((0, 1, -1, 0), -1), ((0, -1, 1, 0), 1), ((-1, 0, 0, -1), 2), ((1, 0, 0, 1), 0)]
+)
+def test_frames_are_upright_as_players_show_them(tmp_path, matrix, turns):
+    picture = np.zeros((48, 64, 3), np.uint8)
+    picture[:24, :32] = 255
+    path = write(tmp_path / "turned.mp4", [picture] * 8)
+    before, mark, rest = path.read_bytes().partition(b"tkhd")
+    identity, (a, b, c, d) = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30), (n << 16 for n in matrix)
+    path.write_bytes(before + mark + rest.replace(identity, struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30), 1))
+    frame, wanted = load_video(path).frames[0], np.rot90(picture, turns)
+    assert frame.shape == wanted.shape and np.abs(frame.astype(int) - wanted).mean() < 3
+
+
+def test_frames_that_an_edit_cuts_off_are_left_out(clip, tmp_path):
+    with av.open(str(clip)) as container:
+        second = container.streams.video[0].time_base.denominator
+    before, mark, rest = clip.read_bytes().partition(b"elst")
+    (tmp_path / "cut.mp4").write_bytes(before + mark + rest[:12] + struct.pack(">i", second) + rest[16:])
+    video = load_video(tmp_path / "cut.mp4")
+    assert video.metadata["total_num_frames"] == 16 and levels(video)[0] == 8 and levels(video)[-1] == 23
 
 
 def test_two_frames_a_second_are_taken_by_default(clip):
@@ -85,6 +115,8 @@ def test_truncated_and_oversized_files_are_refused(clip, tmp_path):
     cut.write_bytes(clip.read_bytes()[:-400])
     with pytest.raises(DataError, match="cut.mp4"):
         load_video(cut)
+    with pytest.raises(DataError, match="it has 1 frames; two are the fewest"):
+        load_video(write(tmp_path / "one.mp4", [np.zeros((48, 64, 3), np.uint8)]))
     with pytest.raises(DataError, match="64x48 pixels are above"):
         load_video(clip, max_pixels=1000)
 
