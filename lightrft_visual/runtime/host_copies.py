@@ -6,14 +6,18 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = torch.Tensor
+LEAST_PINNED = 2**16  # bytes; CUDA copies fewer at once, from whatever memory
 MOST_PINNED = 2**26  # bytes of a copy that page-locked memory is taken for, which is scarce and comes in powers of two
 _kept = WeakTensorKeyDictionary()  # tensors on a device, and what they were copied from
 
 
 def to_device(tensor: T, device: torch.device | str) -> T:
     """The tensor on `device`; the host's is remembered as long as that one lives. For what is read and never changed:
-    ids, masks, sizes, pixels. Small ones do not wait for what the device is still computing."""
-    moved = tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+    ids, masks, sizes, pixels. None but the largest wait for what the device is still computing: small ones do not by
+    themselves, others go by page-locked memory."""
+    away = torch.device(device).type != "cpu"
+    by_pinned = away and tensor.device.type == "cpu" and LEAST_PINNED < tensor.nbytes <= MOST_PINNED
+    moved = (pinned(tensor) if by_pinned else tensor).to(device, non_blocking=away)
     if moved is not tensor and tensor.device.type == "cpu":
         _kept[moved] = tensor
     return moved

@@ -43,6 +43,15 @@ def test_a_small_copy_to_the_device_does_not_wait_for_it():
     assert asked[-1] is True
 
 
+@pytest.mark.parametrize("size,by_pinned", [(2**16, False), (2**16 + 1, True), (2**26 + 1, False)])
+def test_pixels_go_to_the_device_by_page_locked_memory(monkeypatch, size, by_pinned):
+    """From other memory CUDA lets the host wait for what is before the copy."""
+    asked, pixels = [], torch.empty(size, dtype=torch.uint8)
+    monkeypatch.setattr(host_copies, "pinned", lambda tensor: asked.append(tensor) or tensor)
+    assert on_host(to_device(pixels, "meta")) is pixels and to_device(pixels, "cpu") is pixels
+    assert [each is pixels for each in asked] == [True] * by_pinned
+
+
 def test_host_copies_of_the_host_are_itself():
     copies, tensor = HostCopies(), torch.rand(3)
     assert copies.of(tensor) is tensor
