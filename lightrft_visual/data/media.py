@@ -307,7 +307,7 @@ def is_base64_image(text: str) -> bool:
     if len(text) < 64:
         return False
     try:
-        head = base64.b64decode(text[:16], validate=True)
+        head = base64.b64decode(text[:64].lstrip()[:16], validate=True)
     except (binascii.Error, ValueError):
         return False
     return head.startswith(_MAGIC)

@@ -53,6 +53,7 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         f"data:image/png;base64,{text}", tmp_path / "a b.png",
         str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a b.png")}, {"url": f"data:image/png;base64,{text}"},
+        f"\n  {base64.encodebytes(data).decode()}", f"data:image/png;base64,\r\n{base64.encodebytes(data).decode()}",
     ]  # fmt: skip
     for source in sources:
         assert same(load_image(source), picture), describe_source(source)
