@@ -1,5 +1,6 @@
 """The runs of test_api_drawing_runs: python api_steps.py FOLDER."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -109,3 +110,5 @@ if __name__ == "__main__":
     checkpoints(flow)
     drawing_trainers(flow, ddim)
     answering_trainers()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each).__name__ == "DeepSpeedEngine"], "engines stay in memory"

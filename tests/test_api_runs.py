@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
 PROGRAM = """
-import json, os, sys
+import gc, json, os, sys
 from pathlib import Path
 
 import datasets
+import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -80,6 +81,13 @@ assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured,
 answers = sample(final, rows[:2], n=3, temperature=0.5)
 assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
 assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)
+
+fit("engine", ["exact"], table, engine_type="vllm", max_steps=1)
+gc.collect()
+own = set(map(id, model.modules()))
+modules = [each for each in gc.get_objects() if isinstance(each, torch.nn.Module) and id(each) not in own]
+left = sorted({type(each).__name__ for each in modules if next(each.parameters(), None) is not None})
+assert not left, f"models stay in memory: {left}"
 print("all well")
 """
 

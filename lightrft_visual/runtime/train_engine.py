@@ -214,6 +214,10 @@ class TrainEngine:
         self._reload()
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the weights: by them all that trained stays in memory as long as the process."""
+        self.engine.destroy()
+
     @property
     def saved_bytes(self) -> int:
         """About what the ranks' parts of `save` take together: weights, and Adam's three float32 numbers for each."""

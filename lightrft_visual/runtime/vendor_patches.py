@@ -95,3 +95,15 @@ def program_limit(count: int) -> dict[str, Any]:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, count)
     return {}
+
+
+def forget_reloaded_layers(model: Any) -> None:
+    """Take the layers of an engine that ends out of what vLLM notes of layers whose weights were reloaded.
+
+    Why: notes are kept by the layer, weakly, yet the loaders in them refer to the layer. Weights of an engine would
+    stay in memory as long as the process.
+    Versions: vLLM 0.32; earlier ones without such notes have nothing to forget.
+    """
+    notes = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        getattr(notes, "LAYERWISE_INFO", {}).pop(layer, None)

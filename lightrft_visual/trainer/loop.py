@@ -167,7 +167,9 @@ class PolicyTrainer(ABC):
         """Go on from `state_dict`'s."""
 
     def close(self) -> None:
-        """Release what hooks hold; call it after `fit`, before the process group ends."""
+        """Release what hooks and DeepSpeed's engines hold; call it after `fit`, before the process group ends."""
+        for engine in self.engines().values():
+            engine.close()
         self.hooks.close()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -19,7 +19,11 @@ from ...runtime.checkpoint.export import TRANSPOSED, as_published
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
-from ...runtime.vendor_patches import decoder_class_of_its_own, without_compiled_functions
+from ...runtime.vendor_patches import (
+    decoder_class_of_its_own,
+    forget_reloaded_layers,
+    without_compiled_functions,
+)
 from ..engine import Finished
 from ..episodes import Admission
 from ..resident import ResidentEngine
@@ -247,6 +251,8 @@ class VLLMEngine(ResidentEngine):
             accelerator.empty_cache()
             if accelerator.available_memory() > self.settings.memory_utilization * accelerator.total_memory():
                 self.llm.wake_up()
+        if not self.settings.starts_ranks:
+            self.llm.apply_model(forget_reloaded_layers)
         self.llm.llm_engine.engine_core.shutdown()
 
 

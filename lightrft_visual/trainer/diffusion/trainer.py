@@ -116,9 +116,11 @@ class DiffusionTrainer(PolicyTrainer):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.maker.engine.close()
-        self.maker.rewards.close()
-        super().close()
+        try:
+            super().close()
+        finally:
+            self.maker.rewards.close()
+            self.maker.engine.close()  # which may end the process group
 
     def state_dict(self) -> dict[str, Any]:
         """Updates made so far, the old weights where there are any, and what the base drew in the first evaluation."""

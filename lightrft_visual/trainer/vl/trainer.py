@@ -211,9 +211,11 @@ class VLTrainer(PolicyTrainer):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.maker.engine.close()
-        self.maker.rewards.close()
-        super().close()
+        try:
+            super().close()
+        finally:
+            self.maker.rewards.close()
+            self.maker.engine.close()  # which may end the process group
 
     def state_dict(self) -> dict[str, Any]:
         return self.prompts.state_dict() | {
