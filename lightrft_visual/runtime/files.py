@@ -76,7 +76,7 @@ def full_disk_named(folder: Path, write: Callable[[], R]) -> R:
         problem = None if isinstance(error, CheckpointError) else disk_problem(error, folder)
         if problem is None:
             raise
-        raise CheckpointError(f"{problem}. Make room, or name a folder elsewhere by ckpt_path") from error
+        raise CheckpointError(f"{problem}. Make room, or name another ckpt_path or save_path") from error
 
 
 def check_space(root: Path, needed: int, kept: int) -> None:
