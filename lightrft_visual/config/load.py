@@ -22,8 +22,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, refused_as, writable
+from ..runtime.files import Escaped
 from ..runtime.masking import mask_urls
-from ..runtime.start_up import Escaped
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together

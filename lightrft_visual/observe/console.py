@@ -14,7 +14,8 @@ from rich.table import Table
 
 from ..errors import writable
 from ..runtime.collectives import rank
-from ..runtime.start_up import Escaped, screen
+from ..runtime.files import Escaped
+from ..runtime.start_up import screen
 from .recorder import Record, best_and_worst
 
 SHOWN = (

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import yaml
 
@@ -25,6 +25,21 @@ from ..errors import CheckpointError, ConfigError, FolderInUse, writable
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
+
+
+class Escaped:
+    """A stream for text; characters that its encoding lacks are escaped, and no error."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        encoding = self.stream.encoding or "utf-8"
+        return self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 _BEGAN = time.perf_counter()
 
@@ -97,21 +97,6 @@ def start_is_over() -> None:
     if _foreign is not None:
         ended, _foreign = _foreign, None
         ended.end()
-
-
-class Escaped:
-    """A stream for text; characters that its encoding lacks are escaped, and no error."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        """As the stream does."""
-        encoding = self.stream.encoding or "utf-8"
-        return self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 def screen() -> TextIO:
