@@ -27,6 +27,7 @@ COLLECTIVES = (
     "broadcast", "broadcast_object_list", "reduce_scatter_tensor",
 )  # fmt: skip
 BY_BLOCKS = f"{OURS}models.attention"  # only where PyTorch's varlen, which takes borders on the device, is missing
+ON_BEHALF = (f"{OURS}runtime.collectives", f"{OURS}runtime.host_copies")  # of whoever calls them
 OF_VALUES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim")
 
 
@@ -37,7 +38,7 @@ def asker() -> str | None:
         name = frame.f_globals.get("__name__", "")
         if name.split(".")[0] in THEIRS or name == BY_BLOCKS:
             return None
-        if name.startswith(OURS) and name != f"{OURS}runtime.collectives":
+        if name.startswith(OURS) and name not in ON_BEHALF:
             return f"{name.removeprefix(OURS)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
