@@ -28,9 +28,9 @@ def refuse_idle(section: Any, names: Iterable[str], owner: str, read: bool) -> N
         raise ConfigError(f"{name} belongs to {owner}; here {getattr(section, name)} would do nothing: leave it out")
 
 
-def check_run(algorithm: Any, rollout: Any, train: Any) -> None:
-    """Of a vision-language run: an `AlgorithmConfig`, a `RolloutConfig` and a `TrainConfig`. A policy loss of one's own
-    may read the settings of any other."""
+def check_run(algorithm: Any, rollout: Any) -> None:
+    """Of a vision-language run: an `AlgorithmConfig` and a `RolloutConfig`. A policy loss of one's own may read the
+    settings of any other."""
     loss = registry.policy_losses[algorithm.policy_loss]
     for names, readers in (
         (("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
@@ -49,17 +49,16 @@ def check_run(algorithm: Any, rollout: Any, train: Any) -> None:
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
         refuse_idle(algorithm, names, owner, read)
-    _say_idle(algorithm, train)
+    _say_idle(algorithm)
     refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
     refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
-def _say_idle(algorithm: Any, train: Any) -> None:
+def _say_idle(algorithm: Any) -> None:
     """Say which settings of a critic, that commands of other systems give beside any estimator, do nothing here."""
-    own = [(name, algorithm) for name in not_usual(algorithm, ("lambd", "value_clip"))]
-    own += [(name, train) for name in not_usual(train, ("critic_learning_rate",))]
+    own = not_usual(algorithm, ("lambd", "value_clip"))
     if own and algorithm.estimator.shipped and not algorithm.estimator.critic and os.environ.get("RANK", "0") == "0":
-        told = " and ".join(f"{name} {getattr(section, name):g}" for name, section in own)
+        told = " and ".join(f"{name} {getattr(algorithm, name):g}" for name in own)
         logger.warning("%s: read by advantage_estimator gae, and does nothing here", told)
 
 

@@ -104,13 +104,10 @@ def parse_run(
 
 
 def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
-    """Settings of the preset's recipe, those of a critic where there is one; for a value without a recipe, or without a
-    value, the schema's own complaint comes first."""
+    """Settings of the preset's recipe; for a value without a recipe, or without a value, the schema's own complaint
+    comes first."""
     try:
-        settings = reader.read(preset if isinstance(preset, str) else preset(tree))
-        estimators, name = registry.advantage_estimators, OmegaConf.select(tree, "algorithm.advantage_estimator")
-        idle = name in estimators and not estimators[name].critic
-        return [each for each in settings if not (idle and each.name == "train.critic_learning_rate")]
+        return reader.read(preset if isinstance(preset, str) else preset(tree))
     except (ConfigError, OmegaConfBaseException):
         build(tree, sources)
         raise

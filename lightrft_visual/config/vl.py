@@ -314,7 +314,7 @@ class RunConfig(Section):
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
         self.episodes.check_run(self)
-        idle.check_run(self.algorithm, self.rollout, self.train)
+        idle.check_run(self.algorithm, self.rollout)
 
     def _check_async(self) -> None:
         rollout, ahead = self.rollout, self.asynchronous

@@ -168,9 +168,9 @@ class PolicyTrainer(ABC):
 
     def close(self) -> None:
         """Release what hooks and DeepSpeed's engines hold; call it after `fit`, before the process group ends."""
+        self.hooks.close()
         for engine in self.engines().values():
             engine.close()
-        self.hooks.close()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 
 
@@ -170,17 +171,8 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
          ["lambd 1 and value_clip 0.5: read by advantage_estimator gae, and does nothing here"]),
         ({"lambd": 0.9, "value_clip": 0.5, "advantage_estimator": "gae"}, []),
         ({"lambd": 0.95, "value_clip": 0.2}, []),
-        ({"critic_learning_rate": 1e-3},
-         ["critic_learning_rate 0.001: read by advantage_estimator gae, and does nothing here"]),
     ],
 )  # fmt: skip
 def test_settings_of_a_critic_are_said_to_do_nothing_without_one(settings, told, caplog):
-    load(" ".join(f"--{name} {value}" for name, value in settings.items()))
+    check_run(AlgorithmConfig(**settings), RolloutConfig())
     assert [each.message for each in caplog.records] == told
-
-
-@pytest.mark.parametrize("task", ["embedded", "embedded_reasoning", "embedded_zoom"])
-def test_the_embedded_models_recipes_set_a_critics_rate_where_there_is_one(task, caplog):
-    flags, critic = ["--prompt_data", task], ["--advantage_estimator", "gae"]
-    rates = [load_config(RunConfig, flags + more).train.critic_learning_rate for more in ([], critic)]
-    assert rates == [9e-6, 1e-3] and not caplog.records

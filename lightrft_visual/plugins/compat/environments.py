@@ -402,18 +402,18 @@ def content_of(observation: Any) -> Any:
     else:
         fields = dict(observation) if isinstance(observation, Mapping) else {"observation": str(observation)}
     if isinstance(result := fields.get("result"), Mapping) and isinstance(result.get("content"), list):
-        return [_mcp_part(each) for each in result["content"]]
-    images: list[Any] = []
-    for name, value in list(fields.items()):
-        if found := _images(value, fields.get(f"{name}_shape")):
-            images += [{"type": "image", "image": each} for each in found]
-            fields = {key: each for key, each in fields.items() if key not in (name, f"{name}_shape")}
-    told = {
-        name: value for name, value in fields.items() if name not in RESULT_FIELDS and value not in (None, "", [], {})
-    }
-    only = next(iter(told.values())) if len(told) == 1 else None
-    text = only if isinstance(only, str) else json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    return [*images, *([{"type": "text", "text": text}] if text else [])] if images else text
+        return [_mcp_part(each) for each in result["content"]] or ""
+    found = {name: _images(value, fields.get(f"{name}_shape")) for name, value in fields.items()}
+    shown = [name for name, images in found.items() if images]
+    unread = {*RESULT_FIELDS, *shown, *(f"{name}_shape" for name in shown)}
+    told = {name: value for name, value in fields.items() if name not in unread and value not in (None, "", [], {})}
+    texts = list(told.values()) if len(told) == 1 and isinstance(*told.values(), str) else []
+    if told and not texts:
+        texts = [json.dumps(told, ensure_ascii=False, default=str)]
+    if not shown:
+        return texts[0] if texts else ""
+    images = [{"type": "image", "image": each} for name in shown for each in found[name]]
+    return images + [{"type": "text", "text": each} for each in texts]
 
 
 def _mcp_part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -429,17 +429,14 @@ def _images(value: Any, shape: Any) -> list[Any]:
     if all(isinstance(each, str) and (each.startswith("data:image/") or is_base64_image(each)) for each in listed):
         return listed
     flat = isinstance(shape, list) and len(shape) in (2, 3)
-    nested = (
-        isinstance(value, list) and value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], list)
-    )
-    if not isinstance(value, list) or not (flat or nested):
+    if not isinstance(value, list) or not (flat or all(isinstance(line, list) for line in value)):
         return []
     try:
         pixels = np.array(value)
         pixels = pixels.reshape(shape) if flat else pixels
     except ValueError:  # lists of unequal lengths, or another shape's
         return []
-    if pixels.ndim == 2:
+    if flat and pixels.ndim == 2:  # grey; a list of lists may be any table
         pixels = pixels[..., None]
     seen = pixels.dtype.kind == "i" and pixels.ndim == 3 and pixels.shape[-1] in (1, 3, 4)
     if not seen or min(pixels.shape[:2]) < SMALLEST or pixels.min() < 0 or pixels.max() > 255:

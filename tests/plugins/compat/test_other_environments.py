@@ -493,6 +493,7 @@ PNG = base64.b64encode(file.getvalue()).decode()
         ({"screen": PIXELS.ravel().tolist(), "screen_shape": [17, 21, 3]}, [PIXELS], ""),
         ({"screen": GREY.ravel().tolist(), "screen_shape": [17, 21]}, [GREY.repeat(3, -1)], ""),
         ({"ram": [7, 8], "ram_shape": [2]}, [], '{"ram": [7, 8], "ram_shape": [2]}'),
+        ({"result": {"content": []}}, [], ""),  # of a tool that returns nothing
         ({"board": [[[0, 1, 1]]]}, [], '{"board": [[[0, 1, 1]]]}'),
         ({"grid": [[[1, 2, 3], [1]]]}, [], '{"grid": [[[1, 2, 3], [1]]]}'),
     ],
