@@ -99,7 +99,7 @@ class SomeMedia:
         fewer = torch.cat([blocks[index] for index in self.kept])
         if grids is None:
             return args, kwargs | {"pixel_values": fewer}
-        return (fewer,), kwargs | {"grid_thw": grids[torch.tensor(self.kept, device=grids.device)]}
+        return (fewer,), kwargs | {"grid_thw": to_device(on_host(grids)[self.kept], grids.device)}
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if self.kept is None:
