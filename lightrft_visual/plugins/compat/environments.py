@@ -407,13 +407,13 @@ def content_of(observation: Any) -> Any:
     shown = [name for name, images in found.items() if images]
     unread = {*RESULT_FIELDS, *shown, *(f"{name}_shape" for name in shown)}
     told = {name: value for name, value in fields.items() if name not in unread and value not in (None, "", [], {})}
-    texts = list(told.values()) if len(told) == 1 and isinstance(*told.values(), str) else []
-    if told and not texts:
-        texts = [json.dumps(told, ensure_ascii=False, default=str)]
+    text = json.dumps(told, ensure_ascii=False, default=str) if told else ""
+    if len(told) == 1 and isinstance(only := next(iter(told.values())), str):
+        text = only
     if not shown:
-        return texts[0] if texts else ""
-    images = [{"type": "image", "image": each} for name in shown for each in found[name]]
-    return images + [{"type": "text", "text": each} for each in texts]
+        return text
+    parts = [{"type": "image", "image": each} for name in shown for each in found[name]]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def _mcp_part(part: Mapping[str, Any]) -> dict[str, Any]:
