@@ -164,7 +164,8 @@ def test_two_ranks_train_like_one(one, two, left, right):
 @pytest.mark.parametrize("left,right", PAIRS)
 def test_two_ranks_draw_the_same_evaluation(one, two, left, right):
     for mine, other in zip(sheets(one / left), sheets(two / right), strict=True):
-        assert np.abs(mine - other).max() <= 1  # one level of 255: a value that lay between two
+        apart = np.abs(mine - other)  # a value that lay between two levels of 255; a sheet is scaled, which may add two
+        assert apart.max() <= 2 and (apart > 0).mean() < 1e-3
     evals = zip(rows(one / left, "eval_metrics.csv"), rows(two / right, "eval_metrics.csv"), strict=True)
     assert all(abs(mine["eval_reward"] - other["eval_reward"]) < 1e-4 for mine, other in evals)
 

@@ -47,6 +47,7 @@ def main(folder: str, out: str, own: bool) -> None:
     rest = rig.stage.generate(mine if rank == 0 else mine.select([]), settings)
     figures.append(rig.apart(rest, settings) if rest else 0.0)
     found = {"figures": figures, "tokens": tokens, "rest": len(rest), "shared": shared}
+    found["sharing"] = hasattr(torch.ops._C, "init_shm_manager")  # vLLM's build for CPUs without AVX-512 has none
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     engine.close()
 

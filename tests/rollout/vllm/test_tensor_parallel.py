@@ -44,7 +44,8 @@ def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root, tm
         run_ranks(SCRIPT, checkpoint.path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert max(first["figures"] + second["figures"]) <= 1e-5
-    assert first["shared"] and all(line.endswith("(deleted)") for line in first["shared"] + second["shared"])
+    assert bool(first["shared"]) == bool(second["shared"]) == first["sharing"]
+    assert all(line.endswith("(deleted)") for line in first["shared"] + second["shared"])
     assert (len(first["tokens"][0]), first["rest"]) == (6, 6) and (len(second["tokens"][0]), second["rest"]) == (4, 0)
 
 
