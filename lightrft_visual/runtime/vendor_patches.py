@@ -107,3 +107,16 @@ def forget_reloaded_layers(model: Any) -> None:
     notes = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     for layer in model.modules():
         getattr(notes, "LAYERWISE_INFO", {}).pop(layer, None)
+
+
+def begin_reload_anew(model: Any) -> None:
+    """Take out of vLLM's notes what came of a reload that broke.
+
+    Why: it holds a layer's weights back until all of them are there. Those of the broken reload would count in the
+    next, which then fills a layer by halves, or fails.
+    Versions: vLLM 0.32; earlier ones without such notes have nothing to forget.
+    """
+    notes = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    for layer in model.modules():
+        if (note := getattr(notes, "LAYERWISE_INFO", {}).get(layer)) is not None:
+            note.load_numel, note.loaded_weights = 0, []

@@ -20,6 +20,7 @@ from ...runtime.seeding import derive_seed
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import (
+    begin_reload_anew,
     decoder_class_of_its_own,
     forget_reloaded_layers,
     without_compiled_functions,
@@ -221,6 +222,7 @@ class VLLMEngine(ResidentEngine):
         kind = self.llm.llm_engine.model_config.hf_config.model_type
         if kind in TRANSPOSED:
             named_tensors = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
+        self.llm.apply_model(begin_reload_anew)
         if self.post is not None:
             self.llm.collective_rpc(load_posted, args=(self.post.post(named_tensors),))
         else:

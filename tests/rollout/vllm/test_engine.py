@@ -107,14 +107,16 @@ def test_an_actor_that_leaves_after_the_load_is_sampled_from_as_it_was(any_rig):
 
 
 @pytest.mark.parametrize("any_rig", [DEFAULT, f"{DEFAULT}+tied", ROUND], indirect=True)
-@pytest.mark.parametrize("begun", [0, 0.5])
-def test_weights_that_end_on_the_way_are_made_good_by_the_next_ones(any_rig, begun):
-    """A worker whose transfer broke takes the same version anew, into what vLLM had begun to fill."""
+@pytest.mark.parametrize("last", [None, "q_proj.weight", "gate_proj.weight"])
+def test_weights_that_end_on_the_way_are_made_good_by_the_next_ones(any_rig, last):
+    """A worker whose transfer broke takes the same version anew, into what vLLM had begun to fill. last: the weight
+    after which it broke, of a layer of several; none came with None."""
     any_rig.move()
     weights = list(any_rig.weights())
+    begun = [number for number, (name, _) in enumerate(weights, 1) if last and name.endswith(last)]
 
     def broken():
-        yield from weights[: int(begun * len(weights))]
+        yield from weights[: begun[-1] if begun else 0]
         raise RolloutError("the trainer gave it up")
 
     with pytest.raises(RolloutError, match="gave it up"):
