@@ -1,6 +1,7 @@
 """Collectives that are also right in a single process without a process group, and what ranks of a host share."""
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from .tensor_exchange import pack, unpack
 
 STAGED_BYTES = 2**28  # that a rank sends in one round of an exchange
+_meetings = 0  # of all ranks, by which their names differ
 _limit: timedelta | None = None  # of a collective of the groups made here; None: PyTorch's own
 
 
@@ -74,6 +76,21 @@ def barrier() -> None:
     """Wait until every rank is here."""
     if not _alone():
         all_reduce_sum(torch.zeros(1)).item()  # `dist.barrier` would have to guess the device of this rank
+
+
+def meet() -> None:
+    """Wait until every rank is here, for however long: a `barrier` fails after the collectives' time limit. The
+    watchdog ends a rank that would wait for one that is gone."""
+    global _meetings
+    if _alone():
+        return
+    _meetings, pause = _meetings + 1, 0.001
+    store, name = dist.distributed_c10d._get_default_store(), f"lightrft_visual/meeting/{_meetings}"
+    if store.add(name, 1) == world_size():
+        store.set(f"{name}/all", "")
+    while not store.check([f"{name}/all"]):
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

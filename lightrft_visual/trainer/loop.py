@@ -23,6 +23,7 @@ from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record, RunRecorder
 from ..observe.report.page import ReportWriter
 from ..runtime import collectives, watchdog
+from ..runtime.checkpoint.behind import collectives_first
 from ..runtime.phase_timer import PhaseTimer
 from ..runtime.start_up import log_stage, start_is_over
 from ..runtime.train_engine import StepResult, TrainEngine
@@ -183,8 +184,9 @@ class PolicyTrainer(ABC):
 
     def save_engines(self, folder: Path) -> None:
         """Weights and optimizer states of this rank into `folder`; every rank calls it."""
-        for name, engine in self.engines().items():
-            engine.save(str(folder), name)
+        with collectives_first():
+            for name, engine in self.engines().items():
+                engine.save(str(folder), name)
 
     def saved_bytes(self) -> int:
         """About what `save_engines` writes on all ranks together."""

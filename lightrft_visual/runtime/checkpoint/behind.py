@@ -94,6 +94,27 @@ class Copies:
         self._taken = []
 
 
+class Originals(Copies):
+    """What is to be written at once, so that nothing of it is copied."""
+
+    def of(self, state: Any) -> Any:
+        return state
+
+
+@contextmanager
+def collectives_first() -> Iterator[None]:
+    """Files of `write_file` are written at the end of this, unless `Copies.collecting` leaves them for later: inside
+    DeepSpeed's saving the others would wait in a collective for a rank whose disk is full, or slow."""
+    if _collecting.get() is not None:
+        yield
+        return
+    held = Originals()
+    with held.collecting():
+        yield
+    for _, action in held.waiting:
+        action()
+
+
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Tensors of nested mappings, lists and tuples."""
     if isinstance(state, torch.Tensor):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
-from ..collectives import all_gather_object, broadcast_object, is_rank_0, rank, world_size
+from ..collectives import all_gather_object, broadcast_object, is_rank_0, meet, rank, world_size
 from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
 from ..packages import installed_version
 from .behind import LAST_WAIT, Copies, SaveBehind
@@ -71,8 +71,9 @@ class Saved:
 def together(stage: str, action: Callable[[], R]) -> R:
     """Run `action` on this rank and fail on all ranks alike when it failed on any (a collective).
 
-    Raises CheckpointError with the text of the first failing rank's error. An `action` that itself waits for other
-    ranks can still hang when one of them fails inside it, until the process group's time limit.
+    Raises CheckpointError with the text of the first failing rank's error. Ranks wait for the slowest without a limit,
+    as disks are slow. An `action` that itself waits for other ranks can still hang when one of them fails inside it,
+    until the process group's time limit.
     """
     result: Any = None
     mine: Exception | None = None
@@ -80,6 +81,7 @@ def together(stage: str, action: Callable[[], R]) -> R:
         result = action()
     except Exception as error:  # handed to every rank below, then raised
         mine = error
+    meet()
     failures = all_gather_object(None if mine is None else in_words(mine))
     for failed_rank, failure in enumerate(failures):
         if failure is not None:

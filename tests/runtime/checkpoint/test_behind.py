@@ -1,22 +1,28 @@
 """Checkpoints that a thread writes while the run goes on."""
 
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import on_ranks
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.checkpoint.behind import Copies, write_file
-from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
+from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, together, verify
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
+from lightrft_visual.runtime.safe_loading import SafeCheckpointEngine
 from lightrft_visual.runtime.train_engine import TrainEngine
+from lightrft_visual.trainer.loop import PolicyTrainer
 
 
 class Gate:
@@ -122,7 +128,7 @@ def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ra
     assert any(name.endswith("model_states.pt") for name in behind)
 
 
-@pytest.mark.parametrize("how", ["at_once", "behind"])
+@pytest.mark.parametrize("how", ["at_once", "behind", "engine"])
 def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint(two_ranks, how):
     assert two_ranks[0][how] == two_ranks[1][how]
     told, nothing, resumed, *folders = two_ranks[0][how]
@@ -131,9 +137,17 @@ def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint
     assert folders == ["checkpoint-000001", "latest"]
 
 
+def test_ranks_wait_for_one_whose_disk_is_slower_than_the_limit_of_a_collective(two_ranks):
+    assert [each["slow"] for each in two_ranks] == ["written", "written"]
+
+
 def stepped(engine: TrainEngine, inputs: torch.Tensor) -> None:
     engine.accumulate(engine(inputs).square().sum(), last=True)
     assert engine.step().applied
+
+
+def saved_as_in_a_run(engine: TrainEngine, folder: Path) -> None:
+    PolicyTrainer.save_engines(SimpleNamespace(engines=lambda: {"policy": engine}), folder)
 
 
 def hashes(strategy: DeepspeedStrategy, root: Path) -> list[dict]:
@@ -146,7 +160,7 @@ def hashes(strategy: DeepspeedStrategy, root: Path) -> list[dict]:
     manager, moments = CheckpointManager(root), torch.ones(3)
 
     def write(folder: Path) -> None:
-        engine.save(str(folder), "policy")
+        saved_as_in_a_run(engine, folder)
         save_state(folder / f"state{collectives.rank()}", {"moments": moments})
 
     paths = [manager.save(1, write), manager.save(2, write, behind=True)]
@@ -156,8 +170,11 @@ def hashes(strategy: DeepspeedStrategy, root: Path) -> list[dict]:
     return [verify(path)["files"] for path in paths]
 
 
-def failing(root: Path, behind: bool) -> list[str]:
-    """What ranks are told where rank 1 cannot write and where there is nothing, what they resume, and the folders."""
+def failing(root: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ranks are told where rank 1 cannot write and where there is nothing, what they resume, and the folders.
+
+    how: files are written at once, behind the run, or by DeepSpeed, whose saving has collectives.
+    """
     manager = CheckpointManager(root)
     manager.save(1, lambda folder: (folder / f"{collectives.rank()}").write_text("1"))
 
@@ -170,8 +187,14 @@ def failing(root: Path, behind: bool) -> list[str]:
         path = folder / f"{collectives.rank()}"
         write_file(path, {}, partial(full, path))
 
+    if how == "engine":
+        engine = DeepspeedStrategy(DistributedConfig()).prepare(torch.nn.Linear(4, 4), OptimizerSettings(1e-2, 9))
+        stepped(engine, torch.ones(2, 4))
+        monkeypatch.setattr(SafeCheckpointEngine, "_write", lambda _, path, state: full(Path(path), state))
+        write = partial(saved_as_in_a_run, engine)
+
     def saved() -> None:
-        manager.save(2, write, behind=behind)
+        manager.save(2, write, behind=how == "behind")
         manager.finish()
 
     told = [refused(saved), refused(partial(resolve_resume, "auto", root / "empty")), resolve_resume("auto", root).name]
@@ -195,5 +218,7 @@ def saved_by_ranks(out: str) -> dict:
         if stage == 0:
             strategy.setup_distributed()
         results[stage] = hashes(strategy, Path(out, f"zero{stage}"))
-    results |= {name: failing(Path(out, name), name == "behind") for name in ("at_once", "behind")}
-    return results
+    with pytest.MonkeyPatch.context() as patch:
+        results |= {name: failing(Path(out, name), name, patch) for name in ("at_once", "behind", "engine")}
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    return results | {"slow": together("saving", lambda: time.sleep(3 * collectives.rank()) or "written")}
