@@ -1,10 +1,12 @@
 """How a run ends that was not done."""
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import RewardError, StoppedBySignal
 from lightrft_visual.runtime import watchdog
+from lightrft_visual.runtime.start_up import importing
 
 
 class Ended(BaseException):
@@ -214,6 +217,21 @@ def test_threads_that_end_in_time_are_waited_for_without_a_word(left):
     ended = left(0, "idle", "ends soon", "daemon")
     assert ended.returncode == 0 and "go on" not in ended.stderr
     assert "atexit" in ended.stdout and "ended by itself" in ended.stdout
+
+
+def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_aside():
+    class Left:
+        pass
+
+    left = Left()
+    left.itself, gone = left, weakref.ref(left)
+    del left
+    try:
+        with launch._released_on_error(RunConfig()), importing():
+            pass
+        assert gone() is None
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.slow

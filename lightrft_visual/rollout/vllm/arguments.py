@@ -185,6 +185,8 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     if s.tells_experts:
         if "enable_return_routed_experts" not in known:
             raise ConfigError("routing_replay rollout: this vLLM cannot say which experts it chose; use old")
+        if s.tensor_parallel_size > 1 and not s.own_ranks:  # the others' schedulers fail at the first token
+            raise ConfigError("routing_replay rollout: with engine_tp_size vLLM tells one rank alone; use old")
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.

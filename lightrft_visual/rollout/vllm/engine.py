@@ -39,9 +39,8 @@ class VLLMEngine(ResidentEngine):
 
     With tensor_parallel_size above 1, neighbouring ranks are one engine: all of them call each method together, and
     each gets the completions of its own requests. With `own_ranks` they are processes that vLLM starts instead, and
-    this one is alone. Raises ConfigError when the ranks do not divide into such groups
-    or vLLM refuses the settings, RolloutError when the engine cannot be built or returns fewer completions than asked
-    for.
+    this one is alone. Raises ConfigError when the ranks do not divide into such groups or vLLM refuses the settings,
+    RolloutError when the engine cannot be built or returns fewer completions than asked for.
     """
 
     post: WeightPost | None = None  # of weights, to ranks that vLLM has started; one version stays on the host
@@ -81,11 +80,14 @@ class VLLMEngine(ResidentEngine):
         beside = transformers and not s.own_ranks  # ranks that vLLM starts are processes without a trainer
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
+        threads = torch.get_num_threads()
         try:
             with apart, plain:
                 llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
+        if torch.get_num_threads() != threads:  # on CUDA vLLM 0.32 leaves one, for optimizers on the host too
+            torch.set_num_threads(threads)
         if take_away is not None:
             take_away()
         return llm

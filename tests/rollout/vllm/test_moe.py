@@ -1,5 +1,6 @@
 """A mixture of experts in vLLM: the trainer's weights get into its fused experts, and what it says of its choices."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,6 +75,14 @@ def test_routing_replay_asks_vllm_for_its_choices(checkpoint):
 def test_an_engine_that_cannot_tell_its_choices_is_refused_before_it_is_built(checkpoint):
     with environment_restored(), pytest.raises(ConfigError, match="(?s)Model Runner V2.*routing_replay old"):
         check_engine(config_of("rollout"), checkpoint)
+
+
+def test_ranks_that_are_one_engine_are_not_asked_for_choices_that_one_of_them_is_told():
+    settings = VLLMSettings("model", 64, tells_experts=True, tensor_parallel_size=2)
+    with environment_restored():
+        with pytest.raises(ConfigError, match="engine_tp_size vLLM tells one rank alone; use old"):
+            engine_arguments(settings, on_cpu=False)
+        assert engine_arguments(replace(settings, own_ranks=True), on_cpu=False)["enable_return_routed_experts"]
 
 
 def test_the_parity_gate_holds_a_mixture_to_bounds_of_its_own(checkpoint):

@@ -1,8 +1,10 @@
-"""In which order vLLM is told to sleep, to wake and to load, as on an accelerator."""
+"""In which order vLLM is told to sleep, wake and load, as on an accelerator, and what it leaves of the process."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.rollout import resident
@@ -124,3 +126,22 @@ def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_
     engine.wake()
     engine.close()
     assert engine.llm.told == ["sleep 2", "wake weights", "wake all", "shut down"]
+
+
+def test_an_engine_leaves_the_trainer_its_threads(engine, monkeypatch):
+    """vLLM 0.32 keeps one of its worker's process on CUDA, which is the trainer's."""
+    before = torch.get_num_threads()
+
+    def built(**arguments):
+        torch.set_num_threads(1)
+        return "llm"
+
+    torch.set_num_threads(3)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=built))
+    for name, made in (("engine_arguments", {}), ("checked", (True, False)), ("sampling_rules", None)):
+        monkeypatch.setattr(vllm_engine, name, lambda *_, made=made: made)
+    try:
+        assert engine._build() == "llm"
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
