@@ -8,4 +8,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-2}" --dist loadfile "$@"
+exec python -m pytest --numprocesses "${LIGHTRFT_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
