@@ -438,13 +438,13 @@ def received(
 
 @torch.no_grad()
 def take_over(parameter: nn.Parameter, tensor: T) -> None:
-    """Give an engine's parameter what a worker received: by a copy, or as it lies in memory that is shared with the
-    trainer, which leaves a version alone for as long as workers may compute with it (`WeightPost`)."""
+    """Give an engine's parameter what a worker received, in the trainer's precision: by a copy, or as it lies in memory
+    that is shared with the trainer, which leaves a version alone for as long as workers may compute with it
+    (`WeightPost`)."""
     mapped, held = (each.device.type == "cpu" and each.is_shared() for each in (tensor, parameter.data))
-    same = (tensor.device, tensor.dtype, tensor.shape) == (parameter.device, parameter.dtype, parameter.shape)
-    if mapped and same:
+    if mapped and (tensor.device, tensor.shape) == (parameter.device, parameter.shape):
         parameter.data = tensor
-    elif held:  # the trainer's memory, which it writes to and others read
-        parameter.data = torch.empty_like(parameter.data).copy_(tensor)
+    elif held or tensor.dtype != parameter.dtype:  # held: the trainer's memory, which it writes to and others read
+        parameter.data = tensor.to(parameter.device, copy=True)
     else:
         parameter.copy_(tensor)
