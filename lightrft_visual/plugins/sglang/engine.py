@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import random
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,9 +147,12 @@ class SGLangEngine(ResidentEngine):
 def _process_as_it_was() -> Iterator[None]:
     """Inside, SGLang starts; what it changes of this process for all others is put back.
 
-    It takes over SIGTERM, which asks a run for a checkpoint, and the way in which new processes are started.
+    It takes over SIGTERM, which asks a run for a checkpoint, and the way in which new processes are started. It gives
+    NCCL other settings, with which this process would no more reach the trainer. It draws ports by Python's generator:
+    ranks, which are seeded alike, would all draw the same.
     """
-    method = multiprocessing.get_start_method(allow_none=True)
+    method, nccl, state = multiprocessing.get_start_method(allow_none=True), _nccl(), random.getstate()
+    random.seed()
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -157,6 +162,14 @@ def _process_as_it_was() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         multiprocessing.set_start_method(method, force=True)
+        random.setstate(state)
+        for name in _nccl():
+            del os.environ[name]
+        os.environ.update(nccl)
+
+
+def _nccl() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
 def _send(engine: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

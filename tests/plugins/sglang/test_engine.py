@@ -1,7 +1,10 @@
 """The adapter against a stand-in that accepts what the real package's signatures accept, and nothing else."""
 
 import inspect
+import os
+import random
 import signal
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -97,6 +100,24 @@ def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
     assert signal.getsignal(signal.SIGTERM) is handler
     made.close()
     assert fake.order() == ["__init__", "flush_cache", "shutdown"]
+
+
+def test_ranks_that_are_seeded_alike_draw_other_ports_and_nccl_stays_as_it_is(fake, monkeypatch):
+    drawn, start = [], fake.start
+
+    def begin(**kwargs):
+        drawn.append(random.random())  # by which SGLang looks for the port of its process group
+        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+        return start(**kwargs)
+
+    monkeypatch.setattr(sys.modules["sglang"], "Engine", begin)
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    for _ in range(2):
+        random.seed(3)
+        engine_with()
+        assert random.random() == random.Random(3).random()
+        assert {name: os.environ[name] for name in os.environ if name.startswith("NCCL_")} == {"NCCL_NVLS_ENABLE": "1"}
+    assert drawn[0] != drawn[1]
 
 
 def test_prompts_are_answered_in_order_and_told_one_by_one(fake):
