@@ -5,6 +5,7 @@ Ray is optional; it carries reward scorers and rollout workers, never the traine
 
 import math
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...errors import ConfigError
+from ...runtime.host_memory import SHARED_MEMORY
 
-OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here: prompts and responses pass through it
+OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here, where shared memory is scarce
+ROOMY = 12 * 2**30  # bytes of shared memory, of which Ray takes what it needs: what models draw is gigabytes a step
 CONNECT_SECONDS = 20.0
 MISSING = "{} needs the package ray: pip install 'lightrft_visual[ray]'"
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -52,8 +55,11 @@ def connect(
         return ray
     named = address or os.environ.get("RAY_ADDRESS")
     _check_answers(named, needed_for)
-    local = {} if named else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    local: dict[str, Any] = {}
     if not named:
+        local["include_dashboard"] = False
+        if shutil.disk_usage(SHARED_MEMORY).free < ROOMY:  # Ray's own size would send all of it to the disk
+            local["object_store_memory"] = OBJECT_STORE_BYTES
         # By default Ray's processes have the lowest priority but four; a trainer that is at work would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
         if cpus is not None:

@@ -1,14 +1,18 @@
 """How a process speaks to the Ray cluster of its run; a cluster itself is in the tests of those who use one."""
 
 import os
+import shutil
 import socket
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.ray.cluster import connect
+from lightrft_visual.plugins.ray.rollout.worker import EngineSpec, Worker
 from lightrft_visual.runtime.host_memory import free_port
 
 
@@ -44,6 +48,31 @@ def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypa
     monkeypatch.setenv("RAY_worker_niceness", "0")
     connect("placement split", cpus=cpus)
     assert started == [given]
+
+
+@pytest.mark.parametrize(("free", "given"), [(2**30, 256 * 2**20), (2**36, None)])
+def test_a_cluster_started_here_takes_shared_memory_as_there_is(monkeypatch, free, given):
+    started = []
+    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **settings: started.append(settings))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    connect("placement split")
+    assert started[0].get("object_store_memory") == given
+
+
+def test_a_worker_beside_a_rank_of_torchrun_makes_a_store_of_its_own(monkeypatch):
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    monkeypatch.setattr(os, "environ", dict(os.environ) | ranks)
+    asked = []
+    monkeypatch.setattr(
+        import_module("torch.distributed.rendezvous"),
+        "TCPStore",
+        lambda **settings: asked.append(settings["is_master"]),
+    )
+    worker = Worker(EngineSpec("torch.distributed.rendezvous:rendezvous", ("env://",), torch.get_num_threads()))
+    assert next(worker.engine)[1:] == (0, 1) and asked == [True]
 
 
 def test_addresses_that_ray_itself_reads_are_left_to_it(monkeypatch):

@@ -53,6 +53,7 @@ class Worker:
         # Ray's processes inherit the trainer's place among its ranks; an engine here is alone.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": str(free_port())})
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun: the engine would wait for its store
         import torch
 
         torch.set_num_threads(spec.threads)
