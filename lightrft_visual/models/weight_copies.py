@@ -24,6 +24,30 @@ def gathered(parameters: list[nn.Parameter]) -> Any:
     return deepspeed.zero.GatheredParameters(parameters)
 
 
+def whole_on_host(parameters: Iterable[nn.Parameter], keep: bool) -> list[tuple[nn.Parameter, T]]:
+    """Parameters and whole copies of them on the host where `keep`: no device has more than one whole at a time. A
+    collective under ZeRO-3."""
+    found = []
+    for parameter in parameters:
+        with gathered([parameter]):
+            if keep:
+                found.append((parameter, parameter.detach().to("cpu", copy=True)))
+    return found
+
+
+@contextmanager
+def standing_in(copies: Iterable[tuple[nn.Parameter, T]]) -> Iterator[None]:
+    """Inside, parameters hold these values, for who writes them; nothing computes with them."""
+    homes = [(parameter, parameter.data, copy) for parameter, copy in copies]
+    for parameter, _, copy in homes:
+        parameter.data = copy
+    try:
+        yield
+    finally:
+        for parameter, home, _ in homes:
+            parameter.data = home
+
+
 def _held(parameter: nn.Parameter) -> T:
     """The part of a parameter that this rank holds: its padded share (n) under ZeRO-3, else the whole."""
     return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data

@@ -13,6 +13,7 @@ from forked import leave
 from simulated.accelerator import install
 
 from lightrft_visual.config.vl import DistributedConfig
+from lightrft_visual.models.weight_copies import standing_in, whole_on_host
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from lightrft_visual.runtime.offload import OffloadedModule, on_device
@@ -78,11 +79,31 @@ def taken_along(device: torch.device) -> dict[str, int]:
     return {"inside": inside, "again": allocated() - before, "same": same, "size": 4 * 2048 * 4}
 
 
+def exported() -> dict[str, int]:
+    """The most that the device held beside it while a model that is divided was copied to rank 0's host, written, and
+    used again."""
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    wanted = [each.detach().clone() for each in module.parameters()]
+    engine = strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9))
+    before, native = allocated(), get_accelerator()
+    native.reset_peak_memory_stats()
+    copies = whole_on_host(engine.module.parameters(), keep=collectives.is_rank_0())
+    with standing_in(copies):
+        same = [torch.equal(a, b.data) for a, b in zip(wanted, engine.module.parameters())]
+        homes = {each.device.type for each in engine.module.state_dict().values()}
+    peak = native.max_memory_allocated() - before
+    engine(torch.ones(1, 512).to(strategy.device))
+    return {"peak": peak, "whole": sum(each.nbytes for each in wanted), "same": sum(same), "on_host": homes == {"cpu"}}
+
+
 def main(out: str) -> None:
     install()
     strategy = DeepspeedStrategy(DistributedConfig())
     strategy.setup_distributed()
     results = {"guest": visited(), "taken_along": taken_along(strategy.device)}
+    results["exported"] = exported()
     results |= {f"stage_{stage}": trained(stage) for stage in (2, 3)}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 

@@ -36,3 +36,10 @@ def test_a_module_of_the_host_works_on_the_device_and_its_weights_are_not_copied
     for rank in ranks:
         seen = rank["taken_along"]
         assert seen["inside"] >= seen["size"] and seen["again"] <= 1024 and seen["same"] == 2
+
+
+def test_a_divided_model_is_written_from_the_host_and_no_device_holds_it_whole(ranks):
+    for number, rank in enumerate(ranks):
+        seen = rank["exported"]
+        assert seen["peak"] <= 0.5 * seen["whole"]
+        assert (seen["same"], seen["on_host"]) == ((8, True) if number == 0 else (0, False))

@@ -36,7 +36,7 @@ from ...runtime.offload import on_device
 from ...runtime.vendor_patches import program_limit
 from ...runtime.zero3_loading import Divide
 from ..checkpointed import checkpointing_func
-from ..weight_copies import WeightCopy, gathered, lora_config
+from ..weight_copies import WeightCopy, gathered, lora_config, standing_in, whole_on_host
 from .families.base import DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
 from .prompt_cache import PromptCache, checkpoint_decoder, in_parts
@@ -358,14 +358,19 @@ class DiffusionPolicy(nn.Module):
         if collectives.is_rank_0():
             self.family.save_lora(Path(folder), layers, configs)
 
-    def save_pretrained(self, folder: str | Path, sampling: Any = None) -> None:
+    def weights_on_host(self) -> Any:
+        """What `save_pretrained` writes, on rank 0's host. Every rank calls it."""
+        return whole_on_host(self.parameters(), keep=collectives.is_rank_0())  # ZeRO-3 shards frozen denoisers too
+
+    def save_pretrained(self, folder: str | Path, sampling: Any = None, weights: Any = None) -> None:
         """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`.
 
         Every rank calls it, rank 0 writes. sampling: settings of a run, whose evaluations the saved pipeline draws as.
+        weights: of `weights_on_host`; default: those of now.
         """
         if self.lora.rank:
             raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")
-        with gathered(list(self.parameters())):  # ZeRO-3 shards frozen denoisers too
+        with standing_in(self.weights_on_host() if weights is None else weights):
             if collectives.is_rank_0():
                 pipeline, own = self.family.pipeline, self.family.pipeline.scheduler
                 if sampling is not None:

@@ -155,11 +155,12 @@ class DiffusionTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """LoRA for the stock pipeline's load_lora_weights, or the whole pipeline when all weights train."""
+        policy = self.parts.policy
         with self.hooks.weights_for("export") or nullcontext():
             if self.config.model.lora_rank:
-                self.parts.policy.save_lora(folder)
-            else:
-                self.parts.policy.save_pretrained(folder, self.config.sampling)
+                return policy.save_lora(folder)
+            weights = policy.weights_on_host()
+        policy.save_pretrained(folder, self.config.sampling, weights)  # lending ends without a wait for the disk
 
 
 class RewardFLTrainer(DiffusionTrainer):
