@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import gathered
 from ...rollout.diffusion_sampler import DiffusionSampler
-from ...rollout.weight_sync import take_over
+from ...rollout.weight_sync import BUCKET_BYTES, in_buckets, take_over
 from ...trainer.diffusion.maker import DiffusersEngine
 from ...trainer.diffusion.stages import DiffusionSampling, DrawingBatch, Sampled, TrainedVelocity
 from .rollout.device_weights import check_transfer
@@ -111,10 +111,16 @@ class TrainedWeights:
     policy: DiffusionPolicy
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
-        for name, parameter in self.policy.named_parameters():
-            if parameter.requires_grad:
-                with gathered([parameter]):
+        trained = (each for each in self.policy.named_parameters() if each[1].requires_grad)
+        for bucket in in_buckets(trained, BUCKET_BYTES, _bytes):
+            with gathered([parameter for _, parameter in bucket]):
+                for name, parameter in bucket:
                     yield name, parameter.detach()
+
+
+def _bytes(named: tuple[str, torch.nn.Parameter]) -> int:
+    """Of a parameter when it is whole."""
+    return getattr(named[1], "ds_numel", named[1].numel()) * named[1].element_size()
 
 
 class WorkerDrawing:
@@ -132,6 +138,8 @@ class WorkerDrawing:
             tokenizer=model.tokenizer_path,
         )
         policy.family.follow(config)
+        if model.compile:
+            policy.compile_blocks()
         if model.vae_tiling:
             policy.family.pipeline.vae.enable_tiling()
         device = torch.device(get_accelerator().current_device_name())
