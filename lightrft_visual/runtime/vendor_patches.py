@@ -6,7 +6,7 @@ Each entry says why, and in which versions it was seen to be needed. An entry go
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any
 
@@ -120,3 +120,16 @@ def begin_reload_anew(model: Any) -> None:
     for layer in model.modules():
         if (note := getattr(notes, "LAYERWISE_INFO", {}).get(layer)) is not None:
             note.load_numel, note.loaded_weights = 0, []
+
+
+def forget_allocators_error(device: int) -> None:
+    """Clear the error that an earlier engine of this process may have left in the allocator of vLLM's sleep.
+
+    Why: memory that is freed while it sleeps, or that there was none of, leaves one, and the allocator gives no more.
+    A call that raises it clears it; this one asks for no memory.
+    Versions: vLLM 0.26 to 0.32, on CUDA.
+    """
+    cumem: Any = sys.modules.get("vllm.device_allocator.cumem")
+    if cumem is not None and cumem.CuMemAllocator.instance is not None:
+        with suppress(RuntimeError):
+            cumem.create_and_map((device, 0, 0, 0))

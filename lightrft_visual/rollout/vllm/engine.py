@@ -22,6 +22,7 @@ from ...runtime.train_engine import TrainEngine
 from ...runtime.vendor_patches import (
     begin_reload_anew,
     decoder_class_of_its_own,
+    forget_allocators_error,
     forget_reloaded_layers,
     without_compiled_functions,
 )
@@ -80,6 +81,8 @@ class VLLMEngine(ResidentEngine):
         beside = transformers and not s.own_ranks  # ranks that vLLM starts are processes without a trainer
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
+        if self.enable_sleep and not on_cpu:
+            forget_allocators_error(get_accelerator().current_device())
         threads = torch.get_num_threads()
         try:
             with apart, plain:

@@ -55,6 +55,7 @@ def engine(monkeypatch):
         empty_cache=lambda: made.llm.emptied.append(len(made.llm.told)),
         total_memory=lambda: 100,
         available_memory=lambda: made.free,
+        current_device=lambda: 5,
     )
     made.free = 60  # of 100, where it takes 50
     monkeypatch.setattr(resident, "get_accelerator", lambda: device)
@@ -128,20 +129,44 @@ def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_
     assert engine.llm.told == ["sleep 2", "wake weights", "wake all", "shut down"]
 
 
-def test_an_engine_leaves_the_trainer_its_threads(engine, monkeypatch):
-    """vLLM 0.32 keeps one of its worker's process on CUDA, which is the trainer's."""
-    before = torch.get_num_threads()
-
-    def built(**arguments):
-        torch.set_num_threads(1)
-        return "llm"
-
-    torch.set_num_threads(3)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=built))
+@pytest.fixture
+def built(engine, monkeypatch):
+    """Builds it with a stand-in of vLLM's `LLM`."""
     for name, made in (("engine_arguments", {}), ("checked", (True, False)), ("sampling_rules", None)):
         monkeypatch.setattr(vllm_engine, name, lambda *_, made=made: made)
+
+    def build(llm):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+        return engine._build()
+
+    return build
+
+
+def test_an_engine_leaves_the_trainer_its_threads(built):
+    """vLLM 0.32 keeps one of its worker's process on CUDA, which is the trainer's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
     try:
-        assert engine._build() == "llm"
+        built(lambda **_: torch.set_num_threads(1))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_is_built_where_an_earlier_ones_memory_was_freed_while_it_slept(built, monkeypatch):
+    """As in csrc/cumem_allocator.cpp: an error stays, nothing is given, and a call that raises clears it."""
+    left = ["invalid argument"]
+
+    def create_and_map(handle):
+        assert handle == (5, 0, 0, 0)
+        raise RuntimeError(f"CUDA Error: {left.pop()}")
+
+    def loaded(**_):
+        assert not left, "no memory"
+        return "llm"
+
+    cumem = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=object()), create_and_map=create_and_map)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)
+    assert built(loaded) == "llm"
+    cumem.CuMemAllocator.instance = None  # of a process's first engine there is none
+    assert built(loaded) == "llm"
