@@ -86,6 +86,12 @@ def _storages(tensors: Iterable[T]) -> list[torch.UntypedStorage]:
     return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
 
 
+def empty_storages(tensors: Iterable[T]) -> None:
+    """Give the memory of tensors back whose numbers nobody needs again, whoever still holds them."""
+    for storage in _storages(tensors):
+        storage.resize_(0)
+
+
 class OffloadedModule:
     """A frozen model whose weights live on the host, and are on the device inside `with model:` and while it is called.
 

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from ..errors import CheckpointError, NonFiniteError
 from . import collectives
 from .checkpoint.ranks import files_of_ranks, masters_of, stage_3, stages_1_and_2
-from .offload import OptimizerOffload
+from .offload import OptimizerOffload, empty_storages
 
 logger = logging.getLogger(__name__)
 
@@ -172,11 +172,14 @@ class TrainEngine:
         self.bring_back()
         self._states.come_back()
 
+    def _moments(self) -> Iterator[torch.Tensor]:
+        for state in self.engine.lr_scheduler.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
+
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         """What only training reads."""
         zero = self.engine.optimizer
-        for state in zero.optimizer.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
+        yield from self._moments()
         if self.zero_stage < 3:
             yield from masters_of(zero)
             yield from getattr(zero, "fp32_groups_gradients_flat", ())  # whole, where ZeRO 1 adds up in fp32
@@ -233,6 +236,7 @@ class TrainEngine:
         """
         self._reload()
         scheduler = self.engine.lr_scheduler
+        empty_storages(self._moments())  # else the device holds those of now, and the saved ones
         rates = list(scheduler.base_lrs)
         kept = ("params", "lr", "initial_lr")
         set_here = [{k: v for k, v in group.items() if k not in kept} for group in self._optimizer_groups()]

@@ -24,8 +24,9 @@ def allocated() -> int:
     return get_accelerator().memory_allocated()
 
 
-def trained(stage: int) -> dict[str, int]:
-    """An engine after a step, without its states, without its weights too, and before and after the next step."""
+def trained(stage: int, folder: str) -> dict[str, int]:
+    """An engine after a step, without its states, without its weights too, after the next step, and at most while it
+    goes back to what it saved then."""
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
     before = allocated()
     module = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
@@ -44,6 +45,11 @@ def trained(stage: int) -> dict[str, int]:
     engine.offload_weights()
     seen["all_away"] = allocated() - before
     seen["next"] = step()
+    engine.save(folder, f"stage_{stage}")
+    get_accelerator().reset_peak_memory_stats()
+    engine.load(folder, f"stage_{stage}")
+    seen["loading"] = get_accelerator().max_memory_allocated() - before
+    seen["again"] = step()
     return seen
 
 
@@ -104,7 +110,7 @@ def main(out: str) -> None:
     strategy.setup_distributed()
     results = {"guest": visited(), "taken_along": taken_along(strategy.device)}
     results["exported"] = exported()
-    results |= {f"stage_{stage}": trained(stage) for stage in (2, 3)}
+    results |= {f"stage_{stage}": trained(stage, out) for stage in (2, 3)}
     Path(out, f"{collectives.rank()}.json").write_text(json.dumps(results))
 
 

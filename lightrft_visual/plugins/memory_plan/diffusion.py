@@ -200,6 +200,8 @@ class DiffusionPlanner:
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
             there = bool(set(names) & set(at_work))
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
+        if config.output.async_save and stepped:
+            items += self.zero.saved("denoisers", self.model)
         copy = FP32 * self.model.trained / share
         if config.train.enable_ema:
             items.append(Item("average of the weights (EMA), fp32", copy, "lora_rank, enable_ema false"))

@@ -94,6 +94,8 @@ class VLPlanner:
             places = places if self.resident or self.split else 0  # an engine that shares the weights needs them
             places += 0 if waits else sum(item.bytes for item in trained)
             items.append(Item("places of weights and optimizer that wait", places, "zero_stage 3, lora_rank", HOST))
+        if self.config.output.async_save and stepped:
+            items += self.zero.saved("policy", model) + (self.zero.saved("critic", critic) if critic else [])
         if self.config.train.enable_ema:
             share = self.zero.share(3)
             items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))

@@ -128,6 +128,13 @@ class Zero:
         locked = [] if self.on_cpu else [FP32 * model.trained / share] * 2  # of weights and gradients; moments are not
         return [item.on_host(), *rounded(f"{name}: fp32 weights and gradients", locked)]
 
+    def saved(self, name: str, model: Model) -> list[Item]:
+        """A rank's copy of what it writes behind the run, which is kept for the next time; rank 0's of the weights is
+        counted over all ranks."""
+        share, named = model.trained / self.ranks, f"{name}: copy of the checkpoint"
+        item = Item(named, (3 * FP32 + model.width) * share, "async_save false, lora_rank, more ranks", HOST)
+        return [item, *([] if self.on_cpu else rounded(named, [FP32 * share] * 3))]
+
     def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
         """While backward runs: those reduced so far, those of the present micro-batch, and buckets."""
         width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -183,8 +184,12 @@ class SaveBehind(threading.Thread):
             raise self.error
 
     def give_up(self, limit: float = 0.0) -> None:
-        """Wait for this rank's files, and so many seconds for those of the others; then end."""
+        """Wait for this rank's files, and so many seconds for those of the others and for what rank 0 makes of them,
+        which an error of this rank ends; then end."""
         self.written.wait()
+        ends = time.monotonic() + limit
         self.join(limit)
         self._given_up.set()
         self.join()
+        while self.error is None and self.staging.exists() and time.monotonic() < ends:
+            time.sleep(POLL)

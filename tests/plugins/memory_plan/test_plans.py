@@ -87,6 +87,12 @@ def test_settings_do_what_the_advice_says() -> None:
     assert plan_of(*SEVEN, "--no_gradient_checkpointing").phases[3].total("device") > train + 50 * GIB
 
 
+def test_the_copy_of_a_checkpoint_that_is_written_behind_the_run_is_counted_on_the_host() -> None:
+    """14 bytes of each trained number over 8 ranks, and page-locked: three of 4.1 GB take 4 GiB each."""
+    plain, behind = (plan_of(*SEVEN, *also).phases[3].total("host") for also in ([], ["--async_save", "true"]))
+    assert 8_292_166_656 * 14 / 8 < behind - plain == pytest.approx(8_292_166_656 * 2 / 8 + 3 * 4 * GIB, rel=0.01)
+
+
 def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
     """One of 7 billion weights: on the host at rest, whole or a part of it on the device while it scores."""
     from lightrft_visual.config.vl import ModelConfig

@@ -16,7 +16,7 @@ from forked import on_ranks
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime import collectives
-from lightrft_visual.runtime.checkpoint.behind import Copies, write_file
+from lightrft_visual.runtime.checkpoint.behind import Copies, SaveBehind, write_file
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, together, verify
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
@@ -91,6 +91,17 @@ def test_an_error_of_the_thread_is_raised_by_finish_and_leaves_the_last_checkpoi
         manager.finish()
     assert names(tmp_path) == ["checkpoint-000001", "latest"]
     manager.finish()
+
+
+def test_a_rank_that_fails_stays_until_rank_0_has_made_a_checkpoint_of_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.behind.is_rank_0", lambda: False)
+    staging, stayed = tmp_path / "staging", tmp_path / "checkpoint-000001"
+    staging.mkdir()
+    of_rank_1 = SaveBehind(staging, Copies(), lambda files: None)
+    of_rank_1.start()
+    threading.Timer(0.3, staging.rename, [stayed]).start()
+    of_rank_1.give_up(limit=20)
+    assert stayed.exists()
 
 
 def test_files_that_libraries_write_at_once_are_listed_too(tmp_path):
