@@ -11,7 +11,7 @@ import torch
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..runtime import collectives
-from ..runtime.checkpoint.manager import CheckpointManager, on_rank_0, resolve_resume
+from ..runtime.checkpoint.manager import CheckpointManager, check_shared, on_rank_0, resolve_resume
 from ..runtime.checkpoint.state import load_state, save_state
 from ..runtime.files import check_space
 from ..runtime.presence import LauncherWatch, handled, hangup_ends
@@ -97,7 +97,12 @@ class RunState:
             self.settle()
 
     def check_space(self, needed: int) -> None:
-        """Refuse, or warn of, a disk without room for the checkpoints that were asked for. needed: bytes of one."""
+        """Refuse, or warn of, a disk without room for the checkpoints that were asked for, and one that some ranks do
+        not see. needed: bytes of one."""
+        for root in (
+            sorted({self.manager.root, final_folder(self.output).parent}) if collectives.world_size() > 1 else ()
+        ):
+            check_shared(root)
         if (self.output.save_steps or 0) > 0:
             manager = self.manager
             on_rank_0("looking for room", lambda: check_space(manager.root, needed, manager.max_num))

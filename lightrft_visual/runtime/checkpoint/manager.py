@@ -164,7 +164,7 @@ class CheckpointManager:
 
         try:
             on_rank_0(f"preparing to save {name}", lambda: self._prepare(staging, name, numbered))
-            together(f"saving {name}: reaching the staging folder", lambda: self._check_shared(staging))
+            together(f"saving {name}: reaching the staging folder", lambda: check_seen(staging))
             with self._copies.collecting() if behind else nullcontext():
                 together(f"saving {name}", lambda: full_disk_named(self.root, partial(write, staging)))
             if behind:
@@ -277,13 +277,6 @@ class CheckpointManager:
                 f"It stays; make room or lower max_ckpt_num ({self.max_num})"
             )
 
-    def _check_shared(self, staging: Path) -> None:
-        for _ in range(SHARED_TRIES):  # network file systems may show a new folder late
-            if staging.is_dir():
-                return
-            time.sleep(SHARED_PAUSE)
-        raise CheckpointError(f"rank {rank()} does not see {staging}: output_dir must be on a shared file system")
-
     def _describe(self, staging: Path, name: str) -> dict[str, dict[str, Any]]:
         """Hash all files, each rank a share of them; the whole list on every rank."""
         on_rank_0(f"opening the files of {name} to whom the umask lets read", lambda: follow_umask(staging))
@@ -395,6 +388,25 @@ class CheckpointManager:
                 kept.add(path)
             elif path not in kept:
                 remove_checkpoint(path)
+
+
+def check_seen(folder: Path) -> None:
+    """Raise CheckpointError where this rank does not see what rank 0 has made."""
+    for _ in range(SHARED_TRIES):  # network file systems may show a new folder late
+        if folder.is_dir():
+            return
+        time.sleep(SHARED_PAUSE)
+    raise CheckpointError(f"rank {rank()} does not see {folder}: output_dir must be on a shared file system")
+
+
+def check_shared(root: Path) -> None:
+    """Raise CheckpointError where a rank does not see what rank 0 makes in a folder. A collective."""
+    probe = on_rank_0(f"writing into {root}", lambda: Path(tempfile.mkdtemp(prefix=STAGING, dir=root)))
+    try:
+        together("looking for the checkpoints' folder", lambda: check_seen(probe))
+    finally:
+        if is_rank_0():
+            probe.rmdir()
 
 
 def verify(path: str | Path) -> dict[str, Any]:

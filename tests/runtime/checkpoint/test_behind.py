@@ -1,5 +1,6 @@
 """Checkpoints that a thread writes while the run goes on."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 
+from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime import collectives
@@ -23,6 +25,7 @@ from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettin
 from lightrft_visual.runtime.safe_loading import SafeCheckpointEngine
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.loop import PolicyTrainer
+from lightrft_visual.trainer.run_state import RunState
 
 
 class Gate:
@@ -157,6 +160,12 @@ def stepped(engine: TrainEngine, inputs: torch.Tensor) -> None:
     assert engine.step().applied
 
 
+def test_a_folder_that_a_rank_does_not_see_is_refused_at_the_start_on_all_ranks(two_ranks):
+    assert two_ranks[0]["unseen"] == two_ranks[1]["unseen"]
+    told, left = two_ranks[0]["unseen"]
+    assert "failed on rank 1: rank 1 does not see" in told and "shared file system" in told and left == []
+
+
 def saved_as_in_a_run(engine: TrainEngine, folder: Path) -> None:
     PolicyTrainer.save_engines(SimpleNamespace(engines=lambda: {"policy": engine}), folder)
 
@@ -231,5 +240,13 @@ def saved_by_ranks(out: str) -> dict:
         results[stage] = hashes(strategy, Path(out, f"zero{stage}"))
     with pytest.MonkeyPatch.context() as patch:
         results |= {name: failing(Path(out, name), name, patch) for name in ("at_once", "behind", "engine")}
+        os.makedirs(f"{out}/unseen", exist_ok=True)
+        state = SimpleNamespace(
+            output=OutputConfig(output_dir=f"{out}/unseen"), manager=CheckpointManager(f"{out}/unseen")
+        )
+        patch.setattr(Path, "is_dir", lambda path: collectives.rank() == 0)
+        told = refused(partial(RunState.check_space, state, 1))
+    collectives.barrier()
+    results["unseen"] = told, os.listdir(f"{out}/unseen")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     return results | {"slow": together("saving", lambda: time.sleep(3 * collectives.rank()) or "written")}
