@@ -27,6 +27,7 @@ from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.routing import of_responses
 from ..models.vlm.actor import Actor
 from ..runtime import collectives
+from ..runtime.host_copies import on_host, to_device
 from ..runtime.seeding import derive_seed
 from ..runtime.train_engine import TrainEngine
 from ..runtime.zero3_loading import reading_across
@@ -186,7 +187,7 @@ class TransformersEngine(RolloutEngine):
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""
-        indices, drawing = choice.drawn.nonzero().flatten().tolist(), self.actor.drawing
+        indices, drawing = on_host(choice.drawn).tolist(), self.actor.drawing
         if not self._most(len(indices)):
             return {}
         tokens = chosen[choice.drawn][:, : drawing.tokens]
@@ -253,13 +254,15 @@ def _check_cache(actor: Actor) -> None:
 class Choice:
     """How the next token of each of R responses is chosen: from the text's head, or from the one that draws.
 
-    drawn (R) bool: the responses that are images. guided: indices of those whose hidden states without prompt come
-    behind the R. sources: for each row that is decoded the response whose token it goes on with.
+    drawn, text: which responses are images and which are not, as indices: by masks the host would wait for the device
+    at every token. guided: indices of those whose hidden states without prompt come behind the R. sources: for each row
+    that is decoded the response whose token it goes on with.
     """
 
     actor: Actor
     settings: SamplingSettings
     drawn: T
+    text: T
     guided: list[int]
     sources: T
 
@@ -269,23 +272,25 @@ class Choice:
         device = actor.banned_ids.device
         guided = [i for i, draws in enumerate(drawn) if draws and settings.guidance_scale != 1]
         sources = torch.tensor([*range(len(drawn)), *guided], device=device)
-        return cls(actor, settings, torch.tensor(drawn, device=device), guided, sources)
+        of_kind = ([i for i, draws in enumerate(drawn) if draws is kind] for kind in (True, False))
+        images, text = (to_device(torch.tensor(each, dtype=torch.long), device) for each in of_kind)
+        return cls(actor, settings, images, text, guided, sources)
 
     def next(self, hidden: T, noise: T, step: int) -> tuple[T, T]:
         """(token ids (R), their log-probs (R)) of hidden states (R + guided, H) and noise (R)."""
-        count, text = len(self.drawn), ~self.drawn
+        count, text = len(noise), self.text
         if self.actor.drawing is None:
             return draw(step_logits(self.actor, hidden, step, self.settings), noise, self.settings)
         tokens, log_probs = noise.new_zeros(count, dtype=torch.long), noise.new_zeros(count, dtype=torch.float32)
         # Both heads run, on no rows where there are none: under ZeRO-3 their weights are gathered from all ranks.
-        logits = step_logits(self.actor, hidden[:count][text], step, self.settings)
+        logits = step_logits(self.actor, hidden[text], step, self.settings)
         tokens[text], log_probs[text] = draw(logits, noise[text], self.settings)
         tokens[self.drawn], log_probs[self.drawn] = self._code(hidden, noise[self.drawn], step)
         return tokens, log_probs
 
     def _code(self, hidden: T, noise: T, step: int) -> tuple[T, T]:
-        drawing, scale, count = self.actor.drawing, self.settings.guidance_scale, len(self.drawn)
-        own = hidden[:count][self.drawn]
+        drawing, scale, count = self.actor.drawing, self.settings.guidance_scale, len(self.drawn) + len(self.text)
+        own = hidden[self.drawn]
         read = drawing.guided(own, hidden[count:] if self.guided else None, scale)
         conditional = scale != 1 and self.settings.guidance_log_probs == "conditional"
         if conditional:

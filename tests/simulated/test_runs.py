@@ -19,6 +19,7 @@ from transformers import (
 from whole_runs import ROOT, rows, run_plan
 
 from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 DRIVER = ROOT / "tests" / "simulated" / "run_plan.py"
 SMALL = (
@@ -70,6 +71,8 @@ COUNTED_SEEING = {
     "counted_kl": f"{OF_8} --zero_stage 2 --init_kl_coef 0.05 --use_kl_loss true --kl_estimator k3",
     "counted_packed": f"{OF_8} --zero_stage 2 --packing_samples true",
     "counted_waiting": f"{OF_8} --zero_stage 0",
+    "counted_unified": f"{OF_8} --zero_stage 0 --guidance_scale 2 --reward_fn {{placed}}:score "
+    "--pretrain {janus} --prompt_data {janus}/rows.jsonl",
 }
 COUNTED_DRAWING = {
     "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
@@ -111,7 +114,10 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
     tokenizer.save_pretrained(folder / "classifier")
     save_clip(folder / "clip")
     (folder / "placed.py").write_text(PLACED)
-    named = {name: str(folder / name) for name in ("classifier", "clip", "placed.py")}
+    build_tiny_checkpoint(folder / "janus", "janus")
+    texts = [{"prompt": f"how many {number}", "draw": number % 2 == 0} for number in range(16)]
+    (folder / "janus" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    named = {name: str(folder / name) for name in ("classifier", "clip", "placed.py", "janus")}
     return {"drawing": " ".join(given_flags(folder))} | {name.removesuffix(".py"): path for name, path in named.items()}
 
 

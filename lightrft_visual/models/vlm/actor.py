@@ -306,7 +306,7 @@ class Actor(nn.Module):
                 scores = (None if each is None else hidden.joined(each) for each in scores)
             (log_probs, entropy), experts = scores, hidden.experts
         else:
-            log_probs, entropy = self._score_either(inputs, indices, targets, columns, rule, with_entropy)
+            log_probs, entropy = self._score_either(inputs, indices, counted, targets, rule, with_entropy)
         balance = None if self.backbone.routers is None else self.backbone.routers.balance()
         padded = [
             each.new_zeros(mask.numel()).index_copy(0, counted, each).view(mask.shape)  # by a mask backward would wait
@@ -315,27 +315,29 @@ class Actor(nn.Module):
         return ActorOutput(padded[0], padded[1] if with_entropy else None, experts, balance)
 
     def _score_either(
-        self, inputs: ModelInputs, indices: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool
+        self, inputs: ModelInputs, indices: T, counted: T, targets: T, rule: ScoringRule, with_entropy: bool
     ) -> tuple[T, T | None]:
         """The same where actions may be tokens of images. Both heads run, on no rows where there are none: ranks of one
-        process group stay in step."""
-        drawn, count = targets >= self.drawing.first, len(indices)
-        samples = self.drawing.drawn_samples(inputs)
-        in_image = samples.unsqueeze(1).expand_as(inputs.action_mask)[inputs.action_mask]
-        text = ~drawn
-        guided = rule.guidance_scale != 1 and bool(samples.any())
+        process group stay in step. Which are drawn is known on the host: on the device it would be waited for."""
+        count, device, columns = len(indices), indices.device, counted % inputs.action_mask.shape[1]
+        actions = self.drawing.drawn_actions(inputs)
+        of_image = actions.any(dim=1, keepdim=True).expand_as(actions).flatten()[on_host(counted)]
+        drawn = actions.flatten()[on_host(counted)]
+        text, image = (to_device(each.nonzero().squeeze(1), device) for each in (~drawn, drawn))
+        guided = rule.guidance_scale != 1 and bool(drawn.any())
         if guided:
-            inputs, further = self.drawing.with_halves(inputs, samples)
-            indices = torch.cat([indices, further[inputs.action_mask[len(samples) :]]])
+            inputs, further = self.drawing.with_halves(inputs, actions.any(dim=1))
+            indices = torch.cat([indices, further])
         hidden = self.backbone.hidden_at(inputs, indices).values
-        words = self._score(hidden[:count][text], targets[text], columns[text], rule, with_entropy)
-        unguided = hidden[count:][drawn[in_image]] if guided else None
-        features = self.drawing.guided(hidden[:count][drawn], unguided, rule.guidance_scale)
-        codes, temperature = targets[drawn] - self.drawing.first, _temperature(columns[drawn], rule)
-        image = self.drawing.head(features, codes, temperature, with_entropy=with_entropy)
+        words = self._score(hidden[text], targets[text], columns[text], rule, with_entropy)
+        halves = to_device(count + drawn[of_image].nonzero().squeeze(1), device)
+        unguided = hidden[halves] if guided else None
+        features = self.drawing.guided(hidden[image], unguided, rule.guidance_scale)
+        codes, temperature = targets[image] - self.drawing.first, _temperature(columns[image], rule)
+        pixels = self.drawing.head(features, codes, temperature, with_entropy=with_entropy)
         return tuple(
-            None if one is None else one.new_zeros(count).masked_scatter(text, one).masked_scatter(drawn, other)
-            for one, other in zip(words, image)
+            None if one is None else one.new_zeros(count).index_copy(0, text, one).index_copy(0, image, other)
+            for one, other in zip(words, pixels)
         )
 
     def _score(self, hidden: T, targets: T, columns: T, rule: ScoringRule, with_entropy: bool):

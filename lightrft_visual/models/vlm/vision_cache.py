@@ -21,7 +21,7 @@ from transformers.vision_utils import (
 )
 
 from ...data.media import to_pil
-from ...experience.types import ModelInputs
+from ...experience.types import ModelInputs, map_tensors
 from ...experience.vision import VisionTensors, pixels_on_host
 from ...runtime.host_copies import on_host, to_device
 from ..logprobs import LogProbLinear
@@ -218,23 +218,24 @@ class Drawing:
         pixels = self.pixels(codes).float()
         return [to_pil(((image + 1) / 2).clamp(0, 1).cpu()) for image in pixels]
 
-    def drawn_samples(self, inputs: ModelInputs) -> T:
-        """(B) bool: the samples whose response is an image."""
-        ids = inputs.sequences.flatten()
-        actions = (inputs.action_indices() + 1).clamp(max=len(ids) - 1)  # rows of masked columns may be beyond the end
-        return ((ids[actions] >= self.first) & inputs.action_mask).any(dim=1)
+    def drawn_actions(self, inputs: ModelInputs) -> T:
+        """(B, A) bool, on the host: the actions that are tokens of images."""
+        ids, actions = on_host(inputs.sequences).flatten(), on_host(inputs.action_indices())
+        after = (actions + 1).clamp(max=len(ids) - 1)  # rows of masked columns may be beyond the end
+        return (ids[after] >= self.first) & on_host(inputs.action_mask)
 
     def with_halves(self, inputs: ModelInputs, drawn: T) -> tuple[ModelInputs, T]:
         """The inputs with a half without prompt behind them for each of the samples `drawn` (B) bool, and where in the
-        flattened hidden states its actions (D, A) are predicted from."""
-        index = drawn.nonzero().flatten().tolist()
-        halves = self._packed(inputs, index) if inputs.is_packed else self._padded(inputs, index)
-        vision = inputs.vision
+        flattened hidden states its actions are predicted from. They are put together on the host."""
+        index, vision, device = drawn.nonzero().flatten().tolist(), inputs.vision, inputs.sequences.device
+        known = ModelInputs(**map_tensors(vars(replace(inputs, vision=VisionTensors())), on_host))
+        halves = self._packed(known, index) if known.is_packed else self._padded(known, index)
         if len(vision) == len(drawn):
             vision = VisionTensors([*vision.samples, *({} for _ in index)])
-        ids = {name: _extended(getattr(inputs, name), index) for name in ("sample_ids", "group_ids")}
-        longer = replace(halves, action_mask=_extended(inputs.action_mask, index), vision=vision, **ids)
-        return longer, longer.action_indices()[len(drawn) :]
+        ids = {name: _extended(getattr(known, name), index) for name in ("sample_ids", "group_ids")}
+        longer = replace(halves, action_mask=_extended(known.action_mask, index), **ids)
+        further = longer.action_indices()[len(drawn) :][longer.action_mask[len(drawn) :]]
+        return replace(longer.to(device), vision=vision), to_device(further, device)
 
     def _padded(self, inputs: ModelInputs, index: list[int]) -> ModelInputs:
         prompt = inputs.sequences.shape[1] - inputs.action_mask.shape[1]

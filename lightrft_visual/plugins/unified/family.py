@@ -94,7 +94,8 @@ def _decoded(vqmodel: nn.Module, codes: T) -> T:
 class _DrawnEmbedding:
     """Hooks of the text embedding: ids from `first` on are looked up among the drawn tokens' embeddings.
 
-    The generation side runs in every forward, on no tokens where nothing is drawn, so that ranks stay in step.
+    The generation side runs in every forward, and on all tokens: to choose those that are drawn would make the host
+    wait for the device. Ranks stay in step by it.
     """
 
     def __init__(self, base: nn.Module, first: int):
@@ -106,7 +107,6 @@ class _DrawnEmbedding:
         return (torch.where(self.ids < self.first, self.ids, torch.zeros_like(self.ids)), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: T) -> T:
-        base, ids = self.base[0], self.ids
-        drawn, self.ids = ids >= self.first, None
-        made = base.generation_aligner(base.generation_embeddings(ids[drawn] - self.first))
-        return output.masked_scatter(drawn.unsqueeze(-1), made.to(output.dtype))
+        base, codes, self.ids = self.base[0], self.ids - self.first, None
+        made = base.generation_aligner(base.generation_embeddings(codes.clamp(min=0)))
+        return torch.where((codes >= 0).unsqueeze(-1), made.to(output.dtype), output)
