@@ -11,6 +11,7 @@ Settings are checked when a trainer is made; torch is loaded by `fit`.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
 import shutil
@@ -161,6 +162,8 @@ class _Trainer:
         with self.model_on_disk():
             trainer = run(self.config, [*self.callbacks, history])
         self._result = _result(trainer, history)
+        del trainer
+        gc.collect()  # models and engine refer to each other, and would keep the device's memory
         return self._result
 
     train = fit  # as TRL calls it

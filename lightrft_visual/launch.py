@@ -130,7 +130,8 @@ def _released_on_error(config: AnyConfig) -> Iterator[list[PolicyTrainer]]:
     if not _RUNNING.acquire(blocking=False):
         raise ConfigError("another run goes on in this process: wait for it, or start a process for each")
     held: list[PolicyTrainer] = []
-    gc.collect()  # an earlier run's models and engine, which `importing` would hide from the collector
+    gc.unfreeze()
+    gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
     try:
         yield held
     except BaseException as error:

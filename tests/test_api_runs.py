@@ -82,8 +82,9 @@ answers = sample(final, rows[:2], n=3, temperature=0.5)
 assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
 assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)
 
-fit("engine", ["exact"], table, engine_type="vllm", max_steps=1)
-gc.collect()
+kept = Counting()
+fit("engine", ["exact"], table, engine_type="vllm", max_steps=1, callbacks=[kept])
+assert kept.context.step() == 1 and kept.context.config.rollout.engine_type == "vllm"
 own = set(map(id, model.modules()))
 modules = [each for each in gc.get_objects() if isinstance(each, torch.nn.Module) and id(each) not in own]
 left = sorted({type(each).__name__ for each in modules if next(each.parameters(), None) is not None})

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
@@ -64,6 +66,11 @@ class HookContext:
     def config(self) -> Any:
         """The configuration of the run."""
         return self.parts.config
+
+    def close(self) -> None:
+        """Keep no more than the configuration and the number of steps: a user's hook may outlive its run, and would
+        hold the models and the engine."""
+        vars(self).update(parts=SimpleNamespace(config=self.config), step=partial(int, self.step()), state=None)
 
 
 @dataclass

@@ -124,12 +124,11 @@ class PolicyTrainer(ABC):
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)
-        self.hooks.setup(
-            HookContext(
-                parts, partial(getattr, self, "step"), self.settings.total_steps, self.state, self.recorder,
-                self.console, self.timer, self.report,
-            )
+        self._hook_context = HookContext(
+            parts, partial(getattr, self, "step"), self.settings.total_steps, self.state, self.recorder, self.console,
+            self.timer, self.report,
         )  # fmt: skip
+        self.hooks.setup(self._hook_context)
         watchdog.follow(self.timer)
 
     # -- what a kind of model adds -------------------------------------------------------------------------------
@@ -170,6 +169,7 @@ class PolicyTrainer(ABC):
     def close(self) -> None:
         """Release what hooks and DeepSpeed's engines hold; call it after `fit`, before the process group ends."""
         self.hooks.close()
+        self._hook_context.close()
         for engine in self.engines().values():
             engine.close()
 

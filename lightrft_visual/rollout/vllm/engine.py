@@ -82,6 +82,7 @@ class VLLMEngine(ResidentEngine):
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
         plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
         if self.enable_sleep and not on_cpu:
+            get_accelerator().empty_cache()  # of what an earlier engine left, too
             forget_allocators_error(get_accelerator().current_device())
         threads = torch.get_num_threads()
         try:

@@ -155,7 +155,8 @@ def test_an_engine_leaves_the_trainer_its_threads(built):
 
 def test_an_engine_is_built_where_an_earlier_ones_memory_was_freed_while_it_slept(built, monkeypatch):
     """As in csrc/cumem_allocator.cpp: an error stays, nothing is given, and a call that raises clears it."""
-    left = ["invalid argument"]
+    left, device = [], vllm_engine.get_accelerator()
+    device.empty_cache = lambda: left.append("invalid argument")  # where asleep memory of the earlier one is freed
 
     def create_and_map(handle):
         assert handle == (5, 0, 0, 0)
@@ -168,5 +169,5 @@ def test_an_engine_is_built_where_an_earlier_ones_memory_was_freed_while_it_slep
     cumem = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=object()), create_and_map=create_and_map)
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)
     assert built(loaded) == "llm"
-    cumem.CuMemAllocator.instance = None  # of a process's first engine there is none
+    cumem.CuMemAllocator.instance, device.empty_cache = None, lambda: None  # of a process's first engine there is none
     assert built(loaded) == "llm"
