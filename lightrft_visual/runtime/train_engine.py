@@ -248,6 +248,9 @@ class TrainEngine:
             self._load_of_ranks(Path(folder) / tag, saved_ranks)
         for group, values in zip(self._optimizer_groups(), set_here, strict=True):
             group.update(values)
+        for parameter, state in scheduler.optimizer.state.items():  # one on the host counts its steps there
+            if self._optimizer_groups()[0].get("fused"):
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
         if rates != scheduler.base_lrs:
             saved = scheduler.base_lrs[0]
             logger.warning("%s: the learning rate was %g; from here on it is %g", tag, saved, rates[0])

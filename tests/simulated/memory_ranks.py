@@ -50,6 +50,11 @@ def trained(stage: int, folder: str) -> dict[str, int]:
     engine.load(folder, f"stage_{stage}")
     seen["loading"] = get_accelerator().max_memory_allocated() - before
     seen["again"] = step()
+    optimizer = engine.engine.lr_scheduler.optimizer
+    for group in optimizer.param_groups:
+        group["fused"] = True  # as CUDA's; the one that saved was not
+    engine.load(folder, f"stage_{stage}")
+    seen["counted_on"] = {state["step"].device.type for state in optimizer.state.values()} == {strategy.device.type}
     return seen
 
 

@@ -25,6 +25,7 @@ def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
         assert seen["all_away"] <= SLACK
         assert abs(seen["next"] - seen["after"]) <= SLACK and abs(seen["again"] - seen["after"]) <= SLACK
         assert seen["loading"] <= seen["after"] + SLACK  # a saved state takes the place of the present one
+        assert seen["counted_on"]  # where one kernel of AdamW reads them
 
 
 def test_a_guest_is_on_the_device_for_its_visits_only(ranks):
