@@ -235,6 +235,11 @@ class Posted:
         """Of all tensors."""
         return sum(bucket.bytes for bucket in self.buckets)
 
+    @property
+    def near(self) -> bool:
+        """Whether processes of this host and user can map all of it."""
+        return all(bucket.file is not None and reachable(bucket.file) for bucket in self.buckets)
+
 
 class Checks:
     """What the processes of this host that map a memory file tell each other about its content, in its first bytes:

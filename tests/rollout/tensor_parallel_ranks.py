@@ -16,6 +16,7 @@ from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
+from lightrft_visual.rollout.weight_sync import WeightPost
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
@@ -38,9 +39,13 @@ def main(folder: str, out: str, own: bool) -> None:
     mine = mixed_prompts().select([[0, 1, 5], [2, 6]][rank])
     settings = SamplingSettings(n=2, max_new_tokens=6)
     figures, tokens = [rig.difference(mine, settings)], []
-    for _ in range(2):
+    for turn in range(2):
         rig.move()
-        rig.sync()
+        if own and turn:  # as a worker hands on what the trainer has posted
+            post = WeightPost()
+            engine.update_weights(iter(()), posted=post.post(rig.weights()))
+        else:
+            rig.sync()
         figures.append(rig.difference(mine, settings))
         tokens.append(rig.token_ids(mine, settings))
     # A rank without prompts takes part all the same.

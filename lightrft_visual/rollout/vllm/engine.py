@@ -29,7 +29,7 @@ from ...runtime.vendor_patches import (
 from ..engine import Finished
 from ..episodes import Admission
 from ..resident import ResidentEngine
-from ..weight_sync import WeightPost
+from ..weight_sync import Posted, WeightPost
 from .arguments import VLLMSettings, checked, engine_arguments, prepare_environment
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
@@ -217,9 +217,10 @@ class VLLMEngine(ResidentEngine):
             raise RolloutError("vLLM's log-probs are not those of the sampled tokens, one for each")
         return list(one.logprobs.logprobs)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], posted: Posted | None = None) -> None:
         """Load new weights in place (checkpoint names), then drop every cache that was computed with the old ones.
 
+        posted: where the same lie, for ranks that vLLM has started; without it they get a copy of their own.
         An engine that sleeps is woken, but for a KV cache that went with the old weights: `wake` or `generate` takes it
         back, when the caller has made room for it.
         """
@@ -227,10 +228,10 @@ class VLLMEngine(ResidentEngine):
             self.wake()
         kind = self.llm.llm_engine.model_config.hf_config.model_type
         if kind in TRANSPOSED:
-            named_tensors = ((name, as_published(kind, name, tensor)) for name, tensor in named_tensors)
+            named_tensors, posted = ((name, as_published(kind, name, each)) for name, each in named_tensors), None
         self.llm.apply_model(begin_reload_anew)
         if self.post is not None:
-            self.llm.collective_rpc(load_posted, args=(self.post.post(named_tensors),))
+            self.llm.collective_rpc(load_posted, args=(posted or self.post.post(named_tensors),))
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self.llm.apply_model(_repack)

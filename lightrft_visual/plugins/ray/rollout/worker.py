@@ -70,7 +70,9 @@ class Worker:
     def load(self, posted: Posted) -> int:
         """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing."""
         if posted.number != self.version:
-            self.engine.update_weights(iter(received(posted, self.fetch, self.files)))
+            found = iter(received(posted, self.fetch, self.files))
+            hands_on = getattr(self.engine, "post", None) is not None and posted.near
+            self.engine.update_weights(found, **({"posted": posted} if hands_on else {}))
             self.version = posted.number
         return self.version
 

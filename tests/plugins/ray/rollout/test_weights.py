@@ -1,12 +1,14 @@
 """Versions of weights from one process to another: the bytes, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from worker_processes import TestedWorker, equal, named
 
 from lightrft_visual.rollout import weight_sync as weights
+from lightrft_visual.rollout.vllm.engine import VLLMEngine
 from lightrft_visual.rollout.weight_sync import MappedFiles, WeightPost, WeightsRefused, received, take_over
 
 
@@ -65,6 +67,26 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_taken_over():
         worker.load(replace(second, buckets=(*second.buckets[:-1], damaged)))
     assert worker.version == 1 and equal(worker.held(), named(1.0))
     assert worker.load(second) == 2 and equal(worker.held(), named(2.0))
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_ranks_of_a_workers_engine_map_the_trainers_memory_where_they_can(near):
+    """A copy in the worker would double the host's memory: 64 GB for each worker of 32 billion weights."""
+    kept, given = [], []
+    post = WeightPost(store=None if near else lambda content: kept.append(content.copy()) or 0, shared=near)
+    worker = TestedWorker()
+    worker.fetch = kept.__getitem__
+    worker.engine = SimpleNamespace(post=object(), update_weights=lambda tensors, **where: given.append(where))
+    posted = post.post({"a": torch.ones(3)}.items())
+    assert worker.load(posted) == 1 and given == [{"posted": posted} if near else {}]
+
+    handed, engine = [], VLLMEngine.__new__(VLLMEngine)
+    engine.post, engine.reset_caches = SimpleNamespace(post=lambda tensors: "a copy"), lambda: None
+    told = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2")))
+    rpc = SimpleNamespace(collective_rpc=lambda call, args: handed.append(*args), apply_model=lambda call: None)
+    engine.llm = SimpleNamespace(llm_engine=told, **vars(rpc))
+    engine.update_weights(iter(()), **given[0])
+    assert handed == [posted if near else "a copy"]
 
 
 def test_a_byte_that_changes_on_the_way_is_noticed():
