@@ -32,6 +32,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # whose processed images are 
 TEXT_ONLY = ("qwen2", "qwen3", "llama", "mistral")
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 CONTEXT_MARGIN = 4  # SGLang ends a request a few tokens before the context is full
+MOST_OF_FREE = 0.9  # memory that weights and cache may take; SGLang computes in the rest
 
 
 def prepare_environment() -> None:
@@ -101,6 +102,12 @@ def _usual(dtype: str, on_cpu: bool) -> dict[str, Any]:
         usual["attention_backend"] = "triton"  # the others have no float32
     # Requests' seeds are read in this mode alone; without it a response depends on what else is in the batch.
     return usual | {"enable_deterministic_inference": True}
+
+
+def share_of_free(util: float, total: float, free: float) -> float:
+    """`engine_mem_util`, which is of all of the device's memory, as SGLang counts: of what is free when it starts. The
+    trainer has its part by then."""
+    return min(util * total / max(1.0, free), MOST_OF_FREE)
 
 
 def known_arguments() -> set[str]:

@@ -26,7 +26,7 @@ from ...rollout.engine import Finished
 from ...rollout.resident import ResidentEngine
 from ...runtime.start_up import importing
 from ...runtime.train_engine import TrainEngine
-from .arguments import context_length, prepare_environment, require_package, server_arguments
+from .arguments import context_length, prepare_environment, require_package, server_arguments, share_of_free
 from .mapping import buckets, completion, request, within_context
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's tags of memory that can be released
@@ -57,6 +57,10 @@ class SGLangEngine(ResidentEngine):
         on_cpu = accelerator.device_name() == "cpu"
         device = 0 if on_cpu else int(accelerator.current_device())
         arguments = server_arguments(config, checkpoint, device, on_cpu)
+        if not on_cpu:
+            accelerator.empty_cache()  # what PyTorch keeps would count as taken
+            memory = accelerator.total_memory(), accelerator.available_memory()
+            arguments["mem_fraction_static"] = share_of_free(config.rollout.engine_mem_util, *memory)
         with _process_as_it_was():
             with importing():
                 import sglang

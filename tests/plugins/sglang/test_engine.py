@@ -39,6 +39,8 @@ class Tokenizer:
 
 
 class Accelerator:
+    free = 60
+
     def __init__(self, name):
         self.name = name
 
@@ -53,6 +55,12 @@ class Accelerator:
 
     def current_device_name(self):
         return "cpu"
+
+    def total_memory(self):
+        return 80 * 2**30
+
+    def available_memory(self):
+        return self.free * 2**30
 
 
 def stop(ids, sampling):
@@ -100,6 +108,15 @@ def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
     assert signal.getsignal(signal.SIGTERM) is handler
     made.close()
     assert fake.order() == ["__init__", "flush_cache", "shutdown"]
+
+
+@pytest.mark.parametrize(("free", "util", "given"), [(60, 0.3, 0.4), (80, 0.5, 0.5), (40, 0.5, 0.9)])
+def test_the_engine_fills_a_share_of_the_device_and_not_of_what_the_trainer_leaves(
+    fake, monkeypatch, free, util, given
+):
+    monkeypatch.setattr(Accelerator, "free", free)
+    engine_with(engine_mem_util=util)
+    assert fake.named("Engine.__init__")[0]["kwargs"]["mem_fraction_static"] == pytest.approx(given)
 
 
 def test_ranks_that_are_seeded_alike_draw_other_ports_and_nccl_stays_as_it_is(fake, monkeypatch):
