@@ -91,17 +91,38 @@ def started() -> tuple[int, int]:
     return ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
 
 
-def plan_of(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> Plan | None:
+Planner = Callable[[AnyConfig], Plan] | None
+Planners = dict[str, Planner]  # of one run, by its gradient_checkpointing
+
+
+def plan_of(
+    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
+) -> Plan | None:
     """The plan of a run on a device; None where the shape of its model is not known, or its workers share the host.
-    online: the hub may be asked."""
-    planned = planner_of(config, device, ranks, local, online)
+
+    Args:
+        config: of the run.
+        device: of each rank.
+        ranks: of the run.
+        local: those of a host.
+        online: the hub may be asked.
+        made: planners of this run, to be used again: a large model takes seconds to be put on meta tensors.
+    """
+    planned = planner_of(config, device, ranks, local, online, made)
     return None if planned is None else planned(config)
 
 
 def planner_of(
-    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False
-) -> Callable[[AnyConfig], Plan] | None:
+    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
+) -> Planner:
     """What plans this run and others of the same model, which is put on meta tensors once; None as `plan_of`."""
+    made, how = {} if made is None else made, config.model.gradient_checkpointing
+    if how not in made:
+        made[how] = _planner(deepcopy(config), device, ranks, local, online)
+    return made[how]
+
+
+def _planner(config: AnyConfig, device: Device, ranks: int, local: int, online: bool) -> Planner:
     if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
         return None
     if isinstance(config, DiffusionRunConfig):
@@ -129,7 +150,9 @@ CHECKPOINTING = (NONE, ATTENTION, FULL)  # by how much runs again; what runs lea
 FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
 
 
-def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> dict[Size, int]:
+def chosen_sizes(
+    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
+) -> dict[Size, int]:
     """The largest micro-batch sizes, of rollouts first, whose plan fills at most `FILLED` of the device, by setting.
 
     The least is what is given, and 1 for a size at its default, whoever gave it. Sizes are that times a power of two,
@@ -137,7 +160,7 @@ def chosen_sizes(config: AnyConfig, device: Device, ranks: int, local: int, onli
     engine's share, does not count.
     """
     trial = deepcopy(config)
-    planned = planner_of(config, device, ranks, local, online)
+    planned = planner_of(config, device, ranks, local, online, made)
     if planned is None:
         return {}
     limits = _limits(config, ranks)
@@ -189,19 +212,21 @@ def _fits(plan: Plan, least: Plan) -> bool:
     )
 
 
-def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False) -> str:
+def chosen_checkpointing(
+    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
+) -> str:
     """For gradient_checkpointing auto the first of none, attention and full whose plan fills at most `FILLED` of the
     device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned.
 
     Where the plan chooses sizes too, and they would stay small, it is the next one, if the whole step of a rank fits
     with it and is quicker by the plan.
     """
-    trial = deepcopy(config)
+    trial, made = deepcopy(config), {} if made is None else made
 
     def planned(how: str) -> Plan | None:
         trial.model.gradient_checkpointing = how
         with suppress(ConfigError):  # of a model that cannot be checkpointed so
-            return plan_of(trial, device, ranks, local, online)
+            return plan_of(trial, device, ranks, local, online, made)
         return None
 
     least = planned(FULL)
@@ -212,7 +237,7 @@ def chosen_checkpointing(config: AnyConfig, device: Device, ranks: int, local: i
     if len(fitting) == 1 or not config.plan.sizes_micro_batches(device.on_cpu):
         return fitting[0]
     trial.model.gradient_checkpointing = fitting[0]
-    sizes, whole = chosen_sizes(trial, device, ranks, local, online), _limits(config, ranks)
+    sizes, whole = chosen_sizes(trial, device, ranks, local, online, made), _limits(config, ranks)
     if sizes == whole:
         return fitting[0]
     _set(trial, whole)
@@ -244,11 +269,12 @@ def _choose(
     ranks: int,
     local: int,
     online: bool = False,
+    made: Planners | None = None,
     most: Callable[[list[int]], list[int]] = lambda values: values,
 ) -> Iterator[str]:
-    """Put what is left to the plan into the configuration; each choice in a line. most: of the ranks' numbers, as the
-    one with the least room decides."""
-    run = (config, device, ranks, local, online)
+    """Put what is left to the plan into the configuration; each choice in a line. made: as in `plan_of`. most: of the
+    ranks' numbers, as the one with the least room decides."""
+    run = (config, device, ranks, local, online, {} if made is None else made)
     if config.model.gradient_checkpointing == AUTO and not device.on_cpu:
         own = CHECKPOINTING.index(_chosen(chosen_checkpointing, FULL, *run))
         config.model.gradient_checkpointing = CHECKPOINTING[most([own])[0]]
@@ -283,9 +309,10 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
     The checkpointing and the micro-batch sizes that the run would choose are put into `config`.
     """
     device, ranks, local = named_device(config.plan)
+    made: Planners = {}
     try:
-        chosen = list(_choose(config, device, ranks, local))
-        plan = plan_of(config, device, ranks, local)
+        chosen = list(_choose(config, device, ranks, local, made=made))
+        plan = plan_of(config, device, ranks, local, made=made)
     except ConfigError:
         raise
     except Exception as error:  # of a model that is built otherwise than those planned so far

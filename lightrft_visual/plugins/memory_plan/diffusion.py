@@ -46,6 +46,8 @@ class Computed:
         self.media_bytes = 3 * s.height * s.width * s.num_frames * FP32
         self.width = 2 if config.model.bf16 else FP32
         self.tables_made = False
+        parts = self.family.pipeline.components.items()
+        self.part_bytes = {name: weights_bytes(part) for name, part in parts if isinstance(part, nn.Module)}
         self.denoised, self.decoded = cache(self._denoise), cache(self._decode)
         if config.model.gradient_checkpointing in RECOMPUTES:  # what it keeps on the host is counted, not moved
             policy.enable_gradient_checkpointing(how=config.model.gradient_checkpointing)
@@ -142,8 +144,15 @@ class Computed:
 
     def _decoded(self, count: int, frames: int | None, backward: bool) -> Held:
         shape = self.latent_shape if frames is None else (self.latent_shape[0], frames, *self.latent_shape[2:])
-        latents = torch.zeros(count, *shape, device="meta", requires_grad=backward)
-        return held_bytes(self.family.pipeline.vae, lambda: self.family.decode(latents), backward=backward)
+        vae = self.family.pipeline.vae
+
+        def held() -> Held:
+            latents = torch.zeros(count, *shape, device="meta", requires_grad=backward)
+            return held_bytes(vae, lambda: self.family.decode(latents), backward=backward)
+
+        if self.config.plugins:  # code of the user's own
+            return held()
+        return remembered(f"{type(self.family)} {dict(vae.config)} {vae.dtype} {count} {shape} {backward}", held)
 
 
 class DiffusionPlanner:
@@ -186,8 +195,7 @@ class DiffusionPlanner:
     # -- what stands there all the time --------------------------------------------------------------------------
 
     def _parts(self, *names: str) -> int:
-        components = self.policy.family.pipeline.components
-        return sum(weights_bytes(components.get(name)) for name in names if isinstance(components.get(name), nn.Module))
+        return sum(self.computed.part_bytes.get(name, 0) for name in names)
 
     def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None) -> list[Item]:
         """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host.
