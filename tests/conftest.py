@@ -35,7 +35,8 @@ SLOW = (
     "runtime/test_zero3_loading.py", "runtime/test_port.py",
     "models/diffusion/test_compile.py", "models/diffusion/test_context_parallel.py",
     "models/diffusion/test_families.py", "models/vlm/test_sequence.py",
-    "models/vlm/test_proven.py", "plugins/memory_plan/test_plans.py", "trainer/features/test_compiled_blocks.py",
+    "models/vlm/test_proven.py", "plugins/memory_plan/test_plans.py", "plugins/memory_plan/test_checkpointing.py",
+    "plugins/memory_plan/test_sizes.py", "trainer/features/test_compiled_blocks.py",
     "plugins/embedded/test_shape_judge.py", "plugins/embedded/test_warmup_drawing.py",
     "plugins/unified/test_tiny_janus.py", "observe/report/test_browser.py", "scripts/", "examples/",
 )  # fmt: skip
@@ -43,7 +44,8 @@ SLOW = (
 LONGEST = (
     "distributed/test_bad_rows.py", "distributed/test_diffusion_runs.py", "simulated/test_runs.py",
     "faults/test_lost_ranks.py", "plugins/ray/rollout/test_split_runs.py", "distributed/test_two_experts.py",
-    "faults/test_kill_points.py", "models/vlm/test_sequence.py",
+    "faults/test_kill_points.py", "models/vlm/test_sequence.py", "scripts/test_gpu_kit_commands.py",
+    "rollout/vllm/test_families.py", "plugins/ray/test_reward_pool.py",
 )  # fmt: skip
 # The other files of `distributed` read the runs of its conftest, which are started once.
 OWN_RUNS = ("test_batch_statistics.py", "test_diffusion_runs.py", "test_two_experts.py")
