@@ -7,14 +7,16 @@ fails ends the launch, with its traceback.
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from distributed import run_many
 
 
-def read_every_loss() -> None:
-    """As if the loop over micro-batches read each loss."""
+def reads_every_loss() -> AbstractContextManager:
+    """Inside, it is as if the loop over micro-batches read each loss."""
     from lightrft_visual.trainer.vl import updates
 
     record = updates._record
@@ -23,7 +25,7 @@ def read_every_loss() -> None:
         losses.loss.item()
         record(metrics, losses, *rest)
 
-    updates._record = reading
+    return patch.object(updates, "_record", reading)
 
 
 def fit(trainer, folder: Path) -> None:
@@ -34,10 +36,9 @@ def fit(trainer, folder: Path) -> None:
         return trainer.fit()
     from simulated.sync_counter import SyncCounter
 
-    if folder.name == "counted_waiting":
-        read_every_loss()
     counter = SyncCounter()
-    counter.run(trainer)
+    with reads_every_loss() if folder.name == "counted_waiting" else nullcontext():
+        counter.run(trainer)
     counter.write(folder / f"waits_{collectives.rank()}.json")
 
 
