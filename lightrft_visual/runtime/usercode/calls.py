@@ -25,7 +25,7 @@ from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...given import given, is_given
 from ..masking import CONTROLS, mask_text
 from ..start_up import say_last
-from .surroundings import OURS, is_users, put_back
+from .surroundings import OURS, is_users, put_back, say_once
 
 log = logging.getLogger(__name__)
 
@@ -411,7 +411,8 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         over.append(True)  # from here on the handler must not raise
         with ending:
             done.set()
-        signal.signal(signal.SIGTERM, before)
+        if signal.signal(signal.SIGTERM, before) != on_signal:
+            say_once(f"{what} changes the handler of SIGTERM")
 
 
 MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them

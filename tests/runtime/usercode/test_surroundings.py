@@ -45,6 +45,15 @@ CHANGES = {
 }
 
 
+def test_a_handler_of_the_runs_own_is_put_back_and_said(caplog):
+    before = signal.signal(signal.SIGTERM, own := lambda *_: None)
+    try:
+        call(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "score", {})
+        assert signal.getsignal(signal.SIGTERM) == own and "changes the handler of SIGTERM" in caplog.text
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("told", CHANGES)
 @pytest.mark.parametrize("raises", [False, True])
 def test_what_a_function_changed_is_put_back_and_said_once(told, raises, caplog, monkeypatch):
