@@ -4,7 +4,7 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -229,11 +229,15 @@ class VLLMEngine(ResidentEngine):
         kind = self.llm.llm_engine.model_config.hf_config.model_type
         if kind in TRANSPOSED:
             named_tensors, posted = ((name, as_published(kind, name, each)) for name, each in named_tensors), None
-        self.llm.apply_model(begin_reload_anew)
-        if self.post is not None:
-            self.llm.collective_rpc(load_posted, args=(posted or self.post.post(named_tensors),))
-        else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        try:
+            if self.post is not None:
+                self.llm.collective_rpc(load_posted, args=(posted or self.post.post(named_tensors),))
+            else:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        except Exception:
+            with suppress(Exception):  # of an engine that is gone, of which nothing is used again
+                self.llm.apply_model(begin_reload_anew)
+            raise
         self.llm.apply_model(_repack)
         self.lacks_weights = False
         self.reset_caches()
