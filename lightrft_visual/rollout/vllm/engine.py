@@ -4,7 +4,7 @@ TRL's colocated mode. Tested with vLLM 0.26 to 0.32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -234,9 +234,11 @@ class VLLMEngine(ResidentEngine):
                 self.llm.collective_rpc(load_posted, args=(posted or self.post.post(named_tensors),))
             else:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-        except Exception:
-            with suppress(Exception):  # of an engine that is gone, of which nothing is used again
+        except Exception as error:
+            try:
                 self.llm.apply_model(begin_reload_anew)
+            except Exception as other:
+                error.add_note(f"what vLLM had begun to fill stays so: {other}")
             raise
         self.llm.apply_model(_repack)
         self.lacks_weights = False

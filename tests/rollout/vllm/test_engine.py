@@ -245,6 +245,20 @@ def test_a_failure_of_vllm_is_said_and_the_engine_is_not_used_again(few, monkeyp
         few.token_ids(text_prompts(), PLAIN)
 
 
+def test_the_first_failure_of_a_version_is_told_with_that_of_what_it_leaves(few, monkeypatch):
+    def fails(text):
+        def call(*args, **kwargs):
+            raise RuntimeError(text)
+
+        return call
+
+    monkeypatch.setattr(few.engine.llm, "collective_rpc", fails("a rank is gone"))
+    monkeypatch.setattr(few.engine.llm, "apply_model", fails("no engine"))
+    with pytest.raises(RuntimeError, match="a rank is gone") as caught:
+        few.engine.update_weights(iter(()))
+    assert caught.value.__notes__ == ["what vLLM had begun to fill stays so: no engine"]
+
+
 # --- what cannot be built ------------------------------------------------------------------------------------------
 
 
