@@ -142,9 +142,8 @@ def built(engine, monkeypatch):
     return build
 
 
-def test_an_engine_leaves_the_trainer_its_threads(built, monkeypatch):
+def test_an_engine_leaves_the_trainer_its_threads(built):
     """vLLM 0.32 keeps one of its worker's process on CUDA, which is the trainer's."""
-    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # vLLM's workers replace it for good
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -67,12 +67,11 @@ def test_it_is_prepared_beside_the_step_and_leaves_parallel_operations_to_it(pat
     ahead = prompts_of(path, features)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    own = torch.get_num_threads()  # 1 where a library of the process holds it there
     try:
         for number in range(3):
             ahead.prepare_next()
             ahead.next(number)
-        assert torch.get_num_threads() == own
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
     assert set(features.parallel) == {1} and all(name.startswith("prompts") for name in features.threads)
