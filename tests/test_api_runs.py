@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked import run_alone
+
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,11 +96,10 @@ print("all well")
 
 
 def test_program_trains_is_told_of_errors_and_goes_on(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all well", done.stdout + done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    own = {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    assert run_alone(program, tmp_path, limit=600, **own).splitlines()[-1] == "all well"
 
 
 def test_a_command_says_at_most_12_lines_before_its_first_step_and_a_summary_at_last(tmp_path):

@@ -25,20 +25,16 @@ def test_follows():
 
 
 @pytest.mark.slow
-def test_the_other_tests_run_after_a_worker_died(tmp_path):
+def test_the_other_tests_run_after_a_worker_died_and_the_fast_loop_leaves_out_folders_of_whole_runs(tmp_path):
     for name in ("conftest.py", "blocked.py"):
         shutil.copy(Path(__file__).parent / name, tmp_path)
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text("def test_one():\n    pass\n\ndef test_two():\n    pass\n")
     (tmp_path / "test_l.py").write_text(DIES_ONCE)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "."]
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "test_f.py").write_text("def test_of_a_whole_run():\n    raise AssertionError\n")
+    command = [sys.executable, *"-m pytest -q -p no:cacheprovider -n 2 --dist loadfile -m".split(), "not slow", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1 and "1 failed, 12 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_fast_loop_leaves_out_folders_of_whole_runs():
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", "tests/faults"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1])
-    assert told.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, told.stdout

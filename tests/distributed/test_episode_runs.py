@@ -10,26 +10,27 @@ from whole_runs import rollouts, rows, run_plan, weights
 pytestmark = pytest.mark.slow
 TALKING = Path(__file__).with_name("talking.py")
 MIXED = ["--engine_type", "hf", "--environment", f"{TALKING}:Mixed", "--max_turns", "5"]
-_RUN = [*small("--save_steps 2"), *MIXED]
+_RUN = [*small("--save_steps 1 --max_steps 2"), *MIXED]
+PPO = ["--advantage_estimator", "gae", "--turn_gamma", "0.9"]
 ONE = {
     "plain": [*small("--max_steps 2"), "--engine_type", "hf"],
     "once": [
         *small("--max_steps 2"), "--engine_type", "hf", "--environment", f"{TALKING}:Once", "--reward.components",
         "{exact: 1.0}",
     ],
-    "mixed": [*_RUN, "--max_steps", "4"],
-    "mixed_resumed": ["copy:mixed@2", *_RUN, "--max_steps", "4", "--resume_from", "auto"],
-    "ppo": [*_RUN, "--max_steps", "2", "--advantage_estimator", "gae", "--turn_gamma", "0.9"],
-    "ppo_packed": [
-        *_RUN, "--max_steps", "2", "--advantage_estimator", "gae", "--turn_gamma", "0.9", "--packing_samples", "true",
+    "mixed": _RUN,
+    "mixed_resumed": ["copy:mixed@1", *_RUN, "--resume_from", "auto"],
+    "ppo": [*_RUN, *PPO, "--share_prefix", "false"],
+    "ppo_packed": [*_RUN, *PPO, "--packing_samples", "true"],
+    "lora": [
+        *_RUN, "--lora_rank", "4", "--papo_coef", "0.1", "--high_entropy_token_ratio", "0.5", "--policy_loss", "gspo",
+        "--advantage_estimator", "rloo",
     ],
-    "rloo": [*_RUN, "--max_steps", "2", "--advantage_estimator", "rloo"],
-    "gspo": [*_RUN, "--max_steps", "2", "--policy_loss", "gspo", "--share_prefix", "false"],
-    "gspo_shared": [*_RUN, "--max_steps", "2", "--policy_loss", "gspo"],
-    "lora": [*_RUN, "--max_steps", "2", "--lora_rank", "4", "--papo_coef", "0.1", "--high_entropy_token_ratio", "0.5"],
 }  # fmt: skip
-TWO = {f"stage_{stage}": [*_RUN, "--max_steps", "2", "--zero_stage", str(stage)] for stage in (2, 3)}
-TWO["tensor_parallel"] = [*_RUN, "--engine_type", "vllm", "--engine_tp_size", "2", "--max_steps", "2"]
+TWO = {
+    "stage_3": [*_RUN, "--zero_stage", "3"],
+    "tensor_parallel": [*_RUN, "--engine_type", "vllm", "--engine_tp_size", "2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,8 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(one):
     assert rollouts(one / "mixed") == rollouts(one / "mixed_resumed")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_with_other_numbers_of_turns_train_like_one(one, two, stage):
-    ours, theirs = rows(one / "mixed")[:2], rows(two / f"stage_{stage}")
+def test_two_ranks_with_other_numbers_of_turns_train_like_one(one, two):
+    ours, theirs = rows(one / "mixed"), rows(two / "stage_3")
     assert all(1 < row["turns"] < 4 for row in ours)
     assert largest_difference(ours, theirs, (*NAMES, "turns", "observation_tokens_share")) < 1e-5
 
@@ -75,13 +75,12 @@ NAMES = ("loss", "reward_mean", "grad_norm", "kl", "response_length", "tokens", 
 
 
 def test_what_is_trained_does_not_depend_on_packing_or_shared_prompts(one):
-    for name, other in (("ppo", "ppo_packed"), ("gspo", "gspo_shared")):
-        ours, theirs = rows(one / name), rows(one / other)
-        assert largest_difference(ours[:1], theirs[:1], ("loss", "grad_norm", "entropy")) < 1e-5
-        assert largest_difference(ours, theirs, ("loss", "grad_norm")) < 1e-4
+    ours, theirs = rows(one / "ppo"), rows(one / "ppo_packed")
+    assert largest_difference(ours[:1], theirs[:1], ("loss", "grad_norm", "entropy")) < 1e-5
+    assert largest_difference(ours, theirs, ("loss", "grad_norm")) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["ppo", "rloo", "gspo", "lora"])
+@pytest.mark.parametrize("name", ["ppo", "lora"])
 def test_every_kind_of_run_trains(one, name):
     found = rows(one / name)
     assert len(found) == 2 and all(row["grad_norm"] > 0 for row in found)

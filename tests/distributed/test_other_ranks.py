@@ -14,14 +14,10 @@ DRAWS = (
     "--max_eval_samples 0 --report false --num_trajectories_to_save 8 --learning_rate 1e-3 --eval_steps -1"
 )
 SEES = {
-    "sees_lora_1": "--zero_stage 1 --lora_rank 4 --actor_learning_rate 1e-3",
     "sees_full_2": "--zero_stage 2 --vision_learning_rate 1e-5 --enable_ema true",
-    "sees_full_3": "--zero_stage 3 --enable_ema true --eval_ema false",
+    "sees_lora_3": "--zero_stage 3 --lora_rank 4 --actor_learning_rate 1e-3",
 }
-DRAWN = {
-    "draws_full_2": "--zero_stage 2 --lora_rank 0 --beta 0.1",
-    "draws_lora_3": "--zero_stage 3 --lora_rank 4 --enable_ema true --ema_interval 1",
-}
+DRAWN = {"draws_full_3": "--zero_stage 3 --lora_rank 0 --beta 0.1 --enable_ema true --ema_interval 1"}
 NAMES = ("loss", "grad_norm", "reward_mean", "reward_std", "learning_rate")
 
 
@@ -29,7 +25,7 @@ NAMES = ("loss", "grad_norm", "reward_mean", "reward_std", "learning_rate")
 def folder(tmp_path_factory, cache_root) -> Path:
     own = tmp_path_factory.mktemp("other_ranks")
     pipeline = given_flags(own)
-    runs = {name: given(f"{flags} --rollout_batch_size 8") for name, flags in SEES.items()}
+    runs = {name: given(f"{flags} --rollout_batch_size 4 --train_batch_size 16") for name, flags in SEES.items()}
     runs |= {name: ["diffusion", *DRAWS.split(), *flags.split(), *pipeline] for name, flags in DRAWN.items()}
     last = ""
     for ranks, steps in ((1, 1), (2, 2), (1, 3)):
