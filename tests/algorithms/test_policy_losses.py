@@ -21,6 +21,12 @@ from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
 
 ONE = LossDenominators(tokens=1, sequences=1, max_tokens=1)
+# Every loss and every aggregation: neither knows of the other.
+LOSSES = pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, "seq-mean-token-mean") for name in registry.policy_losses.names()]
+    + [("ppo", mode) for mode in registry.aggregations.names() if mode != "seq-mean-token-mean"],
+)
 
 
 def one_token(ratio, advantage):
@@ -60,8 +66,7 @@ def random_inputs(rows=8, length=6, seed=0, scale=0.3):
     )
 
 
-@pytest.mark.parametrize("mode", registry.aggregations.names())
-@pytest.mark.parametrize("name", registry.policy_losses.names())
+@LOSSES
 def test_tokens_of_observations_between_others_change_nothing_whatever_they_hold(name, mode):
     """The loss of samples with holes is that of the same samples without the columns of the holes."""
     terms = {"entropy_coef": 0.1, "papo_coef": 0.1, "use_kl_loss": True, "init_kl_coef": 0.1, "tis_mode": "token"}
@@ -252,8 +257,7 @@ class TestAggregation:
             assert aggregate(self.values, mask, mode, denominators).item() == 0
 
 
-@pytest.mark.parametrize("mode", registry.aggregations.names())
-@pytest.mark.parametrize("name", registry.policy_losses.names())
+@LOSSES
 def test_micro_batches_do_not_change_loss_metrics_or_gradients(name, mode):
     inputs = random_inputs()
     config = AlgorithmConfig(

@@ -25,7 +25,7 @@ from lightrft_visual.experience.items import (
 from lightrft_visual.experience.types import Experience, ExperienceVL
 
 FORMS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def assert_round_trip(items: list, packed: bool) -> None:

@@ -90,7 +90,3 @@ def test_a_whole_run(name, tmp_path, processes, cache_root):
     outcome = faults.run(name, FAULTS[name], tmp_path / name, processes)
     assert not outcome.problems, outcome.output[-3000:]
     assert ("loading the models" in outcome.output) == (name != "always_raises")
-
-
-def test_calls_behind_a_limit_score_their_own_samples_or_none(tmp_path):
-    assert not faults.call_often("forks_often", tmp_path, 20.0)

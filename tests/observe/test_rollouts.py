@@ -101,12 +101,6 @@ def test_random_picks_keep_their_order_and_depend_on_the_seed():
     assert picks[1] == sorted(picks[1]) and picks[1] != picks[2]
 
 
-@pytest.mark.parametrize("count", [1, 4, 100])
-def test_gathering_in_one_process_selects(count):
-    records = [{"reward": float(index), "sample_id": index} for index in range(10)]
-    assert len(gather_records(records, count, run_seed=1, step=2)) == min(count, 10)
-
-
 @pytest.mark.parametrize("shape", [(3, 56, 56), (3, 4, 32, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_rank_sends_the_bytes_of_its_own_selection_and_no_more(monkeypatch, shape, dtype):

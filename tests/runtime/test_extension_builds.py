@@ -1,31 +1,31 @@
 """Extensions are built by one process at a time, and a lock of torch's builder counts as long as its owner lives."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from forked import server
 from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+from waiting import polls
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.runtime import extension_builds
 from lightrft_visual.runtime.extension_builds import building, environment_name, is_held, own_folder, remove_stale_locks
 
 HOLDER = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(60)"
-# Compiles as torch's builder does: its lock file is there for as long as the compiler runs.
-BUILDER = """
-import time
-from torch.utils.file_baton import FileBaton
-from lightrft_visual.runtime.extension_builds import building
-with building() as folder:
-    (folder / "nothing").mkdir()
-    assert FileBaton(folder / "nothing" / "lock").try_acquire()
-    print("builds", flush=True)
-    time.sleep(600)
-"""
+
+
+def build_for_ever(folder: str) -> None:
+    """Compiles as torch's builder does: its lock file is there for as long as the compiler runs."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    with building() as own:
+        (own / "nothing").mkdir()
+        assert FileBaton(own / "nothing" / "lock").try_acquire()
+        time.sleep(600)
 
 
 @pytest.fixture
@@ -79,15 +79,13 @@ def test_a_young_lock_may_be_another_hosts(lock, monkeypatch):
 
 def test_a_build_after_a_killed_one_does_not_wait(folder, monkeypatch):
     """The killed process held our lock and torch's."""
-    builder = subprocess.Popen([sys.executable, "-c", BUILDER], stdout=subprocess.PIPE, text=True)
+    builder = server().Process(target=build_for_ever, args=(str(folder),))
+    builder.start()
     try:
-        while (line := builder.stdout.readline()) != "builds\n":  # DeepSpeed may have its say first
-            assert line
+        assert any((folder / "nothing" / "lock").exists() for _ in polls(120))
     finally:
-        builder.send_signal(signal.SIGKILL)
-        builder.wait()
-        builder.stdout.close()
-    assert (folder / "nothing" / "lock").exists()
+        builder.kill()
+        builder.join()
 
     def built(**arguments):
         raise RuntimeError("the compiler runs")

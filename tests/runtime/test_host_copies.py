@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightrft_visual.experience.vision import VisionTensors, pixels_on_host
 from lightrft_visual.models.vlm.vision_cache import first_occurrences
 from lightrft_visual.runtime import host_copies, offload
-from lightrft_visual.runtime.host_copies import HostCopies, known_on_host, on_host, to_device
+from lightrft_visual.runtime.host_copies import known_on_host, on_host, to_device
 
 
 def test_a_moved_tensor_is_read_on_the_host_without_its_device():
@@ -50,12 +50,6 @@ def test_pixels_go_to_the_device_by_page_locked_memory(monkeypatch, size, by_pin
     monkeypatch.setattr(host_copies, "pinned", lambda tensor: asked.append(tensor) or tensor)
     assert on_host(to_device(pixels, "meta")) is pixels and to_device(pixels, "cpu") is pixels
     assert [each is pixels for each in asked] == [True] * by_pinned
-
-
-def test_host_copies_of_the_host_are_itself():
-    copies, tensor = HostCopies(), torch.rand(3)
-    assert copies.of(tensor) is tensor
-    copies.wait()
 
 
 def test_equal_media_of_a_joined_batch_are_found_without_its_device():

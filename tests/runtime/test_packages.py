@@ -4,10 +4,8 @@ import importlib
 import sys
 
 import pytest
-from PIL import Image
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.observe.images import write_mp4
 from lightrft_visual.runtime.packages import OPTIONAL, needed, wrong_torchvision
 
 
@@ -20,12 +18,6 @@ def test_missing_package_is_named_with_what_it_is_for_and_how_to_get_it(name, mo
     assert purpose in str(caught.value) and str(caught.value).endswith(
         f"the package {name}, which is not installed: {how}"
     )
-
-
-def test_video_without_imageio_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "imageio", None)
-    with pytest.raises(ConfigError, match=r"pip install 'imageio\[ffmpeg\]'"):
-        write_mp4(tmp_path / "video.mp4", [Image.new("RGB", (4, 4))])
 
 
 def test_server_without_fastapi_says_how_to_get_it(monkeypatch):

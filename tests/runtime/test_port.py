@@ -2,27 +2,18 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from forked import run_work, together
+from waiting import polls
 
-JOIN = """
-import sys, torch, torch.distributed as dist
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
-try:
-    DeepspeedStrategy(DistributedConfig(collective_timeout=60)).setup_distributed()
-except ConfigError as error:
-    sys.exit(f"refused: {error}")
-found = torch.ones(1)
-dist.all_reduce(found)
-group = dist.new_group([0])
-print("joined", dist.get_world_size(), found.item(), flush=True)
-input()
-"""
 
 
 @pytest.fixture
@@ -31,24 +22,33 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def start(port: int, ranks: int) -> subprocess.Popen:
-    """Rank 0, as `deepspeed` starts it."""
+def join(folder: str, runs: int) -> str:
+    """What the first rank finds, or is told; it stays until as many runs have joined."""
+    try:
+        DeepspeedStrategy(DistributedConfig(collective_timeout=60)).setup_distributed()
+    except ConfigError as error:
+        return str(error)
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    dist.new_group([0])
+    Path(folder, f"{os.getpid()}.joined").touch()
+    assert any(len(list(Path(folder).glob("*.joined"))) == runs for _ in polls(120))
+    return f"joined {dist.get_world_size()} {found.item()}"
+
+
+def first_ranks(port: int, ranks: int, runs: int, folder: Path) -> list[str]:
+    """What rank 0 of each run says, which all begin at this port."""
     known = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = os.environ | known | {"MASTER_PORT": str(port)}
-    return subprocess.Popen([sys.executable, "-c", JOIN], env=environment, text=True, **pipes)
+    results = [str(folder / str(run)) for run in range(runs)]
+    together(run_work, [(join, (str(folder), runs), result, environment) for result in results], 260)
+    return [torch.load(result) for result in results]
 
 
-def test_two_runs_of_one_rank_start_at_the_same_taken_port(taken):
-    runs = [start(taken, 1) for _ in range(2)]
-    for each in runs:
-        lines = iter(each.stdout.readline, "")
-        assert next((line for line in lines if line.startswith("joined")), None) == "joined 1 1.0\n", each.stderr.read()
-    for each in runs:
-        each.communicate("\n", timeout=60)
-        assert each.returncode == 0
+def test_two_runs_of_one_rank_start_at_the_same_taken_port(taken, tmp_path):
+    assert first_ranks(taken, 1, 2, tmp_path) == ["joined 1 1.0"] * 2
 
 
-def test_several_ranks_at_a_taken_port_are_told_which_and_what_to_do(taken):
-    told = start(taken, 2).communicate(timeout=500)[1]  # a first start compiles before
-    assert f"refused: port {taken} of this host" in told and "deepspeed --master_port PORT" in told, told[-2000:]
+def test_several_ranks_at_a_taken_port_are_told_which_and_what_to_do(taken, tmp_path):
+    (told,) = first_ranks(taken, 2, 1, tmp_path)
+    assert told.startswith(f"port {taken} of this host") and "deepspeed --master_port PORT" in told

@@ -107,7 +107,7 @@ class SlowToSay(Watchdog):
     """Its process stands still for a while before each word to the others."""
 
     def say(self, kind: str, text: str = "") -> None:
-        time.sleep(5 * POLL)
+        time.sleep(3 * POLL)
         super().say(kind, text)
 
 

@@ -1,6 +1,7 @@
 """The kit for the first visit to a GPU: its shapes are the published ones, a part that fails is told, not lost."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from waiting import finished, polls
+from forked import run_on_ranks
+from waiting import polls
 
 from lightrft_visual.errors import ConfigError
 
@@ -112,12 +114,14 @@ def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     assert dict(parts._work(run)) == {"share of the train phase in which the card worked": "no card"}
 
 
-def test_two_ranks_measure_what_they_tell_each_other(tmp_path):
-    command = [sys.executable, str(KIT / "check.py"), "--ranks", "2", "--size", "tiny", "--only", "bandwidth"]
-    told = finished([*command, "--out", str(tmp_path)], limit=300)
-    assert told.returncode == 0, told.stdout + told.stderr
-    rows = json.loads((tmp_path / "bandwidth.json").read_text())["rows"]
-    assert len(rows) == 2 and all(float(value.removesuffix(" GB/s")) > 0 for _, value in rows)
+def test_two_ranks_measure_what_they_tell_each_other(tmp_path, monkeypatch):
+    def on_two_ranks(command: list[str], cwd: Path) -> SimpleNamespace:
+        run_on_ranks(KIT / "node.py", command[command.index("--rank") :], dict(os.environ), ranks=2, limit=260)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(node.subprocess, "run", on_two_ranks)
+    values = [value for _, value in node.bandwidth(tmp_path, "tiny")]
+    assert len(values) == 2 and all(float(value.removesuffix(" GB/s")) > 0 for value in values)
 
 
 def test_a_parts_run_of_several_ranks_is_started_on_this_host_or_by_a_list_of_hosts(monkeypatch):
@@ -141,21 +145,6 @@ def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch
     assert row == ("skipped", "engine_type sglang needs the package sglang: pip install it")
 
 
-def test_the_runs_of_a_part_that_is_cut_off_end_too(tmp_path, monkeypatch):
-    """They would keep the card's memory from the next part."""
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    alive = tmp_path / "alive"
-    run = f"import pathlib, time\nwhile True:\n    pathlib.Path({str(alive)!r}).touch()\n    time.sleep(0.05)"
-    (tmp_path / "parts.py").write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {run!r}])\n")
-    assert "cut off after 1 s" in check.run_part("slow", tmp_path, "real", 1)["error"]
-    for _ in polls(30, 0.3):  # on a busy machine it may be dying still
-        alive.unlink(missing_ok=True)
-        time.sleep(0.3)
-        if not alive.exists():
-            return
-    raise AssertionError("the run goes on")
-
-
 def test_a_part_that_was_tried_on_tiny_shapes_is_still_to_be_done_on_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "HERE", tmp_path)
     (tmp_path / "parts.py").write_text("")
@@ -164,17 +153,42 @@ def test_a_part_that_was_tried_on_tiny_shapes_is_still_to_be_done_on_a_card(tmp_
     assert not check.done_before(tmp_path / "other.json", "tiny")
 
 
-def test_a_part_that_is_cut_off_keeps_its_rows_and_the_others_follow(tmp_path, monkeypatch):
+CUT_OFF = r"""
+import pathlib, subprocess, sys
+run = "import pathlib, sys, time\nwhile True:\n    pathlib.Path(sys.argv[1]).touch()\n    time.sleep(0.05)"
+pathlib.Path(sys.argv[2], "slow.rows.json").write_text('[["a", "1"]]')
+subprocess.run([sys.executable, "-c", run, pathlib.Path(sys.argv[2], "alive")])
+"""
+
+
+def test_a_part_that_is_cut_off_keeps_its_rows_and_its_runs_end_too(tmp_path, monkeypatch):
+    """They would keep the card's memory from the next part."""
     monkeypatch.setattr(check, "HERE", tmp_path)
-    rows = """'[["a", "1"]]'"""
-    script = (
-        f"import sys, pathlib, time\npathlib.Path(sys.argv[2], 'slow.rows.json').write_text({rows})\ntime.sleep(60)\n"
-    )
-    (tmp_path / "parts.py").write_text(script)
-    result = check.run_part("slow", tmp_path, "real", 5)
-    assert result["rows"] == [["a", "1"]] and "cut off after 5 s" in result["error"]
-    (tmp_path / "parts.py").write_text("raise SystemExit(3)\n")
-    assert "exit code 3" in check.run_part("slow", tmp_path, "real", 5)["error"]
-    assert json.loads((tmp_path / "slow.json").read_text())["part"] == "slow"
+    (tmp_path / "parts.py").write_text(CUT_OFF)
+    result = check.run_part("slow", tmp_path, "real", 4)
+    assert result["rows"] == [["a", "1"]] and "cut off after 4 s" in result["error"]
     lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
     assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines
+    alive = tmp_path / "alive"
+    for _ in polls(30, 0.3):  # on a busy machine it may be dying still
+        alive.unlink(missing_ok=True)
+        time.sleep(0.3)
+        if not alive.exists():
+            return
+    raise AssertionError("the run goes on")
+
+
+def test_parts_of_several_ranks_follow_one_that_fails_and_are_told_in_one_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    monkeypatch.setattr(parts, "host", lambda: {"device": "some card"})
+    monkeypatch.setenv("GPU_CHECK_RANKS", "another")
+    (tmp_path / "node.py").write_text(
+        "import os, sys\nsys.exit(os.environ['GPU_CHECK_RANKS'] != '2' or 3 * (sys.argv[1] == 'bandwidth'))"
+    )
+    options = ["--ranks", "2", "--size", "tiny", "--only", "bandwidth,zero", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["check.py", *options])
+    with pytest.raises(SystemExit, match="True"):
+        check.main()
+    told = capsys.readouterr().out
+    assert "bandwidth: exit code 3; see bandwidth.log" in told and "zero: ok" in told
+    assert json.loads((tmp_path / "zero.json").read_text())["part"] == "zero" and "| zero | whole part |" in told

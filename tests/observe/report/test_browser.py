@@ -74,7 +74,7 @@ class Listener(http.server.BaseHTTPRequestHandler):
 
 def test_nothing_is_fetched_and_no_foreign_script_runs(tmp_path):
     server = http.server.HTTPServer(("127.0.0.1", 0), Listener)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         hostile = (
@@ -116,9 +116,9 @@ point();
 </script>"""
 
 
-@pytest.mark.parametrize("name", ["evaluation", "<img src=x>@x{safe}"])
-def test_values_are_shown_under_the_pointer(tmp_path, name):
+def test_values_are_shown_under_the_pointer_by_names_as_they_are(tmp_path):
     """On a page that moves the pointer itself to the last step."""
+    name = "<img src=x>@x{safe}"
     make_run(tmp_path / "run", steps=20)
     text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     opened = text.replace('http-equiv="Content-Security-Policy"', 'name="off"').replace("</body>", PROBE + "</body>")

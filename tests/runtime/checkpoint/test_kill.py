@@ -23,12 +23,12 @@ def save_for_ever(root: str, first: int) -> None:
         manager.save(step // 3 * 3 if step % 3 == 1 else step, lambda folder, step=step: write(folder, step))
 
 
-def test_twenty_kills_twenty_resumes(tmp_path):
+def test_after_each_kill_the_newest_complete_checkpoint_is_resumed(tmp_path):
     context = forked.server()
     rng = random.Random(0)
     CheckpointManager(tmp_path, max_num=2).save(0, lambda folder: write(folder, 0))
-    resumed, newest = 0, 0
-    for _ in range(20):
+    newest = 0
+    for _ in range(8):
         process = context.Process(target=save_for_ever, args=(str(tmp_path), newest + 1))
         process.start()
         latest = tmp_path / "latest"
@@ -41,5 +41,4 @@ def test_twenty_kills_twenty_resumes(tmp_path):
         path = resolve_resume("auto", tmp_path)
         step = verify(path)["step"]
         assert step >= newest
-        newest, resumed = step, resumed + 1
-    assert resumed == 20
+        newest = step

@@ -100,14 +100,13 @@ def call(worker, number, how="", data="", seconds=0.0, limit=20.0):
     return worker.call({"number": number, "how": how, "data": data, "seconds": seconds}, limit)
 
 
-@pytest.mark.parametrize("how", ["forks and both return", "forks and the child returns late"])
-def test_answers_of_a_function_that_forks_and_returns_twice_are_its_calls_own(worker, how, capfd):
+def test_answers_of_a_function_that_forks_and_returns_twice_are_its_calls_own(worker, capfd):
     answers = []
-    for number in range(1, 5):
-        answers.append(call(worker, number, how if number == 1 else "", seconds=0.5))
+    for number, how in enumerate(("forks and both return", "", "forks and the child returns late", "", ""), start=1):
+        answers.append(call(worker, number, how, seconds=0.5))
         time.sleep(0.3)
-    assert answers == [1, 2, 3, 4]
-    assert "forked a process that came back" in capfd.readouterr().err
+    assert answers == [1, 2, 3, 4, 5]
+    assert capfd.readouterr().err.count("forked a process that came back") == 2
 
 
 def test_error_raised_in_a_forked_child_is_no_answer(worker):
@@ -120,12 +119,10 @@ def test_error_raised_in_a_forked_child_is_no_answer(worker):
         line(1, result=9),
         line(7, result=9),
         line(1, result=9)[:-5],
-        "hello\n",
-        "\n",
         "[1]\n",
         "\xff",
     ],
-    ids=["duplicate", "of another call", "torn", "text", "empty line", "no object", "no text"],
+    ids=["duplicate", "of another call", "torn", "no object", "no text"],
 )
 def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, data):
     with pytest.raises(RewardError, match=f"reward function score: its process {SPOILED}"):
@@ -139,7 +136,6 @@ def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, da
     [
         ("writes late", line(1, result=9)),
         ("a child writes late", line(1, place=", at x")),
-        ("a child writes late", "text"),
     ],
 )
 def test_bytes_that_come_after_the_answer_fail_the_next_call(worker, how, data):
@@ -159,9 +155,9 @@ def test_torn_reply_of_a_process_that_dies_is_no_answer(worker):
 def test_reply_to_a_call_that_timed_out_reaches_no_later_call(worker):
     late = line(1, result=9) + line(2, result=9)
     with pytest.raises(CallTimeout, match="no result within 1 s"):
-        call(worker, 1, "a child writes late, and this hangs", late, seconds=2.5, limit=1.0)
+        call(worker, 1, "a child writes late, and this hangs", late, seconds=1.5, limit=1.0)
     assert call(worker, 2) == 2
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert [call(worker, 3), call(worker, 4)] == [3, 4]
 
 
@@ -171,9 +167,9 @@ def test_what_the_function_prints_is_no_answer(worker, capfd):
     assert told.err.count('"result": 9') == 4 and not told.out
 
 
-@pytest.mark.parametrize("how", ["closes low files", "writes to low files"])
-def test_pipe_is_out_of_the_way_of_code_that_handles_files_by_number(worker, how):
-    assert call(worker, 1, how, line(1, result=9)) == 1 and call(worker, 2) == 2
+def test_pipe_is_out_of_the_way_of_code_that_handles_files_by_number(worker):
+    for number, how in enumerate(("writes to low files", "closes low files", ""), start=1):
+        assert call(worker, number, how, line(number, result=9)) == number
 
 
 def test_programs_that_the_function_starts_do_not_hold_the_pipe(worker):
@@ -233,9 +229,10 @@ def test_call_that_a_signal_ends_leaves_no_answer_behind(worker):
     assert call(worker, 3) == 3
 
 
-@pytest.mark.parametrize(("data", "told"), [("complex", "a complex"), ("date", "a datetime"), ("digits", "digits")])
-def test_result_that_cannot_leave_the_process_is_an_error_and_the_process_lives(worker, data, told):
-    with pytest.raises(RewardError, match=told):
-        call(worker, 1, "returns odd things", data)
+def test_result_that_cannot_leave_the_process_is_an_error_and_the_process_lives(worker):
+    assert call(worker, 1) == 1
     process = worker._process
-    assert call(worker, 2) == 2 and worker._process is process
+    for data, told in (("complex", "a complex"), ("date", "a datetime"), ("digits", "digits")):
+        with pytest.raises(RewardError, match=told):
+            call(worker, 2, "returns odd things", data)
+    assert call(worker, 3) == 3 and worker._process is process
