@@ -1,6 +1,6 @@
 """Seconds of a whole training step of the embedded models, by phase.
 
-    OMP_NUM_THREADS=2 python scripts/bench/step_time.py vl|drawing [--steps N] [--cpu] [--profile FILE] [--json FILE]
+    OMP_NUM_THREADS=2 python scripts/bench/step_time.py vl|drawing [--steps N] [--cpu] [--json FILE]
         [flag of the examples ...]
 
 vl: GRPO of 8 prompts x 8 completions x 32 tokens exactly, one 56x56 image a prompt; 30 steps after a warm-up of 3.
@@ -11,7 +11,6 @@ the medians, and seconds (both kinds), reward and loss of every step, warm-up in
 """
 
 import argparse
-import cProfile
 import csv
 import json
 import os
@@ -85,7 +84,6 @@ def main() -> None:
     parser.add_argument("kind", choices=FLAGS)
     parser.add_argument("--steps", type=int, help="after the warm-up")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--profile", type=Path, help="write cProfile's numbers of the loop to this file")
     parser.add_argument("--json", type=Path)
     asked, flags = parser.parse_known_args()
     warm_up = WARM_UP[asked.kind]
@@ -94,13 +92,9 @@ def main() -> None:
         trainer = trainer_of(
             asked.kind, [*COMMON, *FLAGS[asked.kind], *steps, "--output_dir", folder, *flags], asked.cpu
         )
-        clocks, profiler = watched(trainer), cProfile.Profile()
-        profiler.enable() if asked.profile else None
+        clocks = watched(trainer)
         trainer.fit()
         clocks.append((time.perf_counter(), time.process_time()))
-        if asked.profile:
-            profiler.disable()
-            profiler.dump_stats(asked.profile)
         trainer.close()
         with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
