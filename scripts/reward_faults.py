@@ -147,6 +147,10 @@ FAULTS = {
     "text_not_unicode": Fault(f"raise ValueError('\\ud800 \\x00')  {MARK}", "raised ValueError: \\ud800"),
     "recursion": Fault(f"def down(n):\n    return down(n + 1) + 1  {MARK}\nreturn [down(0)]", "RecursionError"),
     "memory": Fault(f"return [bytearray(10 ** 15)]  {MARK}", "raised MemoryError"),
+    "warning_as_error": Fault(
+        f"warnings.simplefilter('error')\nwarnings.warn('old')  {MARK}\nreturn well(completions)",
+        "raised UserWarning: old",
+    ),
     "async": Fault(
         f"{HEAD}\nasync def score(completions):\n    global calls\n    calls += 1\n    await asyncio.sleep(0)\n"
         f"    if calls == 2:\n        raise KeyError('later')  {MARK}\n    return well(completions)\n",
@@ -159,6 +163,7 @@ FAULTS = {
         ranks=2,
     ),
     "cancelled": Fault(f"raise asyncio.CancelledError('no')  {MARK}", "raised CancelledError: no"),
+    "generator_exit": Fault(f"raise GeneratorExit  {MARK}", "raised GeneratorExit"),
     "stop_iteration": Fault(f"return [next(iter(()))]  {MARK}", "raised StopIteration"),
     "panic": Fault(f"raise Panic('of an extension')  {MARK}", "raised Panic: of an extension"),
     "group_of_panics": Fault(
@@ -192,6 +197,7 @@ FAULTS = {
     "fork_comes_back": harmless(
         "child = os.fork()\nif child == 0:\n    return []\nos.waitpid(child, 0)", "forked a process that came back"
     ),
+    "fork_comes_back_late": harmless("if os.fork() == 0:\n    time.sleep(0.2)\n    return []"),
     "fork_raises": harmless("if os.fork() == 0:\n    raise Panic('of the child')\ntime.sleep(0.2)"),
     "forks_often": harmless("for _ in range(8):\n    if os.fork() == 0:\n        return [9.0] * len(completions)"),
     "starts_programs": harmless("subprocess.run(['echo', '{\"result\": [9.0]}'], check=True)"),
@@ -210,6 +216,7 @@ FAULTS = {
     "huge_integer": returns("[10 ** 400] * len(completions)", "beyond"),
     "wrong_length": returns("[1.0]", "returned 1 scores for 8 samples"),
     "strings": returns("['0.5'] * len(completions)", "is a str, not a number"),
+    "nested_lists": returns("[[1.0, 2.0]] * len(completions)", "is a list, not a number"),
     "generator": returns("(1.0 for _ in completions)", "returned generator"),
     "complex_tensor": returns("torch.ones(len(completions), dtype=torch.complex64)", "complex"),
     "matrix": returns("torch.ones(len(completions), 2)", "returned shape (8, 2)"),
@@ -217,6 +224,7 @@ FAULTS = {
     "bad_metric": returns("(well(completions), {'note': ['a'] * len(completions)})", "not a number"),
     "sparse": returns("torch.ones(len(completions)).to_sparse()", "returned a Tensor that cannot be read"),
     "meta": returns("torch.ones(len(completions), device='meta')", "returned a Tensor that cannot be read"),
+    "meta_scores": returns("[torch.ones((), device='meta')] * len(completions)", "returned a list that cannot be read"),
     "ragged": returns("torch.nested.nested_tensor([torch.ones(1)] * 8)", "returned"),
     "no_length": returns("Scores([1.0] * len(completions))", "raised Panic: no length"),
     "with_gradient": Fault("return torch.ones(len(completions), requires_grad=True) * 2", "", 0, 2),
