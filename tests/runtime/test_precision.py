@@ -131,7 +131,7 @@ def by_case(out: str) -> dict:
     logging.getLogger("lightrft_visual.runtime.precision").addHandler(handler)
     DeepspeedStrategy(DistributedConfig(), bf16=True).setup_distributed()
     results: dict = {"plain": plain()}
-    cases = {"0": (0, {}), "1": (1, {}), "1_fp32": (1, {"grad_accum_dtype": "fp32"}), "2": (2, {})}
+    cases = {"0": (0, {}), "1_fp32": (1, {"grad_accum_dtype": "fp32"}), "2": (2, {})}
     cases |= {"2_host": (2, {"adam_offload": True}), "3": (3, {})}
     for name, (stage, settings) in cases.items():
         said.clear()
@@ -143,7 +143,7 @@ def by_case(out: str) -> dict:
     return results
 
 
-KEPT = ("0", "1", "1_fp32", "2", "2_host")
+KEPT = ("0", "1_fp32", "2", "2_host")
 
 
 @pytest.fixture(scope="module")

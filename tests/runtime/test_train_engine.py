@@ -116,9 +116,9 @@ def test_what_backward_recomputes_has_the_dropout_of_the_forward_though_scoring_
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_starting_policy_in_bfloat16_at_every_zero_stage(checkpoint):
+def test_the_reference_is_the_starting_policy_in_bfloat16_whatever_zero_divides(checkpoint):
     (differences,) = on_ranks(differences_by_stage, checkpoint.path, ranks=1)
-    assert differences.keys() == {0, 1, 2, 3}
+    assert differences.keys() == {0, 2, 3}
     assert max(differences.values()) <= 1e-3, differences
 
 
@@ -126,7 +126,7 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
     for results in on_ranks(by_stage, str(tmp_path)):
         summed = results.pop("summed_in_fp32")
         assert summed["seen"] and summed["moved"] == summed["regrouped"] == summed["plain"]
-        assert results.keys() == {1, 2, 3}
+        assert results.keys() == {2, 3}
         for stage, result in results.items():
             assert result["seen"] and result["moved"] == result["plain"], stage
             assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage
@@ -136,13 +136,13 @@ LENGTH = 1890
 
 
 def differences_by_stage(folder: str) -> dict[int, float]:
-    """Between actor and reference of every ZeRO stage in bfloat16, before any step, at positions up to 1,900."""
+    """Between actor and reference in bfloat16 before any step, at positions up to 1,900; by ZeRO stage."""
     checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
     prompts = features_of(checkpoint, mixed_prompts().select([0, 1]))
     ids = torch.randint(256, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     inputs = inputs_of(checkpoint, [Rollout(prompt, ids, None, "", False, sample_id=0) for prompt in prompts])
     differences = {}
-    for stage in range(4):
+    for stage in (0, 2, 3):
         strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage), bf16=True)
         if not stage:
             strategy.setup_distributed()
@@ -227,11 +227,11 @@ def bytes_held(engine: TrainEngine) -> int:
 
 
 def by_stage(out: str) -> dict:
-    """Three optimizer steps of ZeRO 1 to 3, states and weights at rest on the host in between or not."""
+    """Three optimizer steps of ZeRO 2 and 3, states and weights at rest on the host in between or not."""
     results: dict = {}
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
-        if stage == 1:
+        if not results:
             strategy.setup_distributed()
         plain, _ = trained(strategy, False, f"{out}/plain{stage}")
         moved, seen = trained(strategy, True, f"{out}/moved{stage}")

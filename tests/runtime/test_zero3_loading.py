@@ -131,8 +131,7 @@ def compared_pipelines(folder: str, strategy: DeepspeedStrategy) -> dict:
 RANKS = 2
 # Name of a model, and whether it is loaded in bfloat16.
 MODELS = [
-    ("qwen2_5_vl", False),
-    ("qwen3_vl", True),
+    ("qwen2_5_vl", True),
     ("qwen2+tied", False),
     ("janus", False),
     ("sd15", False),

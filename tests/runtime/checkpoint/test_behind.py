@@ -135,7 +135,7 @@ def two_ranks(tmp_path_factory) -> list[dict]:
     return on_ranks(saved_by_ranks, str(tmp_path_factory.mktemp("behind")))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ranks, stage):
     at_once, behind = two_ranks[0][stage]
     assert behind == at_once and {"state0", "state1"} < behind.keys()
@@ -231,9 +231,9 @@ def refused(action: Callable[[], object]) -> str:
 
 
 def saved_by_ranks(out: str) -> dict:
-    """Engines of ZeRO 0 to 3 saved at once and behind the run, and a rank that cannot write."""
+    """Engines of ZeRO 0, 2 and 3 saved at once and behind the run, and a rank that cannot write."""
     results = {}
-    for stage in range(4):
+    for stage in (0, 2, 3):
         strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
         if stage == 0:
             strategy.setup_distributed()
