@@ -27,7 +27,7 @@ def served(tmp_path: Path):
     (folder / "ocr" / "train.txt").write_text('A sign that says "One"\nA sign that says "Two"\n')
     (folder / "ocr" / "test.txt").write_text('A sign that says "Three"\n')
     server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Quiet(*args, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}", folder
     server.shutdown()
     server.server_close()

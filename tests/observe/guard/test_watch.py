@@ -32,28 +32,24 @@ def test_a_signal_is_told_once_each_time_that_it_leaves():
     assert walk(guard, steps) == [(6, "response_length"), (10, "response_length")]
 
 
-def test_entropy_may_fall_while_gold_rises():
-    entropies = [1.0] * 8 + [0.2] * 6
-    rising = [{"reward_mean": 0.1 * i, "gold": 0.05 * i, "entropy": e} for i, e in enumerate(entropies)]
-    level = [{"reward_mean": 0.1 * i, "gold": 0.3, "entropy": e} for i, e in enumerate(entropies)]
-    assert walk(Guard(GuardConfig(), learn_steps=8), rising) == []
-    assert walk(Guard(GuardConfig(), learn_steps=8), level) == [(10, "entropy")]
+ENTROPIES = [1.0] * 8 + [0.2] * 6
 
 
-def test_without_gold_the_reward_says_whether_learning_explains_it():
-    entropies = [1.0] * 8 + [0.2] * 6
-    rising = [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]
-    level = [{"reward_mean": 0.3, "entropy": e} for e in entropies]
+@pytest.mark.parametrize("gold", [True, False])
+def test_entropy_may_fall_while_gold_rises_or_where_there_is_none_the_reward(gold):
+    rising = [
+        {"reward_mean": 0.1 * i, "entropy": e} | ({"gold": 0.05 * i} if gold else {}) for i, e in enumerate(ENTROPIES)
+    ]
+    level = [each | ({"gold": 0.3} if gold else {"reward_mean": 0.3}) for each in rising]
     assert walk(Guard(GuardConfig(), learn_steps=8), rising) == []
     assert walk(Guard(GuardConfig(), learn_steps=8), level) == [(10, "entropy")]
 
 
 def test_until_gold_is_looked_at_again_the_reward_says_it():
     """Gold of evaluations alone, of which the first was before training."""
-    entropies = [1.0] * 8 + [0.2] * 6
     guard = Guard(GuardConfig(), learn_steps=8)
     guard.after_evaluation(0, {"eval_gold": 0.3}, look_at(0, 0.0, 0.3))
-    assert walk(guard, [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(entropies)]) == []
+    assert walk(guard, [{"reward_mean": 0.1 * i, "entropy": e} for i, e in enumerate(ENTROPIES)]) == []
     guard.after_evaluation(14, {"eval_gold": 0.3}, look_at(14, 1.3, 0.3))
     assert walk(guard, [{"reward_mean": 1.4, "entropy": 0.2}] * 2, first=15) == [(15, "entropy")]
 

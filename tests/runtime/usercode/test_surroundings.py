@@ -54,8 +54,7 @@ def test_a_handler_of_the_runs_own_is_put_back_and_said(caplog):
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("told", CHANGES)
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(("told", "raises"), [*((told, False) for told in CHANGES), ("gradient mode", True)])
 def test_what_a_function_changed_is_put_back_and_said_once(told, raises, caplog):
     change, read = CHANGES[told]
     before = read()
