@@ -12,9 +12,11 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from ..runtime.checkpoint.ranks import part_of, share
-from ..runtime.collectives import rank, world_size
+from ..runtime.collectives import broadcast_tensor, rank, world_size
 
 T = torch.Tensor
+
+RANKS = "ranks"  # in a saved state: over how many the whole tensors were dealt
 
 
 def gathered(parameters: list[nn.Parameter]) -> Any:
@@ -53,9 +55,44 @@ def _held(parameter: nn.Parameter) -> T:
     return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data
 
 
+def _saved(parameters: list[nn.Parameter], values: Sequence[T]) -> dict[str, T]:
+    """What this rank saves of values of the parameters, by index: its shares under ZeRO-3, and of what all ranks hold
+    whole only every so many-th, so that a checkpoint has each once."""
+    ranks = world_size()
+    dealt = {RANKS: torch.tensor(ranks)} if ranks > 1 else {}
+    own = (is_zero_param(parameter) or index % ranks == rank() for index, parameter in enumerate(parameters))
+    return {str(index): value for index, (value, mine) in enumerate(zip(values, own)) if mine} | dealt
+
+
+def _values(parameters: list[nn.Parameter], held: Sequence[T], state: Mapping[str, T]) -> Iterator[T]:
+    """The inverse of `_saved`, one after the other; a collective where the state is a rank's of several.
+
+    Args:
+        parameters: whose values were saved.
+        held: what this rank holds of them, for shapes, types and devices.
+        state: this rank's, or that of `_joined`.
+
+    Raises:
+        ValueError: count or shapes differ.
+    """
+    ranks = int(state.get(RANKS, 1))
+    own = [is_zero_param(parameter) or index % ranks == rank() % ranks for index, parameter in enumerate(parameters)]
+    if len(state.keys() - {RANKS}) != sum(own):
+        told = f"the model trains {len(own)}, of which it should have {sum(own)}"
+        raise ValueError(f"the saved copy has {len(state.keys() - {RANKS})} tensors; {told}")
+    for index, (parameter, part, mine) in enumerate(zip(parameters, held, own)):
+        saved = state[str(index)] if mine else torch.empty_like(part)
+        if saved.shape != part.shape:
+            raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(part.shape)}")
+        if ranks > 1 and not is_zero_param(parameter):
+            saved = saved.to(part.device, part.dtype)
+            broadcast_tensor(saved, index % ranks)
+        yield saved
+
+
 def _joined(parameters: list[nn.Parameter], states: Sequence[Mapping[str, T]]) -> dict[str, T]:
     """One rank's state of a copy, of those of another number of ranks: shares under ZeRO-3 are divided anew."""
-    joined = dict(states[0])
+    joined = {name: value for state in states for name, value in state.items() if name != RANKS}
     for index, parameter in enumerate(parameters):
         if is_zero_param(parameter):
             pieces = [state[str(index)] for state in states]
@@ -125,25 +162,20 @@ class WeightCopy:
         return parts
 
     def state_dict(self) -> dict[str, T]:
-        """What this rank holds of the copy, by index."""
-        return {str(index): copy for index, copy in enumerate(self.copies)}
+        """What this rank saves of the copy, by index; see `_saved`."""
+        return _saved(self.parameters, self.copies)
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, T]) -> None:
-        """Raises ValueError where count or shapes differ from the parameters of this run."""
-        if len(state) != len(self.copies):
-            raise ValueError(f"the saved copy has {len(state)} tensors, the model trains {len(self.copies)}")
-        for index, copy in enumerate(self.copies):
-            saved = state[str(index)]
-            if saved.shape != copy.shape:
-                raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(copy.shape)}")
-            copy.copy_(saved)
+    def load_state_dict(self, state: Mapping[str, T]) -> None:
+        """Raises ValueError where count or shapes differ from the parameters of this run. All ranks call it."""
+        for copy, value in zip(self.copies, _values(self.parameters, self.copies, state)):
+            copy.copy_(value)
 
     def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
         """What this rank holds of the copy, of the states of another number of ranks."""
         return _joined(self.parameters, states)
 
-    def resume(self, state: dict[str, T] | None) -> None:
+    def resume(self, state: Mapping[str, T] | None) -> None:
         """The saved copy, or one of the resumed weights where the run that is resumed kept none."""
         if state is None:
             self.update(0.0)
@@ -167,11 +199,11 @@ class FollowingWeights:
         """After step `number`: whether the frozen model was moved. All ranks call it."""
         if number % self.every:
             return False
-        self._write(self.mixup, [_held(parameter) for parameter in self.trained()])
+        self._write(self.mixup, (_held(parameter) for parameter in self.trained()))
         return True
 
     @torch.no_grad()
-    def _write(self, share: float, values: list[T]) -> None:
+    def _write(self, share: float, values: Iterable[T]) -> None:
         for parameter, value in zip(self.frozen, values, strict=True):
             own = _held(parameter)
             own.lerp_(value.to(own.device, own.dtype), share)
@@ -179,16 +211,16 @@ class FollowingWeights:
                 _show_new_values(parameter)
 
     def state_dict(self) -> dict[str, T]:
-        """What this rank holds of the frozen weights, by index."""
-        return {str(index): _held(parameter) for index, parameter in enumerate(self.frozen)}
+        """What this rank saves of the frozen weights, by index; see `_saved`."""
+        return _saved(self.frozen, [_held(parameter) for parameter in self.frozen])
 
     def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
         """What this rank holds of the frozen weights, of the states of another number of ranks."""
         return _joined(self.frozen, states)
 
     def load_state_dict(self, state: dict[str, T]) -> None:
-        """Go on with the saved weights."""
-        self._write(1.0, [state[str(index)] for index in range(len(self.frozen))])
+        """Go on with the saved weights. All ranks call it."""
+        self._write(1.0, _values(self.frozen, [_held(parameter) for parameter in self.frozen], state))
 
 
 class WeightAverage(WeightCopy):

@@ -163,6 +163,14 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     return box[0]
 
 
+def broadcast_tensor(tensor: torch.Tensor, source: int) -> None:
+    """Write rank `source`'s values into this tensor of every rank, of the same shape and dtype on all."""
+    if not _alone():
+        moved = _reachable(tensor).contiguous()
+        dist.broadcast(moved, source)
+        tensor.copy_(moved)
+
+
 def sum_in_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum over the ranks of a group; a new tensor, on the argument's device."""
     return _all_reduce(tensor, dist.ReduceOp.SUM, group)

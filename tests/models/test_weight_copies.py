@@ -1,5 +1,6 @@
 """Copies of weights have memory of their own; LoRA adds into the base's output, with peft's results in fewer passes."""
 
+import forked
 import pytest
 import torch
 from peft import LoraConfig
@@ -85,6 +86,47 @@ def test_state_round_trip_and_mismatch():
     assert other.steps == 1 and all(torch.equal(a, b) for a, b in zip(average.copies, other.copies))
     with pytest.raises(ValueError, match="tensor 0"):
         WeightAverage(nn.Linear(4, 2).parameters(), 0.5, 3).load_state_dict(average.state_dict())
+
+
+def copies_on_two_ranks(whole):
+    """What a rank saves of an average and of a reference, and what others have of all ranks' states, or of `whole`."""
+    torch.distributed.init_process_group("gloo")
+    average, model = WeightAverage(layer().bfloat16().parameters(), 0.5), layer()
+    average.step()
+    following = FollowingWeights(model, layer().parameters, every=1, mixup=0.5)
+    with torch.no_grad():
+        for index, each in enumerate([*average.copies, *model.parameters()]):
+            each.fill_(index + 1)
+    found = []
+    for state, other in (
+        (average.state_dict(), WeightAverage(layer().parameters(), 0.5)),
+        (following.state_dict(), FollowingWeights(layer(), layer().parameters, every=1, mixup=0.5)),
+    ):
+        other.load_state_dict(state if whole is None else whole[len(found)])
+        held = other.copies if isinstance(other, WeightAverage) else other.frozen
+        found.append((state, [float(each.detach().mean()) for each in held], getattr(other, "steps", 0)))
+    with pytest.raises(ValueError, match="tensors"):
+        average.load_state_dict({"steps": torch.tensor(1), "7": torch.ones(2), "8": torch.ones(2), "9": torch.ones(2)})
+    return found
+
+
+def test_two_ranks_save_each_tensor_once_and_both_have_all_of_them_again():
+    of_ranks = list(zip(*forked.on_ranks(copies_on_two_ranks, None)))
+    joined = []
+    for saved, held, steps in (zip(*each) for each in of_ranks):
+        assert [sorted(state.keys() - {"steps", "ranks"}) for state in saved] == [["0"], ["1"]]
+        assert held[0] == held[1] and held[0] in ([1, 2], [3, 4]) and steps[0] == steps[1]
+        joined.append(saved)
+    alone = WeightAverage(layer().parameters(), 0.5)
+    alone.load_state_dict(alone.state_of_ranks(joined[0]))
+    assert alone.steps == 1 and [float(each.mean()) for each in alone.copies] == [1, 2]
+    follows = FollowingWeights(layer(), layer().parameters, every=1, mixup=0.5)
+    follows.load_state_dict(follows.state_of_ranks(joined[1]))
+    assert [float(each.detach().mean()) for each in follows.frozen] == [3, 4]
+    # As a rank of an earlier version, and one that was alone, saves them.
+    wholes = alone.state_dict(), follows.state_dict()
+    for state_of_rank in forked.on_ranks(copies_on_two_ranks, wholes):
+        assert [held for _, held, _ in state_of_rank] == [[1, 2], [3, 4]]
 
 
 def test_an_average_of_bf16_weights_keeps_small_moves_also_across_a_swap():
