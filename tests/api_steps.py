@@ -56,10 +56,8 @@ def trained(label, result, steps=1):
 def drawing_trainers(flow, ddim) -> None:
     denoised = {"mid_timestep": 0, "final_timestep": 3, "n_samples_per_prompt": 1, "train_batch_size": 2}
     for name, pipeline, reward, more in (
-        ("DiffusionNFTTrainer", flow, redness, {}),
         ("DDPOTrainer", ddim, redness, {"family": "sd15", "scheduler": "model_default", "micro_rollout_batch_size": 8}),
         ("RewardFLTrainer", flow, red_media, denoised),
-        ("DiffusionDPOTrainer", flow, redness, {}),
     ):
         kind = getattr(lightrft_visual, name)
         trained(name, kind(pipeline, reward, CAPTIONS, output_dir=OUT / name, **DRAWN | more).fit())
@@ -67,7 +65,7 @@ def drawing_trainers(flow, ddim) -> None:
     pairs = [{"prompt": each["prompt"], "chosen": images["red"], "rejected": images["blue"]} for each in CAPTIONS]
     kind = lightrft_visual.DiffusionDPOTrainer
     settings = {name: value for name, value in DRAWN.items() if name not in ("num_steps", "n_samples_per_prompt")}
-    trained("DiffusionDPOTrainer pairs", kind(flow, None, pairs, output_dir=OUT / "pairs", **settings).fit())
+    trained("DiffusionDPOTrainer", kind(flow, None, pairs, output_dir=OUT / "pairs", **settings).fit())
 
 
 def checkpoints(flow) -> None:
@@ -97,18 +95,17 @@ def checkpoints(flow) -> None:
     print("what is closed is let go of")
 
 
-def answering_trainers() -> None:
+def answering_trainer() -> None:
     folder = build_tiny_checkpoint(OUT / "tiny", "qwen2_5_vl")
     rows = [{"prompt": "how many?", "images": [Image.new("RGB", (56, 56), "red")]}, {"prompt": "and now?"}]
-    for name in ("PPOTrainer", "RLOOTrainer"):
-        kind = getattr(lightrft_visual, name)
-        trained(name, kind(folder, length, rows, output_dir=OUT / name, **ANSWERED).fit())
+    trainer = lightrft_visual.PPOTrainer(folder, length, rows, output_dir=OUT / "PPOTrainer", **ANSWERED)
+    trained("PPOTrainer", trainer.fit())
 
 
 if __name__ == "__main__":
     flow, ddim = build_pipeline(TinyDiffusionSettings()), build_sd15_pipeline(TinySD15Settings())
     checkpoints(flow)
     drawing_trainers(flow, ddim)
-    answering_trainers()
+    answering_trainer()
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each).__name__ == "DeepSpeedEngine"], "engines stay in memory"

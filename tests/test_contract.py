@@ -94,7 +94,8 @@ def test_public_names_stand_at_the_top_and_trainers_are_one():
     from lightrft_visual import trainer
 
     for name in PUBLIC:
-        assert getattr(lightrft_visual, name) is not None and name in lightrft_visual.__all__
+        assert name in lightrft_visual.__all__
+    assert all(getattr(lightrft_visual, name).__doc__ for name in lightrft_visual.__all__)
     assert trainer.GRPOTrainer is lightrft_visual.GRPOTrainer
 
 

@@ -1,10 +1,10 @@
 """How a run ends that was not done."""
 
 import gc
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import finished
 
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import RewardError, StoppedBySignal
+from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.runtime import watchdog
 from lightrft_visual.runtime.start_up import importing
 
@@ -61,15 +62,24 @@ def test_a_full_device_is_said_with_the_settings_that_take_less(ended, capsys):
     assert any(line.startswith("for less: --auto_micro_batches false") for line in more)
 
 
-@pytest.mark.parametrize("code", [0, None, 3])
-def test_leaving_from_inside_a_run_is_a_failure(ended, code, capsys):
-    assert ended(SystemExit(code)) == 1
-    assert f"error: sys.exit({code!r}) was called before the run was done (stage reward)" in capsys.readouterr().err
+class Silent(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
 
 
-def test_ctrl_c_has_the_code_that_shells_give_it(ended, capsys):
-    assert ended(KeyboardInterrupt()) == 130
-    assert "error: interrupted before the run was done" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (SystemExit(0), 1, "sys.exit(0) was called before the run was done (stage reward)"),
+        (KeyboardInterrupt(), 130, "interrupted before the run was done"),
+        (StoppedBySignal("it did not return"), 143, "it did not return"),  # a reward that hangs in an evaluation
+        (Silent(), 1, "Silent: (its message cannot be had: ZeroDivisionError) (stage reward)"),
+    ],
+)
+def test_every_way_to_leave_a_run_has_its_code_and_line_and_adds_to_the_log(ended, error, code, told, capsys, tmp_path):
+    assert ended(ValueError("before")) == 1 and ended(error) == code
+    assert told in capsys.readouterr().err
+    assert "ValueError: before" in log_of(tmp_path) and type(error).__name__ in log_of(tmp_path)
 
 
 def test_sigterm_before_the_first_step_ends_the_run_at_once(ended, capsys):
@@ -87,10 +97,6 @@ def test_a_run_that_failed_leaves_the_handler_of_sigterm_that_it_found(ended):
     assert signal.getsignal(signal.SIGTERM) is before and during[0] is not before
 
 
-def test_a_reward_that_hangs_in_the_first_evaluation_leaves_the_code_of_sigterm(ended):
-    assert ended(StoppedBySignal("it did not return")) == 143
-
-
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
     monkeypatch.setattr(launch, "_leave", lambda code: None)
     state = SimpleNamespace(exit_code=75, listening=nullcontext)
@@ -98,15 +104,6 @@ def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatc
     with pytest.raises(SystemExit) as left:
         launch._run(RunConfig(), lambda: trainer)
     assert left.value.code == 75
-
-
-def test_the_stage_stands_in_the_first_line_and_the_file_with_the_rest_in_the_last(ended, capsys, tmp_path):
-    assert ended(RewardError("score raised KeyError: 'x'\n  File \"mine.py\", line 3")) == 1
-    assert capsys.readouterr().err.splitlines()[-3:] == [
-        "error: RewardError: score raised KeyError: 'x' (stage reward)",
-        '  File "mine.py", line 3',
-        f"the full traceback, versions and configuration: {tmp_path}/run/crash.log",
-    ]
 
 
 def test_an_error_of_ours_is_told_in_a_line_and_in_full_in_the_log(ended, capsys, tmp_path, monkeypatch):
@@ -128,12 +125,6 @@ def test_an_error_of_ours_is_told_in_a_line_and_in_full_in_the_log(ended, capsys
         assert secret not in told + log
 
 
-def test_every_failure_adds_its_part(ended, tmp_path):
-    for _ in range(2):
-        ended(ValueError("again"))
-    assert log_of(tmp_path).count("ValueError: again") == 2
-
-
 def test_without_a_place_for_the_log_the_console_gets_the_traceback(ended, tmp_path, capsys):
     (tmp_path / "run").touch()
     assert ended(ValueError("x")) == 1
@@ -143,25 +134,30 @@ def test_without_a_place_for_the_log_the_console_gets_the_traceback(ended, tmp_p
     )
 
 
-class Silent(Exception):
-    def __str__(self):
-        raise ZeroDivisionError
-
-
-def test_an_error_that_cannot_be_written_as_text(ended, capsys, tmp_path):
-    assert ended(Silent()) == 1
-    assert "error: Silent: (its message cannot be had: ZeroDivisionError) (stage reward)" in capsys.readouterr().err
-    assert "Silent" in log_of(tmp_path)
-
-
+# Imports are made once: each case is a child of the same program.
 LEAVES = """
-import atexit, sys, threading, time
+import atexit, json, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.runtime.start_up import start_is_over
+import torch.distributed
+from transformers.utils import logging
+
+cases, codes = json.loads(sys.argv[1]), {}
+for name, words in cases.items():
+    if child := os.fork():
+        codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        continue
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    sys.argv[1:] = words
+    break
+else:
+    print(json.dumps(codes))
+    sys.exit()
 
 launch.LEFT_SECONDS = 1.0
 atexit.register(print, "atexit")
@@ -192,31 +188,46 @@ if "goes on" in sys.argv:
 """
 
 
-@pytest.fixture
-def left(tmp_path):
-    """Exit code and output of a program whose run leaves something."""
-    (tmp_path / "leaves.py").write_text(LEAVES)
+CASES = {
+    "stays": ["75", "thread", "pool"],
+    "ends": ["0", "idle", "ends soon", "daemon"],
+    "goes_on": ["0", "thread", "goes on"],
+}
 
-    def run(code, *what):
-        command = [sys.executable, str(tmp_path / "leaves.py"), str(code), *what]
-        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-        return subprocess.run(command, env=environment, capture_output=True, timeout=120, text=True)
 
-    return run
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """(exit code, output, errors) of programs whose run leaves something, and the folder of their file."""
+    folder = tmp_path_factory.mktemp("left")
+    (folder / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, str(folder / "leaves.py"), json.dumps(CASES)]
+    done = finished(command, 300, cwd=folder, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    return {
+        name: (codes[name], *((folder / f"{name}.{kind}").read_text() for kind in ("out", "err"))) for name in CASES
+    }
 
 
 @pytest.mark.slow
-def test_threads_that_a_run_left_and_that_never_end_are_named_and_left(left, tmp_path):
-    ended = left(75, "thread", "pool")
-    assert ended.returncode == 75 and ended.stdout.endswith("written last")
+def test_threads_that_a_run_left_and_that_never_end_are_named_and_left(left):
+    code, told, errors = left["stays"]
+    assert code == 75 and told.endswith("written last")
     for name in ("telemetry", "pool_0"):
-        assert re.search(rf"threads that it started go on: .*{name}, at {tmp_path}/leaves.py, line", ended.stderr)
+        assert re.search(rf"threads that it started go on: .*{name}, at .*leaves.py, line", errors)
 
 
+@pytest.mark.slow
 def test_threads_that_end_in_time_are_waited_for_without_a_word(left):
-    ended = left(0, "idle", "ends soon", "daemon")
-    assert ended.returncode == 0 and "go on" not in ended.stderr
-    assert "atexit" in ended.stdout and "ended by itself" in ended.stdout
+    code, told, errors = left["ends"]
+    assert code == 0 and "go on" not in errors
+    assert "atexit" in told and "ended by itself" in told
+
+
+@pytest.mark.slow
+def test_program_that_goes_on_after_its_run_is_not_ended(left):
+    code, told, errors = left["goes_on"]
+    assert code == 0 and "and on" in told and "telemetry" in errors
 
 
 def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_aside():
@@ -233,9 +244,3 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
         assert gone() is None
     finally:
         gc.unfreeze()
-
-
-@pytest.mark.slow
-def test_program_that_goes_on_after_its_run_is_not_ended(left):
-    ended = left(0, "thread", "goes on")
-    assert ended.returncode == 0 and "and on" in ended.stdout and "telemetry" in ended.stderr

@@ -40,9 +40,7 @@ def pixels(drawn):
     return np.stack([np.asarray(image, dtype=float) for image in drawn])
 
 
-@pytest.mark.parametrize(
-    "name, size, frames", [("wan", (32, 48), 5), ("hunyuan_video15", (32, 48), 5), ("ltx2", (64, 96), 17)]
-)
+@pytest.mark.parametrize("name, size, frames", [("wan", (32, 48), 5), ("ltx2", (64, 96), 17)])
 def test_sample_video_model_gives_frames_of_the_runs_size_and_number(tmp_path, name, size, frames):
     (videos,) = sample(left_by_a_run(tmp_path, name, *size, frames), ["a red ball"], n=2, seed=4)
     assert [len(video) for video in videos] == [frames, frames]
@@ -75,20 +73,6 @@ def test_sample_guides_by_a_pipelines_guider_as_the_run_did(tmp_path):
     (expected,) = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **asked).frames
     (found,) = sample(folder, ["a red ball"], negative_prompt="")[0]
     assert (pixels(found) == pixels(expected)).all()
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_sample_takes_the_shift_of_the_runs_schedule(tmp_path, name):
-    folder = left_by_a_run(tmp_path, name, 32, 32)
-    usual = pixels(sample(folder, ["a red ball"], num_inference_steps=4)[0])
-    settings = tmp_path / "config.resolved.yaml"
-    settings.write_text(settings.read_text().replace("{", "{flow_shift: 9.0, "))
-    pipeline = DiffusionPipeline.from_pretrained(folder, scheduler=tiny_families.euler(shift=9.0))
-    pipeline.set_progress_bar_config(disable=True)
-    asked = dict(height=32, width=32, num_inference_steps=4, guidance_scale=3.0, output_type="pil")
-    expected = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **asked).images
-    found = pixels(sample(folder, ["a red ball"], num_inference_steps=4)[0])
-    assert (found == pixels(expected)).all() and (found != usual).any()
 
 
 def test_cosmos_is_evaluated_without_its_guardrails_and_draws_with_them_alone(tmp_path):
@@ -156,11 +140,10 @@ def test_sample_missing_image_said_before_a_pipeline_is_loaded(tmp_path):
         sample(tmp_path, ["a"], images=["no.png"])
 
 
-@pytest.mark.parametrize("prompt", [{"caption": "a"}, {"prompt": [{"role": "user", "content": "a"}]}])
-def test_sample_prompt_that_is_no_text_refused(tmp_path, prompt):
+def test_sample_prompt_that_is_no_text_refused(tmp_path):
     (tmp_path / "model_index.json").write_text("no pipeline")
     with pytest.raises(ConfigError, match="a diffusion model draws texts"):
-        sample(tmp_path, [prompt])
+        sample(tmp_path, [{"prompt": [{"role": "user", "content": "a"}]}])
 
 
 @pytest.mark.parametrize("told_by", ["the run", "the folder"])
@@ -199,15 +182,9 @@ UNIPC = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use
 EVALUATED = [
     ("sd15", diffusers.PNDMScheduler(beta_schedule="scaled_linear", steps_offset=1), "model_default", None),
     ("sd15", diffusers.DDIMScheduler(clip_sample=True, set_alpha_to_one=False, steps_offset=1), "model_default", None),
-    ("wan", UNIPC, "model_default", None),
     ("wan", UNIPC, "model_default", 2.0),
-    ("wan", None, "model_default", None),
     ("wan", None, "flow_match_euler_stock", 4.0),
-    ("sd3", None, "flow_match_euler", None),
     ("sd3", None, "flow_match_euler", 5.0),
-    ("sd3", None, "flow_match_euler_stock", 5.0),
-    ("sd3", None, "model_default", 5.0),
-    ("flux", None, "flow_match_euler", None),
     ("flux", None, "flow_match_euler", 5.0),
     ("hunyuan_video15", None, "model_default", 5.0),
 ]
@@ -273,11 +250,10 @@ def test_a_size_of_images_to_edit_that_no_stock_pipeline_is_told_is_said(caplog)
     assert "QwenImageEditPipeline scales images to edit its own way; the run had source_pixels 4096" in caplog.text
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 3.0])
-@pytest.mark.parametrize("name", ["z_image", "hunyuan_video15"])
-def test_a_run_without_guidance_is_sampled_without_it(name, scale):
+@pytest.mark.parametrize(("name", "unguided"), [("z_image", 0.0), ("hunyuan_video15", 1.0)])
+def test_a_run_without_guidance_is_sampled_without_it(name, unguided):
     pipeline = tiny_families.pipeline_of(name)
-    found = _as_in_the_run(pipeline, {"guidance_scale": scale})
-    unguided = {"z_image": 0.0, "hunyuan_video15": 1.0}[name]
-    own = found["guidance_scale"] if name == "z_image" else pipeline.guider.guidance_scale
-    assert own == (scale if scale > 1 else unguided)
+    for scale in (0.0, 1.0, 3.0):
+        found = _as_in_the_run(pipeline, {"guidance_scale": scale})
+        own = found["guidance_scale"] if name == "z_image" else pipeline.guider.guidance_scale
+        assert own == (scale if scale > 1 else unguided)

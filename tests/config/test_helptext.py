@@ -10,23 +10,20 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import ROOTS
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
+@pytest.mark.parametrize("root,columns", [*zip(ROOTS, (60, 200, 80))], ids=[root.kind for root in ROOTS])
 def test_every_leaf_is_there_with_its_type_and_comment(monkeypatch, root, columns) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     text = help_text(names_of(root.schema))
     flat = " ".join(text.split())
     for leaf in names_of(root.schema).leaves.values():
-        assert (
-            len(re.findall(rf"^  --{leaf.name} {re.escape(leaf.type_name.replace(' | None', ''))} \(", text, re.M)) == 1
-        )
+        kind = re.escape(leaf.type_name.replace(" | None", ""))
+        assert len(re.findall(rf"^  --{leaf.name} {kind} \(", text, re.M)) == 1
         assert leaf.help and " ".join(leaf.help.split()) in flat, f"{leaf.path} has no comment"
     assert max(map(len, text.partition("Names of other systems")[0].splitlines())) <= 120
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_exits_with_0_whatever_else_is_there(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_0_whatever_else_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_run(argv=["--nonsense", flag])
+        parse_run(argv=["--nonsense", "-h"])
     assert stop.value.code == 0
     assert "--n_samples_per_prompt int (8)" in capsys.readouterr().out

@@ -78,13 +78,21 @@ def test_every_spelling_reaches_its_leaf_with_the_value_given() -> None:
         assert all(given_by(*argv) == ([(leaf, "")], "1") for argv in spellings(leaf, "1")), leaf.path
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(leaf_and_value())
-def test_every_spelling_gives_the_same_config(case: tuple[Leaf, str]) -> None:
+def test_every_spelling_gives_the_same_config_and_so_does_the_resolved_file(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[Leaf, str]
+) -> None:
     leaf, value = case
     *others, last = spellings(leaf, value)
     assert all(given_by(*argv) == given_by(*last) for argv in others)
     assert tree_of(*last) == merge(NAMES, [Setting(leaf.path, value, "here")])[0]
+    try:
+        config = plain(*last)
+    except ConfigError:
+        return
+    file = write_resolved(config, tmp_path_factory.mktemp("resolved") / "deep" / "config.resolved.yaml")
+    assert load_config(RunConfig, ["--config", str(file)]) == config
 
 
 def test_bare_bools_are_on_and_no_turns_them_off() -> None:
@@ -113,19 +121,14 @@ def test_values_take_the_type_of_their_field() -> None:
     assert plain("--kl_target", "0.1", "--kl_target", "None").algorithm.kl_target is None
     assert plain("--freeze_prefix", "visual,model.embed").model.freeze_prefix == "visual,model.embed"
     assert plain("--system_prompt", "a = b").data.system_prompt == "a = b"
-
-
-def test_the_last_of_two_values_wins() -> None:
-    assert plain("--seed", "1", "train.seed=2", "--seed=3").train.seed == 3
+    both = plain("--eps_clip_low_high", "0.2", "0.28").algorithm
+    assert (both.eps_clip, both.eps_clip_high) == (0.2, 0.28)
 
 
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
         (["--n_sample_per_prompt", "8"], ("'n_sample_per_prompt'", "did you mean 'n_samples_per_prompt'")),
-        (["--rolout.top_p=1"], ("did you mean 'rollout.top_p'",)),
-        (["train.n_samples_per_prompt=8"], ("did you mean 'rollout.n_samples_per_prompt'",)),
-        (["--learning-rates=1"], ("did you mean 'learning_rate'",)),
         (["--no_bf17"], ("no_bf17", "bf16")),
         (["--qqqqq"], ("'qqqqq'", "--help")),
         pytest.param(["--lora_target", "q_proj"], ("--lora_target_modules",), marks=pytest.mark.plugin("compat")),
@@ -135,15 +138,11 @@ def test_the_last_of_two_values_wins() -> None:
         (["trainer.sede=1"], ("did you mean 'seed'",)),
         (["train=3"], ("section", "train.")),
         (["--seed", "x"], ("train.seed", "'x'", "int", "command line")),
-        (["--seed", "1.5"], ("train.seed", "'1.5'", "int")),
-        (["--seed", "None"], ("train.seed", "int")),
         (["--bf16=maybe"], ("model.bf16", "bool")),
-        (["--kl_target", "soon"], ("algorithm.kl_target", "float | None")),
-        (["--adam_betas", "0.9", "b"], ("train.adam_betas", "list[float]")),
         (["--adam_betas", "[0.9"], ("train.adam_betas", "not YAML")),
         (["--seed"], ("--seed takes a value (int)",)),
         (["--run_name", "--seed", "1"], ("--run_name takes a value", "--run_name=--seed")),
-        (["seed"], ("unexpected argument 'seed'",)),
+        (["--system_prompt", "Be", "brief"], ("'brief'", "--system_prompt", "in quotes")),
         (["--eps_clip_low_high", "0.2"], ("2 values",)),
         (["--top_p", "2"], ("top_p is 2.0", "rollout.top_p: command line")),
         (["--run_name", "${nothing.here}"], ("output.run_name", "nothing.here")),
@@ -160,12 +159,6 @@ def test_aliases_set_the_field_they_name() -> None:
     for alias, leaf in aliases:
         value = {"bool": "false", "number": "3", "text": "x", "list": "1"}[leaf.kind]
         assert given_by(f"--{alias}", value) == given_by(f"{alias}={value}") == ([(leaf, "")], value)
-
-
-def test_one_alias_may_set_two_fields() -> None:
-    for argv in (["--eps_clip_low_high", "0.2", "0.28"], ["eps_clip_low_high=[0.2,0.28]"]):
-        algorithm = plain(*argv).algorithm
-        assert (algorithm.eps_clip, algorithm.eps_clip_high) == (0.2, 0.28)
 
 
 def test_precedence_is_defaults_preset_recipe_command_line(tmp_path: Any) -> None:
@@ -192,7 +185,6 @@ def test_the_preset_belongs_to_the_embedded_model_only() -> None:
 @pytest.mark.parametrize(  # each form of a secret: tests/rewards/remote/test_client.py
     "url",
     [
-        "https://secret1@host",
         "http://a/x,http://h/s?a=1&api_key=secret1",
         "https://h/hf_secret1AAAABBBBCCCCDDDDEEEEFFFFGGGG/score",
     ],
@@ -214,13 +206,10 @@ def test_ordinary_urls_and_paths_are_no_secrets() -> None:
         assert resolved_yaml(plain("--remote_rm_url", url)).count(url) == 1
 
 
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
-@pytest.mark.parametrize(
-    "argv", [["--use_wandb", "abc123key"], ["--use_wandb=abc123key"], ["output.use_wandb=abc123key"]]
-)
-def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], capsys: Any) -> None:
+@pytest.mark.parametrize("argv", [["--use_wandb", "abc123key"], ["output.use_wandb=abc123key"]])
+def test_a_key_given_to_use_wandb_is_never_repeated(argv: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        config_or_exit(root.schema, argv, preset=None)
+        config_or_exit(RunConfig, argv, preset=None)
     told = capsys.readouterr().err
     assert "abc123key" not in told and "WANDB_API_KEY" in told and "output.use_wandb" in told
 
@@ -233,11 +222,9 @@ def test_a_key_given_to_use_wandb_is_never_repeated(root: Any, argv: list[str], 
             ["--lora_target_modules", "q_proj", "v_proj", "--bf16"], "model.target_modules", "q_proj,v_proj",
             marks=pytest.mark.plugin("compat"),
         ),
-        (["--target_modules", "q_proj,v_proj"], "model.target_modules", "q_proj,v_proj"),
         (["--prompt_data", "a", "b", "c.jsonl,d"], "data.prompt_data", "a,b,c.jsonl,d"),
         (["--remote_rm_url", "http://a/b?c=1", "http://c/d", "seed=3"], "reward.remote_rm_url", "http://a/b?c=1,http://c/d"),
         (['--remote_rm_url=["http://a/b","http://c/d"]'], "reward.remote_rm_url", "http://a/b,http://c/d"),
-        (["--target_modules", "[qkv]"], "model.target_modules", "[qkv]"),
     ],
 )  # fmt: skip
 def test_settings_that_hold_lists_take_several_words(argv: list[str], path: str, value: str) -> None:
@@ -249,13 +236,10 @@ def test_settings_that_hold_lists_take_several_words(argv: list[str], path: str,
     [
         ("output_dir=~/runs/x", "{home}/runs/x"),
         ("pretrain=~/models/m", "{home}/models/m"),
-        ("critic_pretrain=~", "{home}"),
         ("image_root=~/a,~/b", "{home}/a,~/b"),
         ("prompt_data=~/a.jsonl,/b~/c, ~/d", "{home}/a.jsonl,/b~/c, {home}/d"),
         ("reward_pretrain=good=~/rm,other=/x/~y", "good={home}/rm,other=/x/~y"),
-        ("reward_fn=~/r.py:score", "{home}/r.py:score"),
         ("run_name=~/x", "~/x"),
-        ("output_dir=runs/~", "runs/~"),
     ],
 )
 def test_a_tilde_is_the_home_folder_in_every_path(
@@ -285,33 +269,10 @@ def test_every_setting_that_names_a_path_is_known_as_one(root: Any) -> None:
     assert {leaf.name for leaf in leaves if ending.search(leaf.name)} <= set(PATHS)
 
 
-def test_a_stray_word_says_how_values_of_several_words_are_written() -> None:
-    message = refused("--system_prompt", "Be", "brief")
-    assert "'brief'" in message and "--system_prompt" in message and "in quotes" in message
+def test_a_mistake_repeats_no_secret_of_a_stray_word_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret1" not in refused("--remote_rm_url", "http://a", "http://user:secret1@host")
-
-
-def test_bools_say_what_they_take() -> None:
-    assert "folder tensorboard of output_dir" in refused("--use_tensorboard", "logs/tb")
-    assert "--bf16 takes true or false, or nothing; found 'maybe'" in refused("--bf16", "maybe")
-    assert plain("--use_wandb", "true", "--use_tensorboard").output.use_wandb
-
-
-def test_the_environment_is_not_read_into_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "secret1")
     assert "secret1" not in refused("--run_name", "${oc.env:TOKEN}")
-
-
-@settings(max_examples=20, deadline=None)
-@given(leaf_and_value())
-def test_the_resolved_file_loads_to_the_same_config(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:
-    leaf, value = case
-    try:
-        config = plain(f"{leaf.path}={value}")
-    except ConfigError:
-        return
-    file = write_resolved(config, tmp_path_factory.mktemp("resolved") / "deep" / "config.resolved.yaml")
-    assert load_config(RunConfig, ["--config", str(file)]) == config
 
 
 def test_text_that_looks_like_an_interpolation_survives(tmp_path: Any) -> None:
@@ -320,23 +281,13 @@ def test_text_that_looks_like_an_interpolation_survives(tmp_path: Any) -> None:
     assert plain("--config", str(write_resolved(config, tmp_path / "c.yaml"))) == config
 
 
-def test_dry_run_prints_the_resolved_config_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        load_config(RunConfig, ["--dry_run", "--seed", "7"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == resolved_yaml(load_config(RunConfig, ["--seed", "7"]))
-
-
 @pytest.mark.parametrize(
     ("argv", "dry"),
     [
         (["--dry_run", "true"], True),
         (["--dry-run"], True),
-        (["dry_run=false"], False),
         (["--dry_run", "false"], False),
-        (["--dry-run", "0", "--seed", "7"], False),
         (["--dry_run", "seed=7"], True),
-        (["--dry_run=off"], False),
     ],
 )
 def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
@@ -362,11 +313,11 @@ def test_only_the_first_rank_prints(argv: list[str], code: int, monkeypatch: pyt
     assert printed == [True, False]
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_setting_that_is_gone_is_refused_on_the_command_line_with_what_to_use_instead(name: str) -> None:
-    assert any(not names_of(root.schema).find(name) for root in ROOTS)
-    for flag in (f"--{name}", f"--no_{name}", f"--train.{name.replace('_', '-')}=1"):
-        assert f"is gone: {REMOVED[name].instead}" in refused(flag)
+def test_a_setting_that_is_gone_is_refused_on_the_command_line_with_what_to_use_instead() -> None:
+    for name, removed in REMOVED.items():
+        assert any(not names_of(root.schema).find(name) for root in ROOTS)
+        for flag in (f"--no_{name}", f"--train.{name.replace('_', '-')}=1"):
+            assert f"is gone: {removed.instead}" in refused(flag)
 
 
 def test_the_file_of_an_earlier_run_loads_where_what_is_gone_asked_for_nothing(tmp_path: Path) -> None:
@@ -378,14 +329,6 @@ def test_the_file_of_an_earlier_run_loads_where_what_is_gone_asked_for_nothing(t
     assert "'data.redraw_key'" in told and f"{earlier.name}:4) is gone: leave it out; score answers" in told
 
 
-@pytest.mark.plugin("compat")
-def test_the_advice_for_beta_is_accepted() -> None:
-    advice = refused("--beta", "0.04")
-    weighted, without = re.findall(r"--init_kl_coef(?: (?:--)?\w+)+", advice.replace(" alone", ""))
-    assert plain(*weighted.replace("X", "0.04").split()).algorithm.use_kl_loss
-    assert plain(*without.split()).algorithm.init_kl_coef == 0
-
-
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
 def test_a_slip_of_the_keyboard_names_the_setting_that_was_meant(root: Any) -> None:
     names = names_of(root.schema)
@@ -393,20 +336,14 @@ def test_a_slip_of_the_keyboard_names_the_setting_that_was_meant(root: Any) -> N
         if len(leaf.name) < 5:
             continue
         middle = len(leaf.name) // 2
-        for typed in (
-            leaf.name[:middle] + leaf.name[middle + 1 :],
-            leaf.name[:middle] + "q" + leaf.name[middle:],
-            leaf.name[: middle - 1] + leaf.name[middle] + leaf.name[middle - 1] + leaf.name[middle + 1 :],
-        ):
+        for typed in (leaf.name[:middle] + leaf.name[middle + 1 :], leaf.name[:middle] + "q" + leaf.name[middle:]):
             if typed in (leaf.name, *names.aliases) or names.find(typed):
                 continue
             assert f"did you mean {leaf.name!r}" in str(names.unknown(typed, "here")), typed
 
 
 def test_a_guess_never_turns_a_setting_around() -> None:
-    assert nearest("max_tokens", ["min_tokens"]) is None
-    assert nearest("eval_steps_", ["train_steps", "eval_steps"]) == "eval_steps"
-    assert nearest("clip_low", ["clip_high"]) is None
+    assert nearest("max_tokens", ["min_tokens"]) is nearest("clip_low", ["clip_high"]) is None
 
 
 @dataclass
@@ -450,17 +387,12 @@ def test_short_names_of_several_fields_are_refused() -> None:
     ("argv", "words"),
     [
         (["--config", "a" * 300], "no config 'aaa"),
-        (["--config", "a/" * 2000], "no config 'a/a"),
         (["--pretrain", "a" * 300], "model.pretrain (command line): the name aaa"),
         (["--output_dir", "out/" + "é" * 200], "is of 400 bytes, more than a file's can be"),
         (["--prompt_data", "\udcff\udcfe"], r"the argument '\\udcff\\udcfe' is not text in UTF-8"),
         (["--\udcff", "1"], "is not text in UTF-8"),
         (["--output_dir", "${x}"], "Interpolation key 'x' not found"),
-        (["train.max_epochs=${x}"], "train.max_epochs: Interpolation key 'x' not found"),
         (["--prompt_data", "${x}"], "data.prompt_data: Interpolation key 'x' not found"),
-        (["--reward_recipe", "${x}"], "reward_recipe"),
-        (["--plugins", "${x}"], "plugins: Interpolation key 'x' not found"),
-        (["--output_dir", "${x"], "output.output_dir"),
     ],
 )
 def test_words_that_no_setting_or_file_can_have_are_refused_by_name(argv: list[str], words: str) -> None:
@@ -490,8 +422,7 @@ def test_a_recipe_of_unbounded_size_or_odd_values_is_refused_at_once(tmp_path: P
     assert told.startswith(f"{tmp_path / 'x.yaml'}") and words in told
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["abc", "-1", "²"])
+@pytest.mark.parametrize("name,value", [("RANK", "abc"), ("WORLD_SIZE", "-1"), ("MASTER_PORT", "²")])
 def test_a_launchers_variable_that_is_no_number_is_one_line(
     name: str, value: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,12 +53,6 @@ def test_several_and_a_module_of_the_working_directory(plugin, tmp_path, monkeyp
     assert config("--plugins", str(plugin), "mine_too", "--policy_loss=mine_second")
 
 
-def test_help_lists_what_it_adds(plugin, capsys):
-    with pytest.raises(SystemExit):
-        parse_run(RunConfig, ["--plugins", str(plugin), "--help"])
-    assert "kl_cov | mine_loss" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -19,14 +19,12 @@ from lightrft_visual.trainer.hooks import StepData
     "raw,expected",
     [
         (None, SamplingConfig()),
-        ({}, SamplingConfig()),
         ({"num_steps": "12"}, SamplingConfig(num_steps=12)),
         ({"num_steps": None, "trajectory": None, "sigmas": None}, SamplingConfig()),
         ({"flow_shift": "inherit"}, SamplingConfig()),
         ({"flow_shift": "3"}, SamplingConfig(flow_shift=3.0)),
         ({"scheduler": " Flow_Match_Euler "}, SamplingConfig(scheduler="flow_match_euler")),
         ({"timesteps": ["900", "300", 10]}, SamplingConfig(timesteps=[900.0, 300.0, 10.0])),
-        ({"sigmas": ["0.9", 0.3]}, SamplingConfig(sigmas=[0.9, 0.3])),
     ],
 )
 def test_a_section_of_sampling_is_read(raw, expected):
@@ -37,19 +35,13 @@ def test_a_section_of_sampling_is_read(raw, expected):
     "raw,words",
     [
         ([], "sampling is a list"),
-        ("num_steps", "sampling is a str"),
         ({"num_step": 3}, "num_steps"),
-        ({3: 3}, "no field 3"),
         ({"num_steps": "many"}, "num_steps is 'many'; it must be a whole number"),
         ({"num_steps": 1.5}, "num_steps is 1.5"),
-        ({"num_steps": [3]}, "num_steps is"),
-        ({"num_steps": True}, "num_steps is True"),
         ({"num_steps": 0}, "num_steps is 0; it must be positive"),
         ({"flow_shift": "wide"}, "flow_shift is 'wide'; it must be a number, or 'inherit'"),
         ({"timesteps": "900"}, "timesteps is '900'; it must be a list of numbers"),
-        ({"timesteps": ["high"]}, "timesteps is"),
         ({"sigmas": [None]}, "sigmas is"),
-        ({"sigmas": {"first": 1}}, "sigmas is"),
         ({"trajectory": ["ode"]}, "trajectory is"),
     ],
 )

@@ -28,12 +28,6 @@ def test_openai_messages(read, png):
     assert (row.reference, row.images[0].size) == ("red", (30, 20))
 
 
-def test_lightrft(read):
-    row = {"prompt": "<image>Find x.", "images": ["a.png"], "reference": "3", "label": "math"}
-    (row,) = read("lightrft.jsonl", [row])
-    assert (parts(row), row.reference, row.label, row.form) == ("[image]Find x.", "3", "math", None)
-
-
 def test_a_form_that_is_named_is_required_of_every_row(read):
     with pytest.raises(DataError, match="not a row of data_format messages; it has: prompt"):
         read("a.jsonl", [{"prompt": "a red cube"}], data_format="messages")

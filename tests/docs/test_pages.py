@@ -76,11 +76,11 @@ def test_defaults_are_those_of_the_configuration() -> None:
             assert value in (str(getattr(config, name)), "0"), name
 
 
-@pytest.mark.parametrize("line", ROWS)
-def test_rows_of_the_data_page_parse(line: str) -> None:
-    row = parse_row(json.loads(line), DataConfig(), source="docs", root="/data")
-    assert row.reference is not None
-    assert all(image.startswith("/data/") for image in row.images)
+def test_rows_of_the_data_page_parse() -> None:
+    for line in ROWS:
+        row = parse_row(json.loads(line), DataConfig(), source="docs", root="/data")
+        assert row.reference is not None
+        assert all(image.startswith("/data/") for image in row.images)
 
 
 def test_the_example_of_a_differentiable_reward_works(tmp_path: Path) -> None:
@@ -126,16 +126,7 @@ def said() -> str:
     return "\n".join(found)
 
 
-SAID = said()
-
-
-OF_PLAN = pytest.param("this run does not fit", marks=pytest.mark.plugin("memory_plan"))
-
-
-@pytest.mark.parametrize("message", [OF_PLAN if each in OF_PLAN.values else each for each in MESSAGES])
-def test_message_is_one_of_the_package(message: str) -> None:
-    assert message in SAID
-
-
-def test_messages_were_found() -> None:
-    assert len(MESSAGES) > 25
+@pytest.mark.plugin("memory_plan")  # which says one of them
+def test_messages_are_of_the_package() -> None:
+    text = said()
+    assert len(MESSAGES) > 25 and [each for each in MESSAGES if each not in text] == []
