@@ -29,7 +29,7 @@ FILE = Path(__file__).with_name("bad_environment.py")
 SETTINGS = SamplingSettings(n=1, max_new_tokens=60)  # so that turns end by themselves
 
 
-KINDS = [name for kind in TOLD for name in (kind, "good")]  # each beside a good one
+KINDS = [*TOLD, *["good"] * 4]
 
 
 def row_of(kind: str) -> dict:
@@ -69,7 +69,7 @@ def good(episodes) -> list[Rollout]:
 
 
 def test_every_kind_is_told():
-    assert set(TOLD) == set(kinds()) and sum(told is not None for told in TOLD.values()) >= 40
+    assert set(TOLD) == set(kinds())
 
 
 @pytest.mark.parametrize("kind", TOLD)
@@ -87,7 +87,7 @@ def test_no_state_reaches_another_episode_and_each_draws_its_own_numbers(episode
     for each in good(episodes):
         texts = [turn.observation[0]["content"][0]["text"] for turn in each.episode.turns[:2]]
         assert [text.rpartition(" ")[2] for text in texts] == ["1", "2"]
-    assert len({each.episode.turns[0].info["drawn"] for each in good(episodes)}) == len(TOLD)
+    assert len({each.episode.turns[0].info["drawn"] for each in good(episodes)}) == 4
 
 
 def test_what_numpy_has_comes_back_as_plain_values(episodes):
@@ -132,27 +132,29 @@ def test_process_that_ends_while_it_is_copied_is_started_anew(tmp_path):
     assert (tmp_path / "ends.once").exists()
 
 
-def test_slow_environments_run_beside_each_other(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import time\nclass Slow:\n    def step(self, action):\n        time.sleep(1.0)\n"
-        "        return 'done', 0.0, True, {}\n"
+def test_environments_run_beside_each_other(tmp_path):
+    (tmp_path / "meets.py").write_text(
+        "import pathlib, time\nclass Meets:\n    def step(self, action):\n"
+        "        here = pathlib.Path(__file__).parent\n        (here / f'{action.text}.here').touch()\n"
+        "        while len(list(here.glob('*.here'))) < 4:\n            time.sleep(0.02)\n"
+        "        return 'met', 0.0, True, {}\n"
     )
-    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/slow.py:Slow", env_timeout=20.0))) as host:
-        for future in [host.reset(episode, {}) for episode in range(16)]:
+    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/meets.py:Meets", env_timeout=30.0))) as host:
+        for future in [host.reset(episode, {}) for episode in range(4)]:
             future.result(timeout=60)
-        started = time.monotonic()
-        for future in [host.step(episode, Action("x")) for episode in range(16)]:
-            future.result(timeout=60)
-        assert time.monotonic() - started < 8.0  # one after the other they take 16 s
+        for future in [host.step(episode, Action(str(episode))) for episode in range(4)]:
+            assert future.result(timeout=60).done
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [("Missing", "has no function or class 'Missing'"), ("kinds.x", "write it as")],
-)
-def test_environment_that_is_not_there_is_refused_at_the_start(name, told):
-    with pytest.raises(ConfigError, match=told):
-        ProcessHost(EpisodeConfig(environment=f"{FILE}:{name}"))
+def test_environment_that_is_not_there_or_whose_file_fails_is_refused_at_the_start(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    for name, told in (
+        (f"{FILE}:Missing", "has no function or class 'Missing'"),
+        (f"{FILE}:kinds.x", "write it as"),
+        (f"{tmp_path}/broken.py:Mine", "nothing_of_this_name(.|\n)*broken.py"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ProcessHost(EpisodeConfig(environment=name))
 
 
 @pytest.mark.parametrize(("name", "told"), [("RaisesWhenMade", "not today"), ("WithoutStep", "has no step")])
@@ -160,12 +162,6 @@ def test_environment_that_cannot_be_made_fails_at_reset(name, told):
     with closing(ProcessHost(EpisodeConfig(environment=f"{FILE}:{name}"))) as host:
         with pytest.raises(EnvironmentFailure, match=told):
             host.reset(0, {}).result(timeout=60)
-
-
-def test_environment_whose_file_fails_is_refused_with_its_line(tmp_path):
-    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    with pytest.raises(ConfigError, match="nothing_of_this_name(.|\n)*broken.py"):
-        ProcessHost(EpisodeConfig(environment=f"{tmp_path}/broken.py:Mine"))
 
 
 def test_tools_by_path_run_apart(tmp_path):
@@ -218,9 +214,8 @@ def _turned() -> Image.Image:
 
 SHOWN = {
     "16 bits": lambda: Image.fromarray(np.full((2, 3), 0x8080, np.uint16)),
-    "transparent": lambda: Image.new("RGBA", (3, 2), (255, 0, 0, 0)),
-    "transparent grey": lambda: Image.new("LA", (3, 2), (0, 0)),
     "turned": _turned,
+    "transparent grey": lambda: Image.new("LA", (3, 2), (0, 0)),
 }
 
 
@@ -237,12 +232,8 @@ def _animated() -> Image.Image:
 
 
 @pytest.mark.parametrize(
-    ("image", "told"),
-    [
-        (lambda: Image.new("F", (3, 2), 0.5), "floating-point"), (_animated, "more than one frame"),
-        (lambda: Image.fromarray(np.full((2, 3), 70_000, np.int32)), "grey levels"),
-    ],
-)  # fmt: skip
+    ("image", "told"), [(lambda: Image.new("F", (3, 2), 0.5), "floating-point"), (_animated, "more than one frame")]
+)
 def test_image_without_clear_colours_is_refused_in_its_process_as_in_a_row_of_data(image, told):
     told_beside = StepResult(None, 0.0, True, {"depth": image()})
     assert isinstance(unpack(pack(told_beside)).info["depth"], Image.Image)

@@ -33,7 +33,6 @@ IMAGE = Image.new("RGB", (4, 4), "red")
         ("higher", ["user"], [["text"]], 0),
         (IMAGE, ["user"], [["image"]], 1),
         (np.zeros((4, 4, 3), np.uint8), ["user"], [["image"]], 1),
-        ([IMAGE, "this"], ["user"], [["image", "text"]], 1),
         ([{"type": "image", "image": IMAGE}, {"type": "text", "text": "<image>"}], ["user"], [["image", "text"]], 1),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}], ["user"], [["image"]], 1),
         ({"role": "tool", "content": "4"}, ["tool"], [["text"]], 0),
@@ -53,25 +52,13 @@ def test_an_observation_of_any_kind_becomes_messages_and_media(given, roles, kin
 @pytest.mark.parametrize(
     "given",
     [
-        None,
-        3,
-        [],
-        b"x",
-        "x" * (10**6 + 1),
-        {"role": "user", "content": ["x" * (10**6 + 1)]},
-        [{"type": "sound"}],
-        {"role": "assistant", "content": "x"},
-        [{"type": "image"}],
-        [[1]],
+        None, 3, [], b"x", "x" * (10**6 + 1), {"role": "user", "content": ["x" * (10**6 + 1)]}, [{"type": "sound"}],
+        {"role": "assistant", "content": "x"}, [{"type": "image"}], [[1]],
     ],
-)
+)  # fmt: skip
 def test_what_is_no_observation_is_a_failure_of_the_environment(given):
     with pytest.raises(EnvironmentFailure):
         Observation.of(given)
-
-
-def test_the_observation_of_a_last_step_is_not_read():
-    assert StepResult.of((object(), 1, True, None)) == (None, 1.0, True, {})
 
 
 @pytest.mark.parametrize(
@@ -87,6 +74,7 @@ def test_the_observation_of_a_last_step_is_not_read():
 def test_a_step_of_another_form_is_a_failure_of_the_environment(given, told):
     with pytest.raises(EnvironmentFailure, match=told):
         StepResult.of(given)
+    assert StepResult.of((object(), 1, True, None)) == (None, 1.0, True, {})  # the last observation is not read
 
 
 def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
@@ -179,7 +167,7 @@ def test_many_episodes_with_coroutines_share_few_loops_which_end_with_their_host
         return sum(thread.name == "environment-loop" for thread in threading.enumerate())
 
     before, host = loops(), ThreadHost(Waits, 20.0)
-    for episode in range(200):
+    for episode in range(2 * LOOPS):
         assert answer_of(host, episode) == "environment-loop"
     assert loops() - before == LOOPS
     host.close()
@@ -223,13 +211,6 @@ def test_reset_as_gymnasium_has_it_is_refused_by_name(given):
 
     with pytest.raises(EnvironmentFailure, match="Gymnasium"):
         ThreadHost(Gymnasium, 20.0).reset(0, {}).result(20)
-
-
-def test_wrong_value_is_shown_in_short():
-    for given in (("a", "z" * 10**6, False, {}), ("a", [1] * 10**6, False, {}), ("a", 1.0, "no" * 10**6, {})):
-        with pytest.raises(EnvironmentFailure) as failure:
-            StepResult.of(given)
-        assert len(str(failure.value)) < 300
 
 
 def test_run_stays_in_its_folder_whichever_an_environment_enters(tmp_path):

@@ -2,15 +2,13 @@
 
 import copy
 import math
-import threading
 import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from episode_rig import Scripted, batch_of, most_begun, rig_of, stage_of
+from episode_rig import batch_of, most_begun, rig_of, stage_of
 from PIL import Image
 from tiny_models import checkpoint_of, clip, inputs_of, picture
 
@@ -49,7 +47,7 @@ def scored(rig, inputs: ModelInputs, shares: bool = False) -> torch.Tensor:
         rig.actor.backbone.share_prefix = False
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "internvl"])
 def test_log_probs_of_every_turn_are_the_trainers_padded_packed_and_with_a_shared_prompt(root, kind):
     rig = rig_of(checkpoint_of(root, kind))
     batch = batch_of(TURNS)
@@ -106,20 +104,10 @@ def test_an_episode_does_not_depend_on_those_beside_it(rig, rollouts):
     assert [each.token_ids for each in alone] == [each.token_ids for each in rollouts if each.prompt.group_id == 2]
 
 
-def test_tokens_are_those_of_the_whole_conversation_rendered_at_once(rig, rollouts):
-    """Where every turn has ended, and text survives a round trip, both ways give the same ids."""
-    tokenizer = rig.checkpoint.tokenizer
+def test_between_turns_stands_what_the_template_writes(rig, rollouts):
     for rollout in rollouts:
-        end = [tokenizer.eos_token_id]
-        ids = [token for token, turn in zip(rollout.token_ids, rollout.episode.turn_ids) if turn < 0]
-        for turn in rollout.episode.turns[:-1]:
-            assert turn.observation
-        if ids:
-            text = tokenizer.decode(rollout.token_ids)
-            assert text.count("<|im_start|>assistant") == len(rollout.episode.turns) - 1
-            assert text.count("<|im_end|>\n<|im_start|>assistant\n") >= len(rollout.episode.turns) - 1
-            first = rollout.episode.turn_ids.index(-1)
-            assert rollout.token_ids[first - 1 : first] == end
+        between = rig.checkpoint.tokenizer.decode(rollout.token_ids).count("<|im_end|>\n<|im_start|>assistant\n")
+        assert between == len(rollout.episode.turns) - 1
 
 
 def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts):
@@ -223,20 +211,13 @@ def _raise(error):
 
 
 HUGE = Image.new("RGB", (9000, 9000))
-CLOSED = Image.new("RGB", (8, 8))
-CLOSED.close()
 BAD_STEPS = {
     "raises": (lambda: _raise(KeyError("x")), "KeyError"),
-    "exits": (lambda: _raise(SystemExit(3)), "sys.exit"),
-    "says what no file takes": (lambda: _raise(ValueError("\x1b[2J\ud800")), r"\x1b[2J\ud800"),
     "hangs": (lambda: time.sleep(3), "env_timeout"),
     "placeholder": (lambda: ("<|image_pad|>", 1.0, False, {}), "holds <|image_pad|>"),
-    "file": (lambda: ({"type": "image", "path": "/nowhere.png"}, 1.0, False, {}), "cannot be shown"),
     "image": (lambda: ([picture(1)] * 9, 1.0, False, {}), "above limit_mm_image_per_prompt = 4"),
     "huge": (lambda: (HUGE, 1.0, False, {}), "cannot be shown"),
-    "no pixels": (lambda: (Image.new("RGB", (0, 0)), 1.0, False, {}), "cannot be shown"),
     "strip": (lambda: (Image.new("RGB", (5000, 2)), 1.0, False, {}), "cannot be shown"),
-    "closed": (lambda: (CLOSED, 1.0, False, {}), "cannot be shown"),
     "surrogate": (lambda: ("x\ud800y", 1.0, False, {}), "cannot be shown"),
 }  # fmt: skip
 
@@ -275,22 +256,23 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
     assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
 
 
-def test_seed_of_a_row_differs_by_sample_and_of_a_group_not_unless_the_data_has_one(rig):
+def test_a_row_has_its_reference_and_a_seed_that_differs_by_sample_unless_the_data_has_one(rig):
     seen = []
 
     class Notes(Environment):
         def reset(self, row):
             seen.append((row["seed"], row["group_seed"]))
+            assert (row["answer"], row["solution"], row["reference"]) == ("7", "3 + 4", "7")
 
         def step(self, action):
             return None, 1.0, True, {}
 
     batch = batch_of([1, 1])
-    batch.metadata[1]["seed"] = "own"
-    stage_of(rig, Notes).generate(batch, replace(SETTINGS, n=3))
+    batch.references, batch.metadata = ["7"] * 2, [{"solution": "3 + 4"}, {"solution": "3 + 4", "seed": "own"}]
+    made = stage_of(rig, Notes).generate(batch, replace(SETTINGS, n=3))
     drawn, own = [each for each in seen if each[0] != "own"], [each for each in seen if each[0] == "own"]
     assert len({seed for seed, _ in drawn}) == 3 and len({group for _, group in drawn}) == 1
-    assert own == [("own", "own")] * 3
+    assert own == [("own", "own")] * 3 and all(each.valid for each in made)
 
 
 def test_a_long_observation_is_cut_in_the_middle(rig):
@@ -355,22 +337,6 @@ def test_limits_of_observations_hold_for_what_a_reset_gives(rig):
         assert not made.valid and "4 images" in made.episode.failure
 
 
-def test_an_environment_finds_the_reference_under_the_name_of_its_column(rig):
-    seen = []
-
-    class Reads(Environment):
-        def reset(self, row):
-            seen.append((row["answer"], row["solution"], row["reference"]))
-
-        def step(self, action):
-            return None, 1.0, True, {}
-
-    batch = batch_of([1])
-    batch.references, batch.metadata = ["7"], [{"solution": "3 + 4"}]
-    stage_of(rig, Reads).generate(batch, SETTINGS)
-    assert set(seen) == {("7", "3 + 4", "7")}
-
-
 def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
     class NoBeginning(Environment):
         def reset(self, row):
@@ -382,18 +348,7 @@ def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
     assert not samples.action_mask.any() and samples.sequences.shape[0] == 3
 
 
-def test_coroutines_are_awaited(rig):
-    class Waits(Environment):
-        async def reset(self, row):
-            return None
-
-        async def step(self, action):
-            return None, 2.0, True, {}
-
-    assert {each.episode.reward for each in stage_of(rig, Waits).generate(batch_of([1]), SETTINGS)} == {2.0}
-
-
-def test_calls_of_tools_are_read_of_each_turn(rig):
+def test_calls_of_tools_are_read_of_each_turn_and_of_one_that_is_not_there_told_as_errors(rig):
     calls = [ToolCall("zoom", {"x": 1}), ToolCall("zoom", {}, "no x")]
     seen = []
 
@@ -406,8 +361,6 @@ def test_calls_of_tools_are_read_of_each_turn(rig):
     assert seen == [calls] * 3
     assert made[0].episode.turns[0].calls == [("zoom", None), ("zoom", "no x")]
 
-
-def test_a_call_of_a_tool_that_is_not_there_is_told_as_an_error(rig):
     stage = stage_of(rig, parse=lambda text: [ToolCall("zoom"), ToolCall("made up"), ToolCall("", {}, "no JSON")])
     stage.renderer.tools = [{"type": "function", "function": {"name": "zoom", "parameters": {}}}]
     (turn, *_) = stage.generate(batch_of([1]), SETTINGS)[0].episode.turns
@@ -466,46 +419,6 @@ def test_reward_functions_are_given_the_sampled_tokens_of_all_turns(rollouts):
     batch = batch_from_rollouts(rollouts)
     assert [each.tolist() for each in batch.completion_tokens] == [each.sampled_ids for each in rollouts]
     assert any(len(each.sampled_ids) < len(each.token_ids) for each in rollouts)
-
-
-class OneByOne:
-    """Admission by engine hf: of what is asked for, the next response at each step."""
-
-    def __init__(self, engine, settings):
-        self.engine, self.settings, self.asked = engine, replace(settings, n=1), []
-
-    def add(self, key, request):
-        self.asked.append((key, request))
-
-    def step(self):
-        key, request = self.asked.pop(0)
-        return [(key, self.engine.generate([request], self.settings)[0][0])]
-
-    def close(self):
-        self.asked.clear()
-
-    @property
-    def busy(self):
-        return bool(self.asked)
-
-
-def test_environment_that_begins_late_holds_no_other_up_where_each_goes_on_by_itself(rig, monkeypatch):
-    begun, stepped, waited = threading.Lock(), threading.Event(), []
-
-    class BeginsLate(Scripted):
-        def reset(self, row):
-            super().reset(row)
-            if begun.acquire(blocking=False):
-                waited.append(stepped.wait(15))
-
-        def step(self, action):
-            stepped.set()
-            return super().step(action)
-
-    monkeypatch.setattr(rig.engine, "admission", partial(OneByOne, rig.engine), raising=False)
-    made = stage_of(rig, BeginsLate).generate(batch_of(TURNS), SETTINGS)
-    assert waited == [True] and all(each.valid for each in made)
-    assert rig.apart(made, SETTINGS) <= 1e-5
 
 
 def test_no_more_environments_than_the_limit_are_begun_and_episodes_are_the_same(rig, rollouts):

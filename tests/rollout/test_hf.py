@@ -7,7 +7,6 @@ import torch
 from engine_rig import Rig, check_ends, check_least_length, check_truncated_sampling, decided, enders, hf_rig
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
-    ALL_KINDS,
     VIDEO,
     checkpoint_of,
     clip,
@@ -38,15 +37,12 @@ def few(root) -> Rig:
     return hf_rig(checkpoint, banned=enders(checkpoint))
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize(
-    "settings",
-    [PLAIN, SamplingSettings(n=2, temperature=0.7, max_new_tokens=5, min_new_tokens=3, first_token_temperature=4.0)],
-    ids=["plain", "fire"],
-)
-def test_log_probs_are_the_trainers(root, kind, settings):
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_vl", "qwen2_5_vl+tied", "qwen3_vl", "internvl"])
+def test_log_probs_are_the_trainers(root, kind):
     rig = hf_rig(checkpoint_of(root, kind))
-    assert rig.difference(prompts_for(rig.checkpoint), settings) <= 1e-5
+    fire = SamplingSettings(n=2, temperature=0.7, max_new_tokens=5, min_new_tokens=3, first_token_temperature=4.0)
+    for settings in (PLAIN, fire):
+        assert rig.difference(prompts_for(rig.checkpoint), settings) <= 1e-5
     assert rig.gate().check(prompts_for(rig.checkpoint)) <= 1e-5
 
 
@@ -84,7 +80,7 @@ def test_a_change_of_the_weights_is_seen_at_once(rig):
     assert rig.token_ids(text_prompts(), PLAIN) != before
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 64])
+@pytest.mark.parametrize("micro_batch_size", [1, 5])
 def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
     batch = mixed_prompts()
     together = rig.decided_token_ids(batch, PLAIN)
@@ -134,11 +130,7 @@ def test_truncated_sampling_has_no_log_probs_and_the_gate_works_all_the_same(rig
     check_truncated_sampling(rig)
 
 
-def test_a_rank_without_prompts_generates_nothing(rig):
-    assert rig.engine.generate([], PLAIN) == []
-
-
-def test_adapters_count(root):
+def test_adapters_count_and_neither_dropout_nor_checkpointing_reach_generation(root):
     def with_lora(model):
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
@@ -149,6 +141,7 @@ def test_adapters_count(root):
         for name, parameter in rig.actor.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
+    rig.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
     rig.actor.train()
     generated = rig.stage.generate(mixed_prompts(), PLAIN)
     assert rig.actor.training
@@ -191,25 +184,14 @@ def test_draws_follow_the_distribution_and_never_touch_what_has_no_mass():
     ("top_k", "top_p", "kept"),
     [
         (-1, 1.0, [0, 1, 2, 3]),
-        (2, 1.0, [1, 3]),
         (-1, 0.69, [1, 3]),
         (-1, 0.71, [1, 2, 3]),
-        (-1, 0.1, [3]),
         (3, 0.75, [1, 3]),
     ],
 )
 def test_truncation_keeps_the_smallest_set(top_k, top_p, kept):
     logits = torch.tensor([[0.1, 0.3, 0.2, 0.4]]).log()
     assert truncated(logits, top_k, top_p).isfinite().nonzero()[:, 1].tolist() == kept
-
-
-def test_dropout_and_checkpointing_do_not_reach_generation(root):
-    rig = hf_rig(checkpoint_of(root, "qwen2"))
-    before = rig.token_ids(text_prompts(), PLAIN)
-    rig.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
-    rig.actor.train()
-    assert rig.token_ids(text_prompts(), PLAIN) == before
-    assert rig.actor.training
 
 
 def test_a_response_goes_on_as_it_was_begun(rig):
@@ -249,8 +231,7 @@ def test_a_policy_whose_weights_are_not_finite_is_named_with_the_weight(root, se
 
 @pytest.mark.parametrize(
     "model_type,settings",
-    [("mamba", {}), ("openai-gpt", {}), ("minimax", {"head_dim": 16, "num_key_value_heads": 2}),
-     ("granitemoehybrid", {"layer_types": ["mamba", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 16})],
+    [("mamba", {}), ("granitemoehybrid", {"layer_types": ["mamba", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 16})],
 )  # fmt: skip
 def test_models_that_do_not_go_on_from_a_key_value_cache_are_refused(model_type, settings):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}

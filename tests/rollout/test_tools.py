@@ -75,21 +75,6 @@ def _without_hint(box) -> str:
     """
 
 
-def _without_docstring(box: int) -> str: ...
-
-
-def _without_argument(box: int) -> str:
-    """Cut."""
-
-
-def _unknown_hint(box: Nowhere) -> str:  # noqa: F821
-    """Cut.
-
-    Args:
-        box: where
-    """
-
-
 def _in_an_order(*sides: int) -> str:
     """Cut.
 
@@ -109,8 +94,7 @@ def _of_an_image(image: Image.Image) -> str:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (_without_hint, "box"), (_without_docstring, "docstring"), (_without_argument, "'box'"),
-        (_unknown_hint, "Nowhere"), (_in_an_order, "cannot give sides"), (_of_an_image, "cannot write image"),
+        (_without_hint, "box"), (_in_an_order, "cannot give sides"), (_of_an_image, "cannot write image"),
         (ToolEnvironment.run, "cannot give self"),
     ],
 )  # fmt: skip
@@ -142,15 +126,12 @@ def test_schema_of_class_is_what_its_values_are_written_as_and_types_in_docstrin
     assert ToolEnvironment([_typed]).run(ToolCall("_typed", {"side": "left"})) == ("LEFT False", False)
 
 
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tools have one name"):
-        ToolEnvironment([crop, crop])
-
-
 @pytest.mark.parametrize("tool", [functools.partial(crop, scale=1.0), Side, "crop"])
-def test_tool_that_is_no_function_is_refused(tool):
+def test_tool_that_is_no_function_or_has_the_name_of_another_is_refused(tool):
     with pytest.raises(ConfigError, match="it must be a function or a method"):
         ToolEnvironment([tool])
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        ToolEnvironment([crop, crop])
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
@@ -159,20 +140,9 @@ def test_tool_that_is_no_function_is_refused(tool):
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CALL_FORMS), CALLS)
 def test_rendered_call_is_read_as_itself(form, call):
-    assert parse_tool_calls(render_tool_call(call, form), form) == [call]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(CALL_FORMS), CALLS)
-def test_rendered_call_is_read_whatever_its_form_when_none_is_named(form, call):
-    assert parse_tool_calls("I look closer. " + render_tool_call(call, form) + "<|im_end|>") == [call]
-
-
-@pytest.mark.parametrize("form", ["hermes", "qwen_xml", "json"])
-def test_several_calls_keep_their_order(form):
-    calls = [ToolCall("zoom", {"n": n}, None) for n in range(3)]
-    text = "first\n" + " and\n".join(render_tool_call(call, form) for call in calls)
-    assert parse_tool_calls(text, form) == calls
+    text = render_tool_call(call, form)
+    assert parse_tool_calls(text, form) == [call]
+    assert parse_tool_calls(f"I look closer. {text}<|im_end|>") == [call]  # whatever the form
 
 
 def find(text: str, kind: str | None = None, most: int = 1) -> str:
@@ -196,7 +166,6 @@ def xml(**written: str) -> str:
     [
         ({"text": "2024", "kind": "true", "most": "3"}, "'2024' 'true' 3"),
         ({"text": '{"a": 1}', "kind": "null"}, "'{\"a\": 1}' None 1"),
-        ({"text": '"quoted"', "kind": "null"}, "'quoted' None 1"),
         ({"text": "null"}, "'null' None 1"),
     ],
 )
@@ -215,11 +184,6 @@ def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
     asked = '<|python_tag|>brave_search.call(query="cats", n=2)'
     assert parse_tool_calls(asked, "llama") == [ToolCall("brave_search", {"query": "cats", "n": 2}, None)]
     assert parse_tool_calls("The answer is {3}.", "llama") == []
-
-
-def test_arguments_given_as_json_text_are_read():
-    call = {"name": "zoom", "arguments": json.dumps({"x": 1})}
-    assert parse_tool_calls(json.dumps(call)) == [ToolCall("zoom", {"x": 1}, None)]
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "json"])
@@ -249,11 +213,9 @@ def test_json_in_a_fence_or_beside_other_objects_is_found():
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>", "<tool_call>{", "<tool_call></tool_call>", "<tool_call>zoom(1)</tool_call>",
-        '<tool_call>{"name": 3, "arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>',
-        '<tool_call>{"name": "zoom", "arguments": [1]}</tool_call>', "<tool_call>[]</tool_call>",
-        '<tool_call>{"name": "zoom", "arguments": "no"}</tool_call>', '<tool_call>{"name": "zoom"', "<|python_tag|>",
-        "<|python_tag|>zoom(", "<|python_tag|>zoom(1)", "<|python_tag|>x = 1", '{"name": "zoom", "arguments": {',
+        "<tool_call>", "<tool_call></tool_call>", '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "zoom", "arguments": "no"}</tool_call>',
+        '<tool_call>{"name": "zoom"', "<|python_tag|>zoom(", "<|python_tag|>x = 1", '{"name": "zoom", "arguments": {',
         "<tool_call><function=zoom></tool_call>",
         "<tool_call><function=zoom><parameter=x>1</function></tool_call>",
         "<tool_call><function=></function></tool_call>",
@@ -288,9 +250,8 @@ XML = "<tool_call><function=f>{}</function></tool_call>"
 @pytest.mark.parametrize(
     ("around", "repeated"),
     [
-        ("{}", "{"), ("<|python_tag|>{}", "{ "), ("{}", '{"'), ("{}", '{"":x'), ("{}", '{"a":'), ("{}", '{"a":['),
-        ('{{"a":[' * 300 + "{}", '{"b":1},'), ("<tool_call>{}</tool_call>", "{"), (XML, " "), (XML, "<parameter=a>"),
-        (XML, "<parameter="), (XML, "</parameter>"), (XML, "<parameter=a>\n</function>"),
+        ("<|python_tag|>{}", "{ "), ("{}", '{"":x'), ("{}", '{"a":['), ('{{"a":[' * 300 + "{}", '{"b":1},'), (XML, " "),
+        ("<tool_call>{}</tool_call>", "{"), (XML, "<parameter=a>"), (XML, "<parameter=a>\n</function>"),
     ],
 )  # fmt: skip
 def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
@@ -331,15 +292,6 @@ async def later(text: str) -> str:
     return text
 
 
-def picture(side: int) -> Image.Image:
-    """Draw.
-
-    Args:
-        side: in pixels
-    """
-    return Image.new("RGB", (side, side))
-
-
 def parts() -> list:
     """A text and an image."""
     return ["seen", {"type": "text", "text": "here"}, Image.new("RGB", (2, 2))]
@@ -350,18 +302,8 @@ def fails() -> str:
     raise KeyError("no such thing")
 
 
-def stranger() -> object:
-    """Give back what has no place in a message."""
-    return object()
-
-
-def numbers() -> dict:
-    """JSON values."""
-    return {"a": [1, 2.5, None]}
-
-
 def environment() -> ToolEnvironment:
-    made = ToolEnvironment([crop, later, picture, parts, fails, stranger, numbers])
+    made = ToolEnvironment([crop, later, parts, fails])
     made.reset({"prompt": "what is it?"})
     return made
 
@@ -379,23 +321,24 @@ def answer_of(name: str, **arguments) -> str | list:
 def test_results_become_the_content_of_a_tool_message():
     assert answer_of("crop", box=[1, 2, 3, 4]) == "[1, 2, 3, 4] 2.0"
     assert answer_of("later", text="done") == "done"
-    assert answer_of("numbers") == '{"a": [1, 2.5, null]}'
-    (image,) = answer_of("picture", side=7)
-    assert image["type"] == "image" and image["image"].size == (7, 7)
-    assert [each["type"] for each in answer_of("parts")] == ["text", "text", "image"]
+    *texts, image = answer_of("parts")
+    assert [each["type"] for each in texts] == ["text", "text"]
+    assert image["type"] == "image" and image["image"].size == (2, 2)
 
 
 @pytest.mark.parametrize(
     ("result", "content"),
     [
         (np.float32(0.5), "0.5"), (np.arange(2), "[0, 1]"), ({"seen": {np.int64(1)}}, '{"seen": [1]}'),
-        (Side.LEFT, '"left"'), (np.zeros((2, 2, 3), np.uint8), ["image"]), ({"type": "circle"}, '{"type": "circle"}'),
-        ({"type": "text", "text": "here"}, ["text"]),
+        ([2.5, None], "[2.5, null]"), (Side.LEFT, '"left"'), (np.zeros((2, 2, 3), np.uint8), ["image"]),
+        ({"type": "circle"}, '{"type": "circle"}'), ({"type": "text", "text": "here"}, ["text"]),
     ],
 )  # fmt: skip
 def test_result_is_said_as_json_says_it_and_arrays_of_pixels_are_images(result, content):
     found = tool_content(result)
     assert (found if isinstance(content, str) else [part["type"] for part in found]) == content
+    with pytest.raises(TypeError, match="a object is no result"):
+        tool_content(object())
 
 
 @pytest.mark.parametrize(
@@ -403,10 +346,8 @@ def test_result_is_said_as_json_says_it_and_arrays_of_pixels_are_images(result, 
     [
         (ToolCall("zoom", {}, None), "there is no tool 'zoom'; there is: crop, later"),
         (ToolCall("crop", {}, None), "crop: box: Missing required argument"),
-        (ToolCall("crop", {"box": "all"}, None), "crop: box: Input should be a valid list"),
         (ToolCall("crop", {"box": [1], "colour": 1}, None), "crop: colour: Unexpected keyword argument"),
         (ToolCall("fails", {}, None), "fails raised KeyError: 'no such thing'"),
-        (ToolCall("stranger", {}, None), "a object is no result"),
         (ToolCall("", {}, "malformed call: {"), "malformed call: {"),
     ],
 )
