@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from forked import run_alone
 
+from lightrft_visual.models.diffusion.policy import save_text_length
+from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
+
 ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
@@ -77,12 +80,13 @@ def redness(images):
     return [image.convert("RGB").resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
 
 small = dict(num_steps=2, eval_num_steps=2, height=32, width=32, n_samples_per_prompt=2, rollout_batch_size=2)
+rows = [{"prompt": "a red circle"}, {"prompt": "a blue square"}]
 result = FlowGRPOTrainer(
-    "embedded", redness, train_batch_size=4, max_steps=1, save_steps=1, max_eval_samples=4, report=False,
-    output_dir=sys.argv[1], **small
+    sys.argv[1], redness, rows, rows, train_batch_size=4, max_steps=1, save_steps=1, report=False,
+    output_dir=sys.argv[2], **small
 ).fit()
 for each in (result.output_dir / "checkpoint-000001", result.checkpoint):
-    found = evaluate(each, reward_funcs=redness)["eval_reward"]
+    found = evaluate(each, reward_funcs=redness, eval_dataset=rows)["eval_reward"]
     assert abs(found - result.metrics["eval_reward"]) < 1e-6, (each, found, result.metrics["eval_reward"])
 print("as in the run")
 """
@@ -90,5 +94,8 @@ print("as in the run")
 
 def test_checkpoint_of_a_drawing_run_and_its_exported_adapters_evaluate_as_the_run_did(tmp_path):
     """The joined pipeline has texts of as many tokens as that which the adapters were trained on."""
+    build_pipeline(TinyDiffusionSettings(layers=1)).save_pretrained(tmp_path / "model")
+    save_text_length(tmp_path / "model", TEXT_LENGTH)
     (tmp_path / "program.py").write_text(DRAWN)
-    assert "as in the run" in run_alone(tmp_path / "program.py", tmp_path / "run", limit=600)
+    told = run_alone(tmp_path / "program.py", tmp_path / "model", tmp_path / "run", limit=600)
+    assert "as in the run" in told
