@@ -1,16 +1,14 @@
 """What is built at its first use: once among processes, whole or not at all, without a trace in the run."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from waiting import output_of
+from forked import run_together
 
 from lightrft_visual.plugins.embedded.cached import built_once
 
-PROJECT = Path(__file__).resolve().parents[3]
 RACER = """
 import sys, time
 from pathlib import Path
@@ -31,12 +29,9 @@ def visible(folder: Path) -> list[str]:
 
 
 def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
-    counter = tmp_path / "count"
-    command = [sys.executable, "-c", RACER, str(tmp_path / "cache"), str(counter)]
-    racers = [subprocess.Popen(command, cwd=PROJECT) for _ in range(2)]
-    for racer in racers:
-        output_of(racer, 400)
-    assert [racer.returncode for racer in racers] == [0, 0]
+    counter, script = tmp_path / "count", tmp_path / "racer.py"
+    script.write_text(RACER)
+    run_together(script, [str(tmp_path / "cache"), str(counter)], [dict(os.environ)] * 2, limit=400)
     assert counter.read_text() == "built\n" and visible(tmp_path / "cache") == ["raced"]
 
 

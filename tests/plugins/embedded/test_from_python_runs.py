@@ -75,6 +75,8 @@ def test_start_that_fails_at_a_hook_lets_go_of_its_folder(tmp_path):
 DRAWN = """
 import sys
 from lightrft_visual import FlowGRPOTrainer, evaluate
+from lightrft_visual.inference import Checkpoint
+from lightrft_visual.models.diffusion.policy import saved_text_length
 
 def redness(images):
     return [image.convert("RGB").resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
@@ -88,6 +90,8 @@ result = FlowGRPOTrainer(
 for each in (result.output_dir / "checkpoint-000001", result.checkpoint):
     found = evaluate(each, reward_funcs=redness, eval_dataset=rows)["eval_reward"]
     assert abs(found - result.metrics["eval_reward"]) < 1e-6, (each, found, result.metrics["eval_reward"])
+with Checkpoint.of(result.checkpoint).model(sys.argv[2]) as joined:
+    assert saved_text_length(joined) == saved_text_length(sys.argv[1])
 print("as in the run")
 """
 

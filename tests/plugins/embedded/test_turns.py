@@ -84,8 +84,9 @@ NAMES = "EmbeddedZoomOfAnother", "EmbeddedZoomOfNothing"
 
 def test_environments_for_measuring_show_other_colours_or_nothing():
     shown = set()
+    factories = [environment_factory(EpisodeConfig(environment=f"{CHECKS}:{name}")) for name in NAMES]
     for seed in range(20):
-        other, nothing = (environment_factory(EpisodeConfig(environment=f"{CHECKS}:{name}"))() for name in NAMES)
+        other, nothing = (factory() for factory in factories)
         scene = scenes(1)[0]
         for environment in (other, nothing):
             environment.reset({"scene": scene, "seed": seed})

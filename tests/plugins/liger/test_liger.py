@@ -21,30 +21,16 @@ HERE = Path(__file__).parent
 KERNELS = ModelConfig(use_liger_kernel=True)
 
 
-def interpreted(names: str) -> None:
-    """Run the tests of that name in interpreted_liger.py; whatever fails there is said here."""
+@pytest.mark.slow
+def test_models_and_modules_compute_with_kernels_what_they_compute_without():
+    """In Triton's interpreter; whatever fails there is said here."""
     pytest.importorskip("liger_kernel")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", names]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ran = subprocess.run(
         [*command, str(HERE / "interpreted_liger.py")], env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800,
         cwd=HERE.parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-1000:]
-
-
-@pytest.mark.slow
-def test_log_probs_and_gradients_of_models_are_those_without_kernels():
-    interpreted("without_kernels")
-
-
-@pytest.mark.slow
-def test_models_of_other_families_and_generations_are_those_without_kernels():
-    interpreted("families or generation")
-
-
-@pytest.mark.slow
-def test_norms_mlps_and_rotations_are_replaced_where_they_compute_the_same():
-    interpreted("not without_kernels and not families and not generation")
 
 
 def test_a_missing_package_is_named_before_the_model_is_looked_for(monkeypatch):

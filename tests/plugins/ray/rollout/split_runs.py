@@ -19,13 +19,14 @@ from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
 VL = (
-    "--engine_type hf --report false --eval_steps 0 --max_eval_samples 0 --max_steps 4 --rollout_batch_size 4 "
+    "--engine_type hf --report false --eval_steps 0 --max_eval_samples 0 --max_steps 2 --rollout_batch_size 4 "
     "--n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 16 --generate_max_len 8 "
     "--max_samples 64 --image_dependence_every 0 --num_trajectories_to_save 16"
 )
 SPLIT = "--placement split --rollout_num_cpus 0.5"
 SENT = f"{SPLIT} --weight_transfer device"
-ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --save_steps 2"
+ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --max_steps 3 "
+ASYNC += "--save_steps 1 --max_ckpt_num 3"
 
 EPISODES = (
     f"{SPLIT} async.max_staleness=1 --prompt_data embedded_zoom --max_turns 3 --generate_max_len 20 --max_steps 2 "
@@ -62,9 +63,9 @@ def vl(folder: Path, name: str, flags: str, kill_after: int | None = None) -> li
 
 
 def ahead(folder: Path) -> dict[str, list]:
-    """A run ahead, the same resumed after its second step, and the prompts of the last two steps of both."""
+    """A run ahead, the same resumed after its first step, and the prompts of the last two steps of both."""
     first = vl(folder, "ahead", ASYNC)
-    again = vl(folder, "again", f"{ASYNC} --resume_from {folder}/ahead/checkpoint-2")
+    again = vl(folder, "again", f"{ASYNC} --resume_from {folder}/ahead/checkpoint-1")
     prompts = [
         [
             sorted({json.loads(line)["group_id"] for line in path.read_text().splitlines()})
@@ -81,7 +82,7 @@ def drawn(folder: Path, name: str, flags: str) -> list[dict[str, str]]:
         *picture_runs.BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts,
         "--eval_steps", "0", "--max_eval_samples", "0", "--reward_fn", f"{folder}/scores.py:red",
         "--rollout_graph_gib", "0",  # workers' graphs cannot serve the trainer: both replay, in the same order of sums
-        "--output_dir", str(folder / name), *flags.split(),
+        "--max_steps", "2", "--output_dir", str(folder / name), *flags.split(),
     ]  # fmt: skip
     trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
     return train(trainer, folder / name)
@@ -92,12 +93,10 @@ def main(folder: Path) -> None:
     connect("these tests", cpus=2)
     facts = {
         "colocated": vl(folder, "colocated", ""),
-        "killed": vl(folder, "killed", SPLIT, kill_after=2),
-        "killed_sent": vl(folder, "killed_sent", SENT, kill_after=2),
+        "killed": vl(folder, "killed", SENT, kill_after=1),
         **ahead(folder),
         "drawn": drawn(folder, "drawn", ""),
-        "drawn_split": drawn(folder, "drawn_split", SPLIT),
-        "drawn_sent": drawn(folder, "drawn_sent", SENT),
+        "drawn_split": drawn(folder, "drawn_split", SENT),
     }
     (folder / "facts.json").write_text(json.dumps(facts))
 

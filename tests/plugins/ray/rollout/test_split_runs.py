@@ -19,30 +19,27 @@ def facts(tmp_path_factory):
 
 
 def test_a_killed_worker_changes_no_metric(facts):
-    """Bit for bit those of the colocated run: nothing is lost, doubled or drawn otherwise."""
-    assert len(facts["killed"]) == 4
+    """Bit for bit those of the colocated run: nothing is lost, doubled or drawn otherwise. Weights are sent from device
+    to device; the new worker finds the host's copy."""
+    assert len(facts["killed"]) == 2
     assert facts["killed"] == facts["colocated"]
 
 
-def test_weights_that_were_sent_from_device_to_device_change_no_metric(facts):
-    """Also where the worker is killed: it finds the host's copy."""
-    assert facts["killed_sent"] == facts["colocated"] and facts["drawn_sent"] == facts["drawn"]
-
-
 def test_images_drawn_by_a_worker_are_those_of_the_colocated_run(facts):
-    assert len(facts["drawn_split"]) == 3
+    """The worker's weights are sent from device to device."""
+    assert len(facts["drawn_split"]) == 2
     assert facts["drawn_split"] == facts["drawn"]
 
 
 def test_a_resumed_run_draws_the_prompts_that_were_in_flight(facts):
     first, again = facts["prompts"]
     assert first == again and len(first) == 2 and all(len(groups) == 4 for groups in first)
-    assert [row["step"] for row in facts["again"]] == ["3", "4"]
+    assert [row["step"] for row in facts["again"]] == ["2", "3"]
 
 
 def test_rollouts_ahead_stay_within_the_staleness(facts):
     rows = facts["ahead"]
-    assert len(rows) == 4
+    assert len(rows) == 3
     assert all(float(row["staleness_max"]) <= 1 and float(row["dropped_stale_share"]) == 0 for row in rows)
     assert float(rows[0]["staleness_mean"]) == 0 and any(float(row["staleness_1"]) > 0 for row in rows)
     assert rows[0]["reward_mean"] == facts["colocated"][0]["reward_mean"]  # the same weights drew the same responses
