@@ -53,17 +53,15 @@ def published(mathruler, response: str, easyr1: bool) -> float:
 
 
 def test_grades_are_those_of_both_published_graders(mathruler):
-    grades = {}
+    scorer = Geometry3K("easyr1")
+    grades = scorer(RESPONSES, ["3"] * len(RESPONSES))
+    scorer.close()
     for name in ("easyr1", "verl"):
-        scorer = Geometry3K(name)
-        grades[name] = scorer(RESPONSES, ["3"] * len(RESPONSES))
-        scorer.close()
-        assert grades[name]["rewards"] == [published(mathruler, text, name == "easyr1") for text in RESPONSES]
-        assert grades[name]["rewards"] == grades[name][name]
-    assert grades["easyr1"]["rewards"][2] == 1.0 and grades["verl"]["rewards"][2] == 0.9  # blanks within the tags
-    assert grades["verl"]["easyr1"] == grades["easyr1"]["rewards"]
-    assert grades["verl"]["accuracy"] == [1.0, 1.0, 1.0, 0.0, 0.0]
-    assert grades["verl"]["format"] == [1.0, 0.0, 0.0, 1.0, 0.0]
+        assert grades[name] == [published(mathruler, text, name == "easyr1") for text in RESPONSES]
+    assert grades["rewards"] == grades["easyr1"]
+    assert grades["easyr1"][2] == 1.0 and grades["verl"][2] == 0.9  # blanks within the tags
+    assert grades["accuracy"] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert grades["format"] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_an_answer_that_cannot_be_graded_is_failed_and_one_without_reference_does_not_apply(stand_in):

@@ -85,12 +85,12 @@ def test_the_stock_pipeline_opens_the_folder(folder):
     assert picture.size == (32, 32)
 
 
-@pytest.mark.parametrize("build, settings", [(embedded_diffusion_folder, SD3), (embedded_sd15_folder, SD15)])
-def test_the_folder_is_cached_by_its_settings(build, settings, tmp_path):
-    folder = build(tmp_path, settings)
+def test_the_folder_is_cached_by_its_settings(tmp_path):
+    folder = embedded_diffusion_folder(tmp_path, SD3)
     stamp = (folder / "model_index.json").stat().st_mtime_ns
-    assert build(tmp_path, settings) == folder and (folder / "model_index.json").stat().st_mtime_ns == stamp
-    assert build(tmp_path, dataclasses.replace(settings, seed=1)) != folder
+    assert embedded_diffusion_folder(tmp_path, SD3) == folder
+    assert (folder / "model_index.json").stat().st_mtime_ns == stamp
+    assert embedded_diffusion_folder(tmp_path, dataclasses.replace(SD3, seed=1)) != folder
 
 
 def test_the_policy_reads_it_as_a_ddim_model(folder):

@@ -59,15 +59,14 @@ def test_a_pipeline_has_its_published_weights(name: str) -> None:
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_adapters_have_the_precision_of_the_run(bf16: bool) -> None:
+def test_adapters_have_the_precision_of_the_run() -> None:
     """In fp32 each would keep a copy of its input in fp32, which no run does: DeepSpeed casts them."""
-    drawing = DiffusionModelConfig(pretrain="stabilityai/stable-diffusion-3.5-medium", lora_rank=3, bf16=bf16)
-    seeing = ModelConfig(pretrain="Qwen/Qwen2-VL-2B-Instruct", lora_rank=3, bf16=bf16)
+    drawing = DiffusionModelConfig(pretrain="stabilityai/stable-diffusion-3.5-medium", lora_rank=3, bf16=True)
+    seeing = ModelConfig(pretrain="Qwen/Qwen2-VL-2B-Instruct", lora_rank=3, bf16=True)
     shape = VLShape(RunConfig(model=seeing), language_model(seeing))
     for module in (pipeline_policy(DiffusionRunConfig(model=drawing)), shape.trained):
         found = {each.dtype for each in module.parameters() if each.requires_grad}
-        assert found == {torch.bfloat16 if bf16 else torch.float32}
+        assert found == {torch.bfloat16}
 
 
 def test_every_shipped_shape_says_what_it_is() -> None:
@@ -137,10 +136,9 @@ def test_weights_are_those_of_all_experts():
     assert many.base - few.base == 2 * 16 * each
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_activations_are_those_of_the_active_experts(bf16):
-    width, tokens, layers = (2 if bf16 else 4), 256, 2
-    kept = {(experts, active): shape_of(experts, active, bf16)._decoded(BATCH, backward=True).kept
+def test_activations_are_those_of_the_active_experts():
+    width, tokens, layers = 2, 256, 2
+    kept = {(experts, active): shape_of(experts, active, bf16=True)._decoded(BATCH, backward=True).kept
             for experts, active in ((8, 2), (8, 4), (24, 2))}  # fmt: skip
     one = tokens * width * (64 + 4 * 48)  # what a token's way through an expert keeps at least: input, gate, up, both
     assert kept[8, 4] - kept[8, 2] >= 2 * layers * one

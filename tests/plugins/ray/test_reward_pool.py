@@ -24,7 +24,6 @@ from lightrft_visual.plugins.ray.cluster import connect
 from lightrft_visual.plugins.ray.reward_pool import RayRewardModel, RaySource
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Call, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.functions.jpeg import jpeg_kilobytes
 
 ray = pytest.importorskip("ray")
 
@@ -97,21 +96,10 @@ def test_bad_scorer_is_found_on_construction(cluster):
         RaySource("x", "clip_score", {"model": "/nowhere"})
 
 
-def test_without_ray_the_error_says_what_to_install():
-    code = (
-        "import sys; sys.modules['ray'] = None\n"
-        "from lightrft_visual.plugins.ray.reward_pool import RaySource\n"
-        "try:\n    RaySource('x', 'exact')\n"
-        "except Exception as error:\n    print(type(error).__name__, error)\n"
-    )
-    shown = finished([sys.executable, "-c", code], 60).stdout
-    assert "ConfigError" in shown and "pip install" in shown
-
-
-def test_generated_flag_survives(cluster):
-    red = Image.new("RGB", (4, 4), "red")
-    with closing(RaySource("jpeg", "jpeg_incompressibility")) as source:
-        assert source.score(batch_from_media(["a"], [red]), Call()).values.tolist() == [jpeg_kilobytes(red, 95)]
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        RaySource("x", "exact")
 
 
 def test_a_scorer_of_a_plugin_goes_along(cluster, tmp_path, monkeypatch):
