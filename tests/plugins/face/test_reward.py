@@ -171,11 +171,3 @@ def test_a_torchscript_model_is_frozen_and_carries_the_gradient_of_the_pixels(tm
     scores, valid = reward(media, ["a"], [{"input_image": torch.rand(3, 16, 16)}])
     scores.sum().backward()
     assert valid.all() and media.grad.any() and not any(each.requires_grad for each in reward.model.parameters())
-
-
-@pytest.mark.plugin("embedded")
-def test_unknown_names_and_settings() -> None:
-    with pytest.raises(ConfigError, match="face_similarity"):
-        load_differentiable("face_similarty")
-    with pytest.raises(ConfigError, match="no setting"):
-        load_differentiable("shape_match", {"part": "score"})

@@ -31,7 +31,7 @@ from lightrft_visual.plugins.liger.kernels import use_kernels
 from lightrft_visual.rollout.hf import TransformersEngine
 
 KERNELS = ModelConfig(use_liger_kernel=True)
-FAMILIES = {  # and what is replaced: norms, MLPs, attentions' rotations; Qwen2.5-VL's tower has both, Qwen3-VL's neither
+FAMILIES = {  # and what is replaced: norms, MLPs, attentions' rotations; Qwen2.5-VL's tower has them too
     "qwen2_5_vl": "10 norms, 4 MLPs, 4 rotations",
     "qwen3_vl": "9 norms, 2 MLPs, 4 rotations",  # with those of queries and keys
 }

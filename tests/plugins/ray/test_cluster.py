@@ -39,27 +39,20 @@ def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch, form):
         connect("placement split")
 
 
-@pytest.mark.parametrize(("cpus", "given"), [(0.4, 1), (2.0, 2), (2.5, 3), (1.25 * 2, 3)])
-def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypatch, cpus, given):
-    started = []
-    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **settings: started.append(settings["num_cpus"]))
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    connect("placement split", cpus=cpus)
-    assert started == [given]
-
-
-@pytest.mark.parametrize(("free", "given"), [(2**30, 256 * 2**20), (2**36, None)])
-def test_a_cluster_started_here_takes_shared_memory_as_there_is(monkeypatch, free, given):
+@pytest.mark.parametrize(
+    ("cpus", "free", "given"),
+    [(0.4, 2**36, {"num_cpus": 1}), (2.5, 2**30, {"num_cpus": 3, "object_store_memory": 256 * 2**20})],
+)
+def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypatch, cpus, free, given):
     started = []
     ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **settings: started.append(settings))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    connect("placement split")
-    assert started[0].get("object_store_memory") == given
+    connect("placement split", cpus=cpus)
+    names = ("num_cpus", "object_store_memory")
+    assert {name: started[0][name] for name in names if started[0].get(name) is not None} == given
 
 
 def test_a_worker_beside_a_rank_of_torchrun_makes_a_store_of_its_own(monkeypatch):

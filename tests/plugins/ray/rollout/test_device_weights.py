@@ -148,14 +148,6 @@ def test_a_worker_that_does_not_answer_on_the_way_is_started_again(sender_to, me
     assert sender.failure == f"worker second does not answer (nothing moved for {LIMIT:g} s)"
 
 
-def test_a_worker_that_was_started_again_before_a_version_joins_anew(sender_to, members):
-    sender = sender_to(members)
-    assert sent(sender, 1, named(1))
-    members[0].wait_until_back()
-    assert sent(sender, 2, named(2))
-    assert all(equal(each.call("held"), named(2)) for each in members)
-
-
 def test_what_was_damaged_on_the_way_is_refused(sender_to, members):
     first, second = members
     sender = sender_to(members)
@@ -189,7 +181,8 @@ def test_a_worker_that_is_not_back_yet_does_not_end_the_sending(sender_to, membe
     members[1].kill()
     assert not any(sender.ready(number) for number in range(2, 2 + MOST_FAILURES)) and sender.failures == 0
     members[1].wait_until_back()
-    assert sent(sender, 9, named(9))
+    assert sent(sender, 9, named(9))  # joined anew
+    assert all(equal(each.call("held"), named(9)) for each in members)
 
 
 def test_transfers_that_break_one_after_the_other_end_the_sending(sender_to, members, monkeypatch):
