@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 
@@ -9,22 +10,35 @@ import pytest
 
 from lightrft_visual.runtime.start_up import cleaned, importing, log_stage, seldom_collecting
 
-OF_A_RUN = (
-    "import sys; import lightrft_visual.launch; early = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
-    "import lightrft_visual.trainer.vl.trainer, lightrft_visual.rollout.vllm.engine;"
-    "import lightrft_visual.observe.report.page;"
-    "late = {'diffusers', 'vllm', 'ray', 'wandb', 'bokeh', 'peft'} & set(sys.modules);"
-    "print('found', sorted(early | late))"
-)
+BEGUN = """
+import sys
+from lightrft_visual import launch
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+early = {"torch", "transformers", "deepspeed"} & set(sys.modules)
+
+def build():
+    import lightrft_visual.observe.report.page, lightrft_visual.rollout.vllm.engine, lightrft_visual.trainer.vl.trainer
+    late = {"diffusers", "vllm", "ray", "wandb", "bokeh", "peft"} & set(sys.modules)
+    print("found", sorted(early | late), file=launch.screen(), flush=True)
+    raise ConfigError("that is all")
+
+config = RunConfig()
+config.output.output_dir = sys.argv[1]
+launch._run(config, build)
+"""
 
 
 @pytest.mark.slow
-def test_a_vision_language_run_imports_no_diffusers_and_its_start_no_torch():
-    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-c", OF_A_RUN], env=environment, capture_output=True, text=True, timeout=300
-    )
+def test_a_vision_language_run_imports_no_diffusers_its_start_no_torch_and_idle_threads_spin_boundedly(tmp_path):
+    others = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "LD_PRELOAD")  # the last one: vLLM in this process sets it
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    environment = inherited | {"PYTHONWARNINGS": "ignore", "OMP_DISPLAY_ENV": "verbose"}
+    command = [sys.executable, "-c", BEGUN, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert "found []" in done.stdout, done.stdout + done.stderr[-2000:]
+    told = done.stderr + (tmp_path / "log.txt").read_text()  # of every OpenMP library that is loaded
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", told)) == {"50000"}
 
 
 def test_the_first_rank_alone_says_what_begins(monkeypatch, capsys):
