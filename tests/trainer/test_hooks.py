@@ -203,17 +203,3 @@ def test_name_that_two_hooks_give_is_refused():
 def test_what_no_moment_would_call_is_refused_before_anything_loads(schema, build):
     with pytest.raises(ConfigError, match="no hook is object; one has some of the methods setup, on_prompts"):
         build(schema(), [StepHook(), object()])
-
-
-def test_moments_of_a_hook_are_its_methods_that_a_step_calls():
-    named = {"setup", "metrics", "weights_for"}
-    assert set(kinds.MOMENTS) == {name for name in vars(StepHook) if name.startswith("on_") or name in named}
-
-
-@pytest.mark.parametrize("callback", [StepHook, lambda metrics: None, SimpleNamespace(on_step_end=print)])
-def test_what_no_moment_would_call_is_refused(callback, monkeypatch):
-    monkeypatch.setattr(registry, "hooks", registry.Registry("hook", kinds.Hook))
-    with pytest.raises(ConfigError, match="no hook is .*one has some of the methods setup, on_prompts"):
-        Hooks().build(SimpleNamespace(kind="vl"), [callback])
-    with pytest.raises(ConfigError, match="hook 'own': kinds is .*'vlm'.* a tuple of 'vl', 'diffusion', 'sft'"):
-        registry.hooks.register("own", about="", kinds=("vlm",))(callback)

@@ -1,19 +1,23 @@
-"""What the loop does beside its steps."""
+"""What the loop does beside its steps, also where its checkpoints are written while it goes on."""
 
 import gc
+import threading
+from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 
 import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import NonFiniteError, RewardError
+from lightrft_visual.errors import CheckpointError, NonFiniteError, RewardError
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.recorder import RunRecorder
-from lightrft_visual.runtime.checkpoint.manager import resolve_resume
+from lightrft_visual.runtime.checkpoint.behind import write_file
+from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
 from lightrft_visual.runtime.files import read_jsonl
 from lightrft_visual.runtime.phase_timer import PhaseTimer
+from lightrft_visual.trainer import loop
 from lightrft_visual.trainer.features.guard import GuardHook
 from lightrft_visual.trainer.hooks import Hooks, StepData, StepHook, StopRun
 from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, start_up_objects_aside
@@ -24,6 +28,12 @@ def test_the_collector_skips_what_start_up_made_until_the_steps_end():
         assert gc.get_freeze_count() > 0
         raise RuntimeError("a stage failed")
     assert gc.get_freeze_count() == 0
+
+
+@pytest.fixture(autouse=True)
+def no_walk_through_all_objects(monkeypatch):
+    """It takes a second of each run in a process that holds the libraries of many tests."""
+    monkeypatch.setattr(loop, "start_up_objects_aside", nullcontext)
 
 
 class Watched:
@@ -196,11 +206,6 @@ def test_a_step_of_invalid_samples_ends_the_run_and_is_not_done(walk, tmp_path, 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
 
 
-def test_a_run_without_a_report(walk, tmp_path):
-    walk(report=False).fit()
-    assert (tmp_path / "metrics.csv").exists() and not (tmp_path / "report.html").exists()
-
-
 GOLDS = (0.3, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # best after step 2; on every prompt, so it is certain at once
 
 
@@ -218,10 +223,11 @@ def test_an_alarm_warns_once_and_the_run_goes_on(walk, tmp_path):
 
 
 def test_an_alarm_stops_the_run_with_a_checkpoint(walk, tmp_path):
-    trainer = walk(steps=7, golds=GOLDS, eval_steps=1, guard=GuardConfig(policy="stop"))
+    trainer = walk(steps=7, golds=GOLDS, eval_steps=1, guard=GuardConfig(policy="stop"), report=False)
     trainer.fit()
     assert trainer.step == 3 and (tmp_path / "checkpoint-000003" / "weights.bin").read_text() == "3"
     assert not (tmp_path / "checkpoint-final").exists()
+    assert (tmp_path / "metrics.csv").exists() and not (tmp_path / "report.html").exists()
 
 
 def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk, tmp_path):
@@ -325,3 +331,77 @@ def test_stop_run_of_the_first_evaluation_ends_the_run_before_any_step(walk, tmp
     trainer = walk(callbacks=[Ending("on_evaluation", at=0)])
     trainer.fit()
     assert trainer.step == trainer.weights == 0 and (tmp_path / "checkpoint-000000").is_dir()
+
+
+# --- checkpoints that are written behind the run ---------------------------------------------------------------------
+
+
+class Writing(Walk):
+    """Steps whose weights a thread writes, when `gate` is open; those of the steps in `full` it cannot write."""
+
+    def __init__(self, folder, full=(), **settings):
+        super().__init__(folder, save_steps=settings.pop("save_steps", 1), async_save=True, **settings)
+        self.full, self.gate = full, threading.Event()
+        self.gate.set()
+
+    def save_engines(self, folder):
+        path, step = folder / "weights.bin", self.step
+
+        def write(weights):
+            assert self.gate.wait(20)
+            if step in self.full:
+                raise OSError(28, "No space left on device", str(path))
+            path.write_text(str(weights[0]))
+
+        write_file(path, [self.weights], write)
+
+
+def test_the_run_goes_on_while_its_checkpoint_is_written(tmp_path):
+    trainer, seen = Writing(tmp_path, save_steps=2, steps=3), []
+    trainer.gate.clear()
+    step = trainer.train_step
+
+    def train_step():
+        if trainer.step == 2:
+            seen.extend(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name)
+            trainer.gate.set()
+        return step()
+
+    trainer.train_step = train_step
+    trainer.fit()
+    assert seen == [".staging-checkpoint-000002"]
+    assert (tmp_path / "checkpoint-000002" / "weights.bin").read_text() == "2"
+    assert verify(resolve_resume("auto", tmp_path))["step"] == 3
+    told = [line for line in trainer.said if "MiB written in" in line]
+    assert "checkpoint-000002: " in told[0] and "for which the run waited" in told[0]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(tmp_path):
+    trainer = Writing(tmp_path, full=[2], steps=9)
+    with pytest.raises(CheckpointError, match="saving checkpoint-000002 failed: the disk is full: .*weights.bin"):
+        trainer.fit()
+    assert trainer.step in (2, 3)
+    assert verify(resolve_resume("auto", tmp_path))["step"] == 1
+
+
+def test_one_that_nobody_asked_for_and_cannot_be_written_is_said_and_the_run_goes_on(tmp_path):
+    trainer = Writing(tmp_path, full=[2], steps=3, save_steps=None)
+    trainer.fit()
+    assert [line for line in trainer.said if "checkpoint-000002 failed: the disk is full" in line]
+    assert verify(resolve_resume("auto", tmp_path))["step"] == 3
+
+
+def test_a_run_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path):
+    trainer = Writing(tmp_path, save_steps=2, steps=3, fails=3)
+    trainer.gate.clear()
+    threading.Timer(0.3, trainer.gate.set).start()
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit()
+    assert verify(resolve_resume("auto", tmp_path))["step"] == 2
+
+
+def test_a_checkpoint_at_the_end_of_a_run_is_not_written_behind_it(tmp_path):
+    trainer = Writing(tmp_path, steps=3)
+    trainer.step = 1
+    trainer.state.save()
+    assert verify(tmp_path / "checkpoint-000001")["step"] == 1

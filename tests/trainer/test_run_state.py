@@ -234,13 +234,6 @@ def test_a_run_in_another_thread_leaves_signals_alone(tmp_path):
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
-def test_a_run_without_its_launcher_stops(tmp_path):
-    state = RunState(Trainer(), output(tmp_path))
-    assert not state.stop_requested()
-    state._launchers.gone = lambda: True
-    assert state.stop_requested()
-
-
 def test_a_best_metric_that_the_evaluation_does_not_give(tmp_path):
     settings = output(tmp_path, best_metric="eval_rewards", eval_steps=1, save_steps=1)
     state = RunState(SimpleNamespace(), settings)

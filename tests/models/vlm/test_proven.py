@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_rig import Rig
 from equality import assert_same, loss_and_gradients, with_adapters
+from plain_families import PLAIN, plain
 from stock_families import STOCK, TABLE, claimed, grouped_samples, stock_checkpoint, stock_prompts
 from tiny_models import VIDEO, clip, perturb, picture
 
@@ -32,19 +33,25 @@ def opened(tmp_path_factory):
     return cache(lambda name: stock_checkpoint(root / name, name))
 
 
+@pytest.fixture(scope="module")
+def loaded(opened):
+    """By model type an actor whose weights nobody changes, samples, and their log-probs by the model's own class."""
+
+    def load(name: str) -> tuple[Actor, list[probe._Sample], list[torch.Tensor]]:
+        actor, samples = actor_of(opened(name)), probe.made_up_samples(opened(name), 0)
+        return actor, samples, probe._Own.of(actor, samples).log_probs
+
+    return cache(load)
+
+
 def actor_of(checkpoint: Checkpoint, **model) -> Actor:
     settings = ModelConfig(**model)
     transformer = add_lora(load_transformer(checkpoint.path, settings, torch.float32), settings)
     return Actor(transformer, checkpoint.family.banned_ids(checkpoint.tokenizer), checkpoint.eos_ids).eval()
 
 
-def sampled(checkpoint: Checkpoint) -> list[probe._Sample]:
-    return probe.made_up_samples(checkpoint, 0)
-
-
-def assert_own(actor: Actor, samples: list[probe._Sample], inputs: ModelInputs) -> None:
+def assert_own(actor: Actor, samples: list[probe._Sample], own: list[torch.Tensor], inputs: ModelInputs) -> None:
     """Log-probs are those of the model's own class, each sample by itself."""
-    own = probe._Own.of(actor, samples).log_probs
     with torch.no_grad():
         ours = actor(inputs, RULE).log_probs
     for row, sample, theirs in zip(ours, samples, own, strict=True):
@@ -60,36 +67,39 @@ def test_the_page_of_models_is_written_from_the_table(monkeypatch):
     import write_models
 
     assert write_models.FILE.read_text() == write_models.text(), "run python scripts/write_models.py"
+    assert set(write_models.GENERAL) == PLAIN.keys()
     assert {form for entry in TABLE.values() for form in entry["proven"]} <= write_models.COLUMNS.keys()
 
 
 @pytest.mark.parametrize("name", claimed("padded"))
-def test_padded_samples_equal_the_models_own_forward(opened, name):
-    samples = sampled(opened(name))
-    assert_own(actor_of(opened(name)), samples, probe._padded(samples))
+def test_padded_samples_equal_the_models_own_forward(loaded, name):
+    actor, samples, own = loaded(name)
+    assert_own(actor, samples, own, probe._padded(samples))
 
 
 @pytest.mark.parametrize("name", claimed("text alone"))
-def test_a_batch_of_text_alone_equals_the_models_own_forward_and_runs_the_tower(opened, name):
-    actor, samples = actor_of(opened(name)), sampled(opened(name))[:1]
-    assert_own(actor, samples, probe._padded(samples))
-    actor(probe._padded(samples), RULE).log_probs.sum().backward()
+def test_a_batch_of_text_alone_equals_the_models_own_forward_and_runs_the_tower(loaded, name):
+    actor, samples, own = loaded(name)
+    text = probe._padded(samples[:1])
+    assert_own(actor, samples[:1], own[:1], text)
+    actor.zero_grad(set_to_none=True)
+    actor(text, RULE).log_probs.sum().backward()
     towers = actor.backbone.family.towers
     inside = [p.grad for n, p in actor.named_parameters() if any(f".{tower}." in n for tower in towers)]
     assert any(grad is not None for grad in inside) and not any(grad.any() for grad in inside if grad is not None)
 
 
 @pytest.mark.parametrize("name", claimed("packed"))
-def test_packed_samples_equal_the_models_own_forward(opened, name):
-    samples = sampled(opened(name))
-    assert_own(actor_of(opened(name)), samples, probe._packed(samples))
+def test_packed_samples_equal_the_models_own_forward(loaded, name):
+    actor, samples, own = loaded(name)
+    assert_own(actor, samples, own, probe._packed(samples))
 
 
 @pytest.mark.parametrize("name", sorted(TABLE.keys() - claimed("packed")))
-def test_what_is_not_claimed_to_pack_is_refused(opened, name):
-    samples = sampled(opened(name))
+def test_what_is_not_claimed_to_pack_is_refused(loaded, name):
+    actor, samples, _ = loaded(name)
     with pytest.raises(ConfigError, match="packing_samples is not proven for model type"):
-        actor_of(opened(name))(probe._packed(samples), RULE)
+        actor(probe._packed(samples), RULE)
 
 
 def test_images_that_are_merged_one_by_one_are_refused_on_divided_weights(opened):
@@ -99,29 +109,28 @@ def test_images_that_are_merged_one_by_one_are_refused_on_divided_weights(opened
         Actor(model, [], [])
 
 
-@pytest.mark.parametrize("window", [5, 30])
-@pytest.mark.parametrize("name", ["mistral3", "vipllava"])
+@pytest.mark.parametrize(("name", "window"), [("mistral3", 30), ("vipllava", 5)])
 def test_windows_of_attention_hold_in_packed_samples(tmp_path, name, window):
     checkpoint = stock_checkpoint(tmp_path, name, sliding_window=window)
-    samples = probe.made_up_samples(checkpoint, 40)
-    assert_own(actor_of(checkpoint), samples, probe._packed(samples))
+    actor, samples = actor_of(checkpoint), probe.made_up_samples(checkpoint, 40)
+    assert_own(actor, samples, probe._Own.of(actor, samples).log_probs, probe._packed(samples))
 
 
 @pytest.mark.parametrize("name", claimed("shared prefix"))
-def test_a_shared_prompt_equals_its_copies_in_loss_and_gradients(opened, name):
-    actor, (inputs, _) = actor_of(opened(name)), grouped_samples(opened(name))
+def test_a_shared_prompt_equals_its_copies_in_loss_and_gradients(opened, loaded, monkeypatch, name):
+    actor, (inputs, _) = loaded(name)[0], grouped_samples(opened(name))
     alone = loss_and_gradients(actor, [inputs])
-    actor.backbone.share_prefix = True
+    monkeypatch.setattr(actor.backbone, "share_prefix", True)
     assert SharedSequence.of(inputs).saved > 0
     assert_same(alone, loss_and_gradients(actor, [inputs]), 2e-5)
 
 
 @pytest.mark.parametrize("name", claimed("LoRA"))
-def test_adapters_are_trained_and_equal_pefts_own_forward(opened, name):
-    actor, samples = actor_of(opened(name), lora_rank=4), sampled(opened(name))
+def test_adapters_are_trained_and_equal_pefts_own_forward(opened, loaded, name):
+    actor, samples = actor_of(opened(name), lora_rank=4), loaded(name)[1]
     torch.manual_seed(0)
     with_adapters(actor, 0.02)
-    assert_own(actor, samples, probe._padded(samples))
+    assert_own(actor, samples, probe._Own.of(actor, samples).log_probs, probe._padded(samples))
     actor(probe._padded(samples), RULE).log_probs.sum().backward()
     trained = {n: p.grad is not None for n, p in actor.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in each for each in trained)
@@ -130,8 +139,8 @@ def test_adapters_are_trained_and_equal_pefts_own_forward(opened, name):
 
 
 @pytest.mark.parametrize("name", claimed("export"))
-def test_an_export_opens_again_with_the_same_log_probs(opened, name, tmp_path):
-    actor, inputs = actor_of(opened(name)), probe._padded(sampled(opened(name)))
+def test_an_export_opens_again_with_the_same_log_probs(opened, loaded, name, tmp_path):
+    actor, inputs = actor_of(opened(name)), probe._padded(loaded(name)[1])
     perturb(actor, 3, 0.01)
     export_hf(actor.transformer, opened(name).processor, tmp_path)
     again = open_checkpoint(str(tmp_path), ModelConfig(), DataConfig())
@@ -155,10 +164,10 @@ FORMS = [(each, "hf") for each in (stock_prompts, text_alone)] + [(videos, "vide
 
 
 @pytest.mark.parametrize("prompts,name", [(each, name) for each, form in FORMS for name in claimed(form)])
-def test_engine_hf_samples_from_what_the_trainer_scores(opened, name, prompts):
-    checkpoint, actor = opened(name), actor_of(opened(name))
+def test_engine_hf_samples_from_what_the_trainer_scores(opened, loaded, name, prompts):
+    checkpoint, actor = opened(name), loaded(name)[0]
     rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
-    assert rig.difference(prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=6)) <= 1e-5
+    assert rig.difference(prompts(checkpoint), SamplingSettings(n=2, max_new_tokens=4)) <= 1e-5
 
 
 def test_videos_that_are_not_claimed_are_refused(opened):
@@ -174,3 +183,19 @@ def test_tokens_of_an_image_are_known_by_its_size_alone(name):
     whole = [processor(text=[text], **family.media_arguments([image], []))["input_ids"][0] for image in images]
     alone = len(tokenizer(text)["input_ids"]) - 1
     assert family.image_token_counts(processor, [each.size for each in images]) == [len(ids) - alone for ids in whole]
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_a_type_without_an_adapter_is_proven_sampled_and_trained(model_type, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path / "cache"))
+    built, folder = plain(model_type), tmp_path / "model"
+    for part in (built.model, built.tokenizer, built.processor):
+        part.save_pretrained(folder)
+    checkpoint = open_checkpoint(str(folder), ModelConfig(), DataConfig())
+    actor = actor_of(checkpoint, lora_rank=4)
+    assert "padded; without images)" in probe.prove_family(actor, checkpoint, 64, {"pretrain": model_type})
+    rig = Rig(checkpoint, actor, TransformersEngine(actor, checkpoint.tokenizer, 8))
+    for prompts in (stock_prompts(checkpoint), text_alone(checkpoint)):
+        assert rig.difference(prompts, SamplingSettings(n=2, max_new_tokens=4)) <= 1e-5
+    actor(probe._padded(probe.made_up_samples(checkpoint, 0)), RULE).log_probs.sum().backward()
+    assert any(each.grad is not None and each.grad.any() for each in actor.parameters())

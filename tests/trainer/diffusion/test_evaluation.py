@@ -23,10 +23,6 @@ def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypat
     assert [metrics.means_over_ranks(own) for own in ranks] == [{"eval_reward": 2.0, "text": 4.0, "shape": 6.0}] * 2
 
 
-def test_a_reward_that_no_prompt_has_is_nan():
-    assert math.isnan(metrics.means_over_ranks([(0, {"text": math.nan})])["text"])
-
-
 class Rows(list):
     rows = property(list)
 

@@ -183,6 +183,12 @@ def test_a_replay_of_few_samples_is_less_work_than_a_backward_of_all():
     assert worth_using([Graphed(experience, kept)], False)  # a KL counts all
 
 
+@pytest.fixture(scope="module")
+def drawing():
+    """Whose weights nobody changes."""
+    return policy()
+
+
 @pytest.mark.parametrize(
     "argv,serve",
     [
@@ -199,8 +205,8 @@ def test_a_replay_of_few_samples_is_less_work_than_a_backward_of_all():
         ("--diffusion_algorithm diffusion_nft", False),
     ],
 )
-def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(argv, serve):
+def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(drawing, argv, serve):
     base = "--pretrain embedded --rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 16"
     config = parse_run(DiffusionRunConfig, [*base.split(), *argv.split()], preset=DIFFUSION_PRESET).config
     assert config.rollout_graphs_serve is serve
-    assert (RolloutGraphs.from_config(config, policy()) is not None) is serve
+    assert (RolloutGraphs.from_config(config, drawing) is not None) is serve

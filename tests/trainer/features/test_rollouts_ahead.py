@@ -1,17 +1,19 @@
-"""Rollouts that run ahead: which batches are begun when, and what a checkpoint holds."""
+"""Rollouts that run ahead: which batches are begun when, what a checkpoint holds, how old tokens are."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightrft_visual.config.placement import AsyncConfig
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import AlgorithmConfig, DistributedConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollouts
 from lightrft_visual.trainer.features.rollouts_ahead import RolloutsAhead, StalenessHook
-from lightrft_visual.trainer.hooks import Hooks
+from lightrft_visual.trainer.hooks import Hooks, StepData
+from lightrft_visual.trainer.vl.updates import comparable
 
 
 class Counting:
@@ -104,3 +106,45 @@ def test_a_hook_that_changes_prompts_that_are_begun_is_refused_by_its_name(chang
     with pytest.raises(ConfigError, match=r"Mine\.on_prompts changes prompts, and with max_staleness"):
         Hooks([ahead, hook]).on_prompts(requests)
     assert Hooks([hook]).on_prompts(requests)
+
+
+# --- ages of tokens and responses ------------------------------------------------------------------------------------
+
+
+def hook(most: int, step: int = 5) -> StalenessHook:
+    made = StalenessHook(most, SimpleNamespace(measured=lambda: {"rollout_wait": 0.5}))
+    made.setup(SimpleNamespace(step=lambda: step))
+    return made
+
+
+def experience(versions, mask):
+    mask = torch.tensor(mask, dtype=torch.bool)
+    return SimpleNamespace(token_versions=torch.tensor(versions), action_mask=mask, info={}, is_packed=False)
+
+
+def test_ages_of_tokens():
+    step = hook(most=2).on_experience(StepData([experience([[5, 4], [2, -1]], [[1, 1], [1, 0]])]))
+    found = step.metrics.reduce()
+    assert found["staleness_mean"] == pytest.approx(4 / 3) and found["staleness_max"] == 3
+    assert [found[f"staleness_{age}"] for age in range(3)] == pytest.approx([1 / 3] * 3)
+
+
+def test_ages_of_samples_that_one_policy_drew_as_a_whole():
+    step = hook(most=1).on_experience(StepData([SimpleNamespace(policy_version=torch.tensor([5, 4, 3]))]))
+    found = step.metrics.reduce()
+    assert (found["staleness_mean"], found["staleness_max"]) == (1.0, 2.0)
+    assert [found[f"staleness_{age}"] for age in range(2)] == pytest.approx([1 / 3, 2 / 3])
+
+
+def test_only_tokens_of_the_present_policy_are_compared():
+    each = experience([[5, 4], [5, -1]], [[1, 1], [1, 0]])
+    assert comparable(each, each.action_mask, 5).tolist() == [[True, False], [True, False]]
+    assert comparable(each, each.action_mask).tolist() == each.action_mask.tolist()
+
+
+def test_responses_that_are_too_old_are_left_out_and_counted():
+    rollouts = Rollouts([SimpleNamespace(policy_version=version, valid=True) for version in (5, 4, 3, 2)])
+    stale = hook(most=1)
+    assert stale.on_scores(rollouts) is rollouts
+    assert [each.valid for each in rollouts] == [True, True, False, False]
+    assert stale.metrics() == {"dropped_stale_share": 0.5, "rollout_wait": 0.5}

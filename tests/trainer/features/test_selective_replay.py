@@ -115,7 +115,7 @@ def test_answers_stand_in_for_answers_and_drawings_for_drawings():
 
 def test_the_draw_is_in_proportion_to_the_advantage():
     """P(j) = |A_j| / sum_k |A_k|, for a single place."""
-    counts, steps = [0, 0, 0], 1500
+    counts, steps = [0, 0, 0], 700
     replay = SelectiveReplay(capacity=3, seed=1)
     replay.refill(filled_buffer([1.0, -2.0, 7.0]), step=0)
     for step in range(steps):

@@ -161,20 +161,18 @@ def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     assert told == [*rounds, "sleep", "forward", "forward"]
 
 
-class Scored:
-    """A hook that notes what it is given with its rewards."""
-
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
-
-    def on_scores(self, rollouts):
-        self.told.append(f"scored {[rollout.reward for rollout in rollouts]}")
-        return rollouts
+def hooks_on_scores(on_scores) -> Hooks:
+    return Hooks([SimpleNamespace(on_scores=on_scores)])
 
 
 def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_remote_scorers(checkpoint):
     told: list[str] = []
-    maker = maker_of(checkpoint, told, hooks=Hooks([Scored(told)]))
+
+    def noting(rollouts):
+        told.append(f"scored {[rollout.reward for rollout in rollouts]}")
+        return rollouts
+
+    maker = maker_of(checkpoint, told, hooks=hooks_on_scores(noting))
     made = made_by(maker)
     assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
     assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.batches)
@@ -184,16 +182,12 @@ def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_re
     assert told.index("forward") < told.index(f"scored {[1.0] * 6}") == len(told) - 1
 
 
-class OtherRewards:
-    """A hook that puts other rollouts in the place of those that it is given."""
-
-    def on_scores(self, rollouts):
-        return Rollouts([replace(each, reward=2.0) for each in rollouts], rollouts.sampling, scored=True)
-
-
 @pytest.mark.parametrize("remote", [False, True])
 def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoint, remote):
-    maker = maker_of(checkpoint, [], hooks=Hooks([OtherRewards()]))
+    def of_other_rewards(rollouts):
+        return Rollouts([replace(each, reward=2.0) for each in rollouts], rollouts.sampling, scored=True)
+
+    maker = maker_of(checkpoint, [], hooks=hooks_on_scores(of_other_rewards))
     if remote:
         maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     for each in (made_by(maker), made_by(resampling(maker))):
@@ -204,11 +198,11 @@ def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoi
 def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
     """Rewards of remote scorers come behind the forwards: those of others would be given to them."""
 
-    def on_scores(rollouts):
+    def without_the_first(rollouts):
         del rollouts[0]
         return rollouts
 
-    maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_scores=on_scores)]))
+    maker = maker_of(checkpoint, [], hooks=hooks_on_scores(without_the_first))
     maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
         made_by(maker)
@@ -226,12 +220,18 @@ def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoi
     assert "sleep without weights" in told and "sleep" not in told
 
 
+SAMPLED = SamplingSettings(n=2, max_new_tokens=4)
+
+
+def evaluated(maker: ExperienceMaker, greedy: SamplingSettings = SAMPLED, rows=None):
+    return Evaluation(maker, PROMPTS, SAMPLED, greedy, 100, 1, rows).run(step=3)
+
+
 def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     """Its place holds another row, so that ranks stay in step; that one's rewards count once."""
     rows = SimpleNamespace(remote={1}, fetch=lambda indices, step: Fetched([0, 0, 2], [False, True, False], {}, 1))
-    sampled = SamplingSettings(n=2, max_new_tokens=4)
     greedy = SamplingSettings(n=1, temperature=0.0, max_new_tokens=4)
-    found = Evaluation(maker_of(checkpoint, []), PROMPTS, sampled, greedy, 100, 1, rows).run(step=3)
+    found = evaluated(maker_of(checkpoint, []), greedy, rows)
     records = found.records
     assert found.pop("eval_bad_rows") == 1.0
     assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "validation/reward/reward_fn": 1.0}
@@ -247,8 +247,7 @@ def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_app
 
     maker = maker_of(checkpoint, [])
     maker.rewards = RewardComputationEngine(custom_reward_func=[half, some])
-    sampled = SamplingSettings(n=2, max_new_tokens=4)
-    found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
+    found = evaluated(maker)
     last = 2 * len(PROMPTS) - 1
     components = {name: value for name, value in found.items() if name.startswith("validation/")}
     assert components == {
@@ -273,19 +272,16 @@ def test_evaluation_says_how_many_responses_have_no_reward_and_why(checkpoint, c
         return made
 
     maker.sample = failing
-    sampled = SamplingSettings(n=2, max_new_tokens=4)
-    found = Evaluation(maker, PROMPTS, sampled, sampled, records_to_keep=4, run_seed=1).run(step=3)
+    found = evaluated(maker)
     assert found["eval_invalid_share"] == 2 / 6 and found["eval_reward"] == 2.0
     assert "33% of the evaluated responses have no usable reward and are left out; 1 x no server" in caplog.text
 
 
 def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoint):
-    sampled = SamplingSettings(n=2, max_new_tokens=4)
-
     def drawn(run_seed: int, eval_seed: int | None) -> list[list[int]]:
         maker = maker_of(checkpoint, [], run_seed=run_seed)
-        evaluation = Evaluation(maker, PROMPTS, sampled, sampled, 4, run_seed, seed=eval_seed)
-        rollouts = evaluation._rollouts(PROMPTS, [True] * len(PROMPTS), sampled)
+        evaluation = Evaluation(maker, PROMPTS, SAMPLED, SAMPLED, 4, run_seed, seed=eval_seed)
+        rollouts = evaluation._rollouts(PROMPTS, [True] * len(PROMPTS), SAMPLED)
         return [list(rollout.token_ids) for rollout in rollouts]
 
     assert drawn(1, 7) == drawn(2, 7) != drawn(1, 8)
