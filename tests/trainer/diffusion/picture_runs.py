@@ -19,7 +19,7 @@ from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 BASE = (
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 1 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 4 --train_batch_size 8 "
-    "--micro_train_batch_size 4 --lora_rank 4 --learning_rate 2e-2 --report false --max_steps 3 --eval_steps 1"
+    "--micro_train_batch_size 4 --lora_rank 4 --learning_rate 2e-2 --report false --max_steps 2 --eval_steps 1"
 )
 SCORES = """
 calls = []
@@ -74,9 +74,7 @@ UNLOADED = f"{PULLED} --pretrain {{folder}}/hollow"  # whose weights are not the
 RUNS = {
     "vrl": f"{VRL} eval.seed=7",
     "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-1",
-    "vrl_own_weights": f"{VRL} eval.seed=7 eval.use_ema=false",
     "vrl_run_seed": f"{VRL} eval.seed=7 --seed 5 --max_steps 1",
-    "vrl_eval_seed": f"{VRL} eval.seed=8 --max_steps 1",
     "plain": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema false",
     "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA}",
     "some": "--reward_fn {folder}/scores.py:some --max_steps 1 --save_steps 1",
@@ -85,23 +83,18 @@ RUNS = {
         for name, flags in {
             "moved": "--pretrain {folder}/moved",
             "other_model": "--pretrain {folder}/other",
-            "other_rank": "--lora_rank 8",
             "other_seed": "--seed 7",
             "other_model_allowed": "--pretrain {folder}/other --resume_other_model true",
         }.items()
     },
     "rolled": f"{HACKED} --guard.policy rollback",
-    "warned": f"{HACKED} --guard.keep_best true",
-    "rolled_resumed": f"{HACKED} --resume_from {{folder}}/rolled",
     "no_gold": "--reward_fn {folder}/scores.py:red --guard.policy rollback",
     "nan": "--no_reward_probe --reward_fn {folder}/scores.py:broken",
-    "unknown": "--reward_fn {folder}/scores.py:green",
-    "missing": "reward.components.aesthetic=1.0",
     "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
     "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16 --max_steps 1",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
     "frames": "--reward_fn {folder}/scores.py:red --num_frames 5 --max_steps 1",
-    **{f"all_invalid_{name}": f"{NOTHING} --diffusion_algorithm {name}" for name in ("flow_grpo", "diffusion_dpo")},
+    "all_invalid_flow_grpo": f"{NOTHING} --diffusion_algorithm flow_grpo",
     "all_invalid_reward_fl": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere "
     "--reward_max_invalid 1",
     "most_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth",

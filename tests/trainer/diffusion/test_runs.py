@@ -45,7 +45,7 @@ def test_a_run_says_its_stages(folder):
 
 
 def test_a_user_function_scores_pictures(folder):
-    assert [row["step"] for row in rows(folder, "plain")] == ["1", "2", "3"]
+    assert [row["step"] for row in rows(folder, "plain")] == ["1", "2"]
     assert all(0 < float(row["reward_mean"]) < 1 and float(row["reward_std"]) > 0 for row in rows(folder, "plain"))
     assert all(float(row["group_size"]) == 4 for row in rows(folder, "plain"))
     seen = [float(row["trained_prompt_num"]) for row in rows(folder, "plain")]
@@ -54,13 +54,13 @@ def test_a_user_function_scores_pictures(folder):
 
 def test_evaluation_at_start_every_step_and_end(folder):
     evaluated = rows(folder, "plain", "eval_metrics.csv")
-    assert [row["step"] for row in evaluated] == ["0", "1", "2", "3"]
+    assert [row["step"] for row in evaluated] == ["0", "1", "2"]
     assert facts(folder, "plain")["figures"]["eval_reward"] == pytest.approx(float(evaluated[-1]["eval_reward"]))
     assert all("validation/reward/red" in row for row in evaluated)
 
 
 def test_contact_sheets_show_what_changed(folder):
-    before, after = sheet(folder, "plain", 0), sheet(folder, "plain", 3)
+    before, after = sheet(folder, "plain", 0), sheet(folder, "plain", 2)
     assert before.shape == after.shape and before.shape[1] >= 3 * 32
     assert not np.array_equal(before, after)
 
@@ -77,15 +77,13 @@ def test_ema_weights_are_what_is_evaluated_and_exported(folder):
 
 
 def test_two_prompt_groups_of_one_an_update_make_two_updates_a_rollout(folder):
-    assert facts(folder, "vrl")["updates"] == 2 * 2 and facts(folder, "plain")["updates"] == 3
+    assert facts(folder, "vrl")["updates"] == 2 * 2 and facts(folder, "plain")["updates"] == 2
 
 
-def test_the_fixed_evaluation_has_prompts_steps_seed_and_weights_of_its_own(folder):
-    drawn = {name: sheet(folder, name, 0) for name in ("vrl", "vrl_run_seed", "vrl_eval_seed", "plain")}
+def test_the_fixed_evaluation_has_prompts_and_a_seed_of_its_own(folder):
+    drawn = {name: sheet(folder, name, 0) for name in ("vrl", "vrl_run_seed", "plain")}
     assert np.array_equal(drawn["vrl"], drawn["vrl_run_seed"])  # another seed of the run
-    assert not np.array_equal(drawn["vrl"], drawn["vrl_eval_seed"])
     assert drawn["vrl"].shape != drawn["plain"].shape  # two prompts in place of three
-    assert not np.array_equal(sheet(folder, "vrl", 2), sheet(folder, "vrl_own_weights", 2))  # EMA or not
 
 
 def test_the_fixed_evaluation_goes_on_alike_after_a_resume(folder):
@@ -113,7 +111,7 @@ def test_the_exported_lora_changes_the_stock_pipeline(folder):
     assert np.array_equal(draw(), base)
 
 
-def test_the_guard_goes_back_to_the_best_gold_and_a_run_resumes_from_there(folder):
+def test_the_guard_goes_back_to_the_best_gold(folder):
     (alarm,) = (json.loads(line) for line in (folder / "rolled" / "alarms.jsonl").open())
     assert (alarm["signal"], alarm["step"], alarm["since"]) == ("eval_gold", 1, 0)
     assert facts(folder, "rolled")["steps"] == 1 and facts(folder, "rolled")["figures"]["eval_gold"] == 1.0
@@ -121,19 +119,9 @@ def test_the_guard_goes_back_to_the_best_gold_and_a_run_resumes_from_there(folde
     assert all(not tensor.any() for key, tensor in exported.items() if "lora_B" in key)  # as before training
     manifest = json.loads((folder / "rolled" / "checkpoint-best" / "manifest.json").read_text())
     assert manifest["step"] == 0 and manifest["metrics"]["eval_gold"] == 1.0
-    assert [row["step"] for row in rows(folder, "rolled_resumed")] == ["1", "2", "3"]
-    evaluated = rows(folder, "rolled_resumed", "eval_metrics.csv")
-    assert [row["step"] for row in evaluated] == ["0", "1", "2", "3"]  # step 0 is where it was resumed
-
-
-def test_the_guard_warns_and_the_run_goes_on_beside_its_best_checkpoint(folder):
-    assert facts(folder, "warned")["steps"] == 3 and (folder / "warned" / "checkpoint-final").is_dir()
-    assert json.loads((folder / "warned" / "checkpoint-best" / "manifest.json").read_text())["step"] == 0
-    (alarm,) = (json.loads(line) for line in (folder / "warned" / "alarms.jsonl").open())
-    assert (alarm["signal"], alarm["step"]) == ("eval_gold", 1)  # once, though gold goes on to fall
-    looks = [json.loads(line) for line in (folder / "warned" / "gold.jsonl").open()]
-    assert [(look["kind"], look["step"]) for look in looks] == [("evaluation", step) for step in range(4)]
-    assert [sum(look["gold"]) / 3 for look in looks] == pytest.approx([1.0, 1 / 2, 1 / 3, 1 / 4])
+    looks = [json.loads(line) for line in (folder / "rolled" / "gold.jsonl").open()]
+    assert [(look["kind"], look["step"]) for look in looks] == [("evaluation", 0), ("evaluation", 1)]
+    assert [sum(look["gold"]) / 3 for look in looks] == pytest.approx([1.0, 1 / 2])
 
 
 def test_what_the_guard_reads_of_images_is_in_the_metrics(folder):
@@ -155,8 +143,6 @@ def test_samples_that_a_reward_does_not_apply_to_are_counted_and_masked(folder):
     (
         ("nan", "RewardError", "not finite"),
         ("no_gold", "ConfigError", "name a judge by --gold_recipe or --gold_fn"),
-        ("unknown", "ConfigError", "has no function or class 'green'"),
-        ("missing", "ConfigError", "aesthetic"),
         ("indivisible", "ConfigError", "use 2 or 4, or 0 for the whole rollout"),
         ("odd_size", "ConfigError", "multiples of"),
         ("frames", "ConfigError", "num_frames 5 is of videos, and this model draws images"),
@@ -174,7 +160,7 @@ def test_more_prompts_a_step_than_there_are_is_cut_to_them(folder):
     assert "rollout_batch_size: 3\n" in resolved and " train_batch_size: 12\n" in resolved
 
 
-@pytest.mark.parametrize("name", ("flow_grpo", "diffusion_dpo", "reward_fl"))
+@pytest.mark.parametrize("name", ("flow_grpo", "reward_fl"))
 def test_a_step_of_invalid_samples_alone_ends_the_run_whatever_share_is_allowed(folder, name):
     found = facts(folder, f"all_invalid_{name}")
     assert found.get("error") == "RewardError" and "step 1: 100% of the samples are invalid" in found["text"], found
@@ -209,7 +195,6 @@ def test_a_run_resumes_with_its_own_model_wherever_that_lies(folder):
     assert facts(folder, "moved")["steps"] == 1 and "figures" in facts(folder, "moved")
     for name, error, told, way in (
         ("other_model", "CheckpointError", "trained with pretrain '", "--resume_other_model true"),
-        ("other_rank", "CheckpointError", "trained with lora_rank 4 (8 here)", "name that by --pretrain"),
         ("other_seed", "DataError", "seed was 42, now it is 7", "--pretrain"),
     ):
         found = facts(folder, name)

@@ -46,8 +46,7 @@ def rewarded(name, model):
 if os.environ.get("WORLD_SIZE", "1") == "2":
     both = fit("two")
     later = fit("two_later", resume_from=str(out / "whole" / "checkpoint-000002"))
-    reward = rewarded("two_rewarded", str(folder)).metrics["reward_mean"]
-    print(json.dumps([losses(both), both.metrics["eval_loss"], losses(later), reward]))
+    print(json.dumps([losses(both), both.metrics["eval_loss"], losses(later)]))
     raise SystemExit(0)
 
 build_tiny_checkpoint(folder, "qwen2_5_vl")
@@ -79,12 +78,13 @@ assert all(abs(a - b) < 1e-5 for a, b in zip(losses(whole), losses(packed))), (l
 resumed = fit("resumed", resume_from=str(out / "whole" / "checkpoint-000002"))
 assert losses(resumed) == losses(whole)[2:], (losses(resumed), losses(whole))
 
-trained = fit("learns", max_steps=80, actor_learning_rate=4e-3, lr_scheduler="constant_with_warmup")
+two = dict(train_batch_size=2, max_steps=25, actor_learning_rate=4e-3, lr_scheduler="constant_with_warmup")
+trained = fit("learns", rows[-2:], None, **two)
 assert trained.metrics["loss"] < 0.3 * trained.history[0]["loss"], trained.metrics
 answers = sample(trained.checkpoint, rows[-1:], temperature=0, generate_max_len=8, engine_type="hf")
 assert answers == [["none"]], answers
 
-adapted = fit("lora", lora_rank=4, max_steps=2)
+adapted = fit("lora", held_out=None, lora_rank=4, max_steps=1)
 assert (adapted.checkpoint / "lora" / "adapter_config.json").is_file()
 
 after = rewarded("after", trained.checkpoint)
