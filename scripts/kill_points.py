@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in (".", "faults", "distributed"))]
+sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in (".", "faults", "distributed", "rollout"))]
 
 import forked  # noqa: E402
 from kill_points import (  # noqa: E402

@@ -1,4 +1,4 @@
-"""Starts whole runs through the deepspeed launcher and reads what they wrote."""
+"""Starts whole runs and reads what they wrote."""
 
 import contextlib
 import csv
@@ -6,14 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 from forked import free_port, run_on_ranks
-from waiting import output_of
+from launched import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "tests" / "distributed" / "run_many.py"
@@ -45,19 +44,6 @@ def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:
     return [program, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
 
 
-def launch(script: Path, arguments: list[str], cache: Path, ranks: int = 1, timeout: float = LIMIT):
-    """The finished process, with its output as text. At the time limit all its ranks say where they are and die."""
-    process = start(script, arguments, cache, ranks)
-    try:
-        output, errors = output_of(process, timeout)
-    except subprocess.TimeoutExpired:
-        print_stacks(process)
-        kill_tree(process)
-        output, errors = process.communicate()
-        raise AssertionError(f"no end after {timeout} s:\n{(output + errors)[-6000:]}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
 def start(script: Path, arguments: list[str], cache: Path, ranks: int = 1, merged: bool = False) -> subprocess.Popen:
     return subprocess.Popen(
         launcher(script, arguments, ranks),
@@ -78,17 +64,6 @@ def tree(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def print_stacks(process: subprocess.Popen) -> None:
-    """Let each rank write the Python stacks of its threads to stderr; it ends by that."""
-    told = []
-    for each in tree(process):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(word.startswith("--local_rank=") for word in each.cmdline()):
-                each.send_signal(signal.SIGABRT)
-                told.append(each)
-    psutil.wait_procs(told, timeout=10)
-
-
 def kill_tree(process: subprocess.Popen) -> None:
     for each in tree(process):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,7 +81,7 @@ def run_plan(
 ) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
 
-    fresh: by the launcher, with an interpreter of its own for each rank.
+    fresh: with an interpreter of its own for each rank.
 
     The first word of a run's list may be "copy:NAME" or "copy:NAME@STEP": it then starts in a copy of that run's
     folder, or of what that was when it had saved the step.
@@ -122,8 +97,7 @@ def run_plan(
     path = folder / f"plan_{ranks}.json"
     path.write_text(json.dumps(plan))
     if fresh:
-        result = launch(driver, [str(path)], cache, ranks, timeout)
-        assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+        run_ranks(driver, str(path), timeout=timeout, ranks=ranks)
     else:
         run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
     return folder

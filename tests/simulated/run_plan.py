@@ -1,6 +1,6 @@
-"""Started by the deepspeed launcher: several runs in one process, on the simulated accelerator or on the CPU.
+"""Run by each rank: several runs in one process, on the simulated accelerator or on the CPU.
 
-    deepspeed tests/simulated/run_plan.py sim|cpu plan.json
+    run_plan.py sim|cpu plan.json
 
 plan.json: as `whole_runs.run_plan` writes it; a run whose arguments begin with the word `diffusion` draws. A run that
 fails ends the launch, with its traceback.

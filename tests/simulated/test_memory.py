@@ -1,4 +1,4 @@
-"""What a rank holds on its device, counted by the simulated one's allocator."""
+"""What a rank holds on its device, counted by the simulated one's allocator. The ranks try the device itself first."""
 
 import json
 from pathlib import Path
