@@ -32,9 +32,8 @@ def one_rank(tmp_path_factory, cache_root, made_elsewhere, late) -> Path:
     folder = tmp_path_factory.mktemp("one_rank")
     others = {"hostile": hostile_rows(folder, cache_root), **unified(folder, cache_root)}
     runs = own | filled(ONE_RANK, **others, late=late)
-    for name in ("base", "kl_loss_lora"):  # what a run has exported is loaded by vLLM and trained on
-        exported = str(folder / name / "checkpoint-final")
-        runs[f"reloaded_{name}"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]
+    exported = str(folder / "kl_loss_lora" / "checkpoint-final")  # is loaded by vLLM and trained on
+    runs["reloaded"] = [*small("--max_steps 1"), "--pretrain", exported, *embedded_flags(cache_root)]
     return run_plan(runs, folder, cache_root, ranks=1)
 
 

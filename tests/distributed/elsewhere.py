@@ -44,8 +44,8 @@ def build(folder: Path) -> Path:
 
 def settings(folder: Path, family: str, data: str) -> list[str]:
     own = (
-        f"--pretrain {folder}/models/{family} --prompt_data {folder}/data/{data} --max_steps 2 --generate_max_len 8 "
-        f"--prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0 --no_reward_probe "
+        f"--pretrain {folder}/models/{family} --prompt_data {folder}/data/{data} --max_steps 1 --generate_max_len 8 "
+        f"--engine_type hf --prompt_max_len 256 --actor_learning_rate 1e-4 --init_kl_coef 0 --no_reward_probe "
         f"--reward_fn {folder}/my_reward.py:score"
     )
     return [*SMALL, *own.split()]

@@ -17,10 +17,8 @@ COLUMNS = (
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_on_a_model_of_each_family(one_rank, family):
-    found = rows(one_rank / f"from_{family}")
-    assert len(found) == 2
-    for row in found:
-        assert row["parity"] <= 1e-5 and row["ratio_max_dev_first"] <= 1e-4 and row["grad_norm"] > 0
+    (row,) = rows(one_rank / f"from_{family}")
+    assert row["parity"] <= 1e-5 and row["ratio_max_dev_first"] <= 1e-4 and row["grad_norm"] > 0
     shown = [record for step in rollouts(one_rank / f"from_{family}") for record in step]
     counts = {len(record.get("images", [])) for record in shown}
     assert counts == ({0} if family == "qwen2" else {0, 1, 2})
@@ -54,10 +52,9 @@ def test_the_final_checkpoint_answers_in_transformers(one_rank, family):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["base", "kl_loss_lora"])
-def test_the_final_checkpoint_answers_in_vllm(one_rank, name):
+def test_a_merged_final_checkpoint_answers_in_vllm(one_rank):
     """A run that starts from it: what vLLM samples there is what the trainer scores, and its rewards are as good."""
-    (row,) = rows(one_rank / f"reloaded_{name}")
+    (row,) = rows(one_rank / "reloaded")
     assert row["rollout_logp_diff_max"] <= 1e-4 and row["parity"] <= 1e-5
     assert row["reward_mean"] > 0.15
 

@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 import tiny_families
 
 DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
-STAGES = {"flow": (2, 3), "second": (0, 3)}
 # Four steps of which two lie on either side of the boundary; each sample is trained on two of its own, so that one rank
 # may need an expert that the other does not.
 BASE = (
@@ -47,37 +46,36 @@ def given(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, cache_root, given) -> Path:
-    runs = {"flow": [*given, "--zero_stage", "2"], "together": [*given, *TOGETHER]}
-    runs |= {"second": [*given, *SECOND, "--zero_stage", "2"]}
+    runs = {"flow": given, "together": [*given, *TOGETHER], "second": [*given, *SECOND]}
     return run_plan(runs, tmp_path_factory.mktemp("one"), cache_root, 1, driver=DRIVER)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, cache_root, given) -> Path:
-    runs = {f"flow_{stage}": [*given, "--zero_stage", str(stage)] for stage in STAGES["flow"]}
-    runs |= {"together": [*given, *TOGETHER]}
-    runs |= {f"second_{stage}": [*given, *SECOND, "--zero_stage", str(stage)] for stage in STAGES["second"]}
-    runs |= {"bf16_3": [*given, "--bf16", "true", "--zero_stage", "3"]}
+    under_3 = [*given, "--zero_stage", "3"]
+    runs = {"flow": under_3, "together": [*given, *TOGETHER], "second": [*given, *SECOND, "--zero_stage", "0"]}
+    runs["bf16"] = [*under_3, *"--bf16 true --enable_ema true --ema_interval 1".split()]
     return run_plan(runs, tmp_path_factory.mktemp("two"), cache_root, 2, driver=DRIVER)
 
 
-NAMES = [f"{kind}_{stage}" for kind, stages in STAGES.items() for stage in stages]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "together"])
+@pytest.mark.parametrize("name", ["flow", "together", "second"])
 def test_two_ranks_train_both_experts_or_the_second_like_one(one, two, name):
     """In `together` a forward takes both steps of a sample, where one expert serves them."""
-    ours, theirs = rows(one / name.split("_")[0]), rows(two / name)
+    ours, theirs = rows(one / name), rows(two / name)
     assert len(ours) == len(theirs) == 2
     for mine, other in zip(ours, theirs):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3) and mine["grad_norm"] > 0
         assert all(abs(mine[name] - other[name]) < 1e-5 for name in ("loss", "reward_mean", "reward_std"))
 
 
-def test_what_diffusers_keeps_in_fp32_stays_so_in_a_bf16_run(two):
+def test_what_diffusers_keeps_in_fp32_stays_so_in_a_bf16_run_and_its_weights_come_back(two):
     for rank in (0, 1):
-        kept = json.loads((two / "bf16_3" / f"facts_rank{rank}.json").read_text())["fp32"]
-        parts = {part for name in kept for part in ("time_embedder", "scale_shift_table", "norm2") if part in name}
+        facts = json.loads((two / "bf16" / f"facts_rank{rank}.json").read_text())
+        parts = {
+            part for name in facts["fp32"] for part in ("time_embedder", "scale_shift_table", "norm2") if part in name
+        }
         assert parts == {"time_embedder", "scale_shift_table", "norm2"}
-        assert not any(part in name for name in kept for part in ("attn1.to_q", "ffn", "proj_out"))
-    assert all(0 < row["grad_norm"] < 1e3 for row in rows(two / "bf16_3"))
+        assert not any(part in name for name in facts["fp32"] for part in ("attn1.to_q", "ffn", "proj_out"))
+        for swap in facts["swaps"].values():
+            assert swap["weights_back"] and swap["velocity_back"] and swap["difference"] > 0
+    assert all(0 < row["grad_norm"] < 1e3 for row in rows(two / "bf16"))
