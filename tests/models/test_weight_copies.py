@@ -185,8 +185,7 @@ def passed(made, x):
     return [out.detach(), *found]
 
 
-@pytest.mark.parametrize("scaling_of", [(4, 8), (4, 7)])
-@pytest.mark.parametrize("shape", [(5, 24), (3, 5, 24), (2, 3, 5, 24)])
+@pytest.mark.parametrize(("scaling_of", "shape"), [((4, 8), (5, 24)), ((4, 7), (2, 3, 5, 24))])
 def test_output_and_gradients_are_those_of_peft(scaling_of, shape):
     x = torch.randn(*shape)
     for one, other in zip(

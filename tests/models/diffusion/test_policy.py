@@ -55,11 +55,17 @@ def rollout(policy, guidance=1.0, trajectory="sde", window=0, count=3):
     return result, experience_of(result, conditions, group_id=ids, sample_id=ids)
 
 
-@pytest.mark.parametrize("guidance,window", ((1.0, 0), (4.5, 0), (4.5, 2)))
 @pytest.mark.parametrize(
-    "trajectory,rule", (("sde", "flow_grpo"), ("sde_reflow", "reflow"), ("dance", "dance"), ("cps", "cps"))
+    "trajectory,rule,guidance,window",
+    (
+        ("sde", "flow_grpo", 1.0, 0),
+        ("sde", "flow_grpo", 4.5, 2),
+        ("sde_reflow", "reflow", 4.5, 0),
+        ("dance", "dance", 4.5, 2),
+        ("cps", "cps", 4.5, 2),
+    ),
 )
-def test_replay_is_exact_with_lora_guidance_and_window(folder, guidance, window, trajectory, rule):
+def test_replay_is_exact_with_lora_guidance_and_window(folder, trajectory, rule, guidance, window):
     policy = policy_of(folder)
     _, experience = rollout(policy, guidance, trajectory, window)
     algorithm = FlowGRPO(rule=rule, guidance_scale=guidance)

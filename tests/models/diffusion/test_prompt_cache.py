@@ -1,14 +1,17 @@
-"""Encoded prompts are remembered, up to a number of bytes, and do not depend on their neighbours."""
+"""Encoded prompts are remembered, up to a number of bytes; decoding keeps little for backward."""
 
 from contextlib import contextmanager
 
+import pytest
 import tiny_families
 import torch
 from PIL import Image
 from tiny_families import sd3_policy
+from watched import kept_for_backward
 
 from lightrft_visual.models.diffusion import policy as policy_module
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
+from lightrft_visual.models.diffusion import prompt_cache
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.diffusion.prompt_cache import PromptCache
 
 
@@ -85,3 +88,71 @@ def test_a_first_frame_is_encoded_once_however_often_it_is_asked_for(monkeypatch
     assert len(seen) == 2 and all(torch.equal(later[name], both[name][1:2]) for name in both)
     policy.encode_first_frames([blue], 32, 32, 9)
     assert len(seen) == 3  # of another length of video
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def policy_of(name: str, checkpointed: bool = False, **options) -> DiffusionPolicy:
+    policy = DiffusionPolicy(family_of(tiny_families.pipeline_of(name), 5), LoraSettings(rank=2))
+    if checkpointed:
+        policy.enable_gradient_checkpointing(**options)
+    return policy
+
+
+def decoded(policy: DiffusionPolicy, frames: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Media, the gradient of their squares at the latents, and the bytes kept for backward."""
+    shape = policy.latent_shape(32, 32, frames)
+    latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with kept_for_backward() as kept:
+        media = policy.decode(latents)
+    media.square().sum().backward()
+    return media.detach(), latents.grad, sum(kept.values())
+
+
+@pytest.mark.parametrize("name,frames,share", (("wan", 9, 0.25), ("flux", 1, 0.5)))
+def test_checkpointing_keeps_a_part_and_changes_nothing(name, frames, share):
+    media, gradient, whole = decoded(policy_of(name), frames)
+    again, same, parts = decoded(policy_of(name, True), frames)
+    assert torch.allclose(media, again, atol=1e-6) and torch.allclose(gradient, same, rtol=1e-5, atol=1e-7)
+    assert 0 < parts < share * whole
+
+
+def test_a_part_that_runs_again_keeps_only_what_goes_into_its_blocks(monkeypatch):
+    """Most memory in backward, beside weights, with parts of parts and without."""
+    live_bytes = pytest.importorskip("lightrft_visual.plugins.memory_plan.meta").LiveBytes
+    peaks, gradients = [], []
+    for blocks in (True, False):
+        if not blocks:
+            monkeypatch.setattr(prompt_cache, "_innermost", lambda decoder: [])
+        policy = policy_of("wan", True)
+        shape = policy.latent_shape(64, 64, 1)
+        latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with live_bytes(policy.family.pipeline.vae.parameters()) as live:
+            policy.decode(latents).square().sum().backward()
+        peaks.append(live.peak)
+        gradients.append(latents.grad)
+    assert peaks[0] < 0.5 * peaks[1], peaks
+    assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_offload_copies_all_that_is_kept_to_the_host(monkeypatch):
+    media, gradient, _ = decoded(policy_of("wan"), 5)
+    offloaded, copies = policy_of("wan", True, offload=True), []
+    packed = torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda: copies.append(1) or packed())
+    again, same, kept = decoded(offloaded, 5)
+    assert torch.allclose(media, again, atol=1e-6) and torch.allclose(gradient, same, rtol=1e-5, atol=1e-7)
+    assert copies == [1] and kept == 0  # nothing reaches the hooks outside
+
+
+def test_a_large_batch_is_decoded_in_parts(monkeypatch):
+    policy, sizes = policy_of("flux"), []
+    decode = policy.family.decode
+    monkeypatch.setattr(policy.family, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
+    latents = torch.randn(5, *policy.latent_shape(32, 32))
+    with torch.no_grad():
+        whole = policy.decode(latents)
+        monkeypatch.setattr(prompt_cache, "LATENTS_AT_ONCE", 2 * latents[0].numel())
+        assert torch.allclose(whole, policy.decode(latents), atol=1e-5)
+    assert sizes == [5, 2, 2, 1]

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tiny_models import checkpoint_of, load
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
-from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_clip_tokenizer, build_pipeline
+from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer
 from lightrft_visual.models.tiny.vlm import (
-    FAMILIES,
     SPECIAL_TOKENS,
     VISION_FAMILIES,
     build_tiny_checkpoint,
@@ -50,7 +49,7 @@ def test_the_chat_template_places_media_where_they_are_said(tokenizer):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "internvl"])
 def test_checkpoints_load_through_the_auto_classes(root, family):
     checkpoint = checkpoint_of(root, family)
     model = load(checkpoint.path, checkpoint.vision)
@@ -83,12 +82,3 @@ def test_an_unknown_family_is_an_error(tokenizer):
 def test_unknown_words_are_spelt():
     clip = build_clip_tokenizer()
     assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
-
-
-def test_the_same_settings_give_the_same_weights():
-    settings = TinyDiffusionSettings(layers=1)
-    one, two = build_pipeline(settings), build_pipeline(settings)
-    for name in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        left, right = one.components[name].state_dict(), two.components[name].state_dict()
-        assert all(torch.equal(left[key], right[key]) for key in left)
-    assert one.tokenizer.get_vocab() == two.tokenizer.get_vocab()

@@ -13,16 +13,12 @@ from tiny_models import (
     perturb,
     prompts_for,
     rollouts_of,
-    text_prompts,
 )  # fmt: skip
-from transformers import DynamicCache
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
-from lightrft_visual.models.tiny.vlm import QWEN_FAMILIES, VISION_FAMILIES
 from lightrft_visual.models.vlm.actor import Critic
-from lightrft_visual.rollout.hf import prompt_inputs
 
 
 def scored(actor, inputs):
@@ -34,9 +30,8 @@ def scored(actor, inputs):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
-def test_what_does_not_match_is_an_error_that_names_the_sample(root, family, packed):
-    checkpoint = checkpoint_of(root, family)
+def test_what_does_not_match_is_an_error_that_names_the_sample(root, packed):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
     actor = actor_of(checkpoint)
     inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts()), packed)
     image, video = checkpoint.config.image_token_id, checkpoint.config.video_token_id
@@ -69,30 +64,10 @@ def test_an_image_too_many_is_an_error(root):
 # --- prefill and decode --------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [*VISION_FAMILIES, "qwen2"])
-def test_token_by_token_equals_all_at_once(root, kind):
-    checkpoint = checkpoint_of(root, kind)
-    backbone = actor_of(checkpoint).backbone
-    for batch in (prompts_for(checkpoint), text_prompts()):
-        rollouts = [replace(r, token_ids=[7, 8, 9]) for r in rollouts_of(checkpoint, batch)]
-        inputs = inputs_of(checkpoint, rollouts)
-        whole = backbone.hidden_states(inputs).view(*inputs.sequences.shape, -1)
-        prompts = prompt_inputs([r.prompt for r in rollouts], checkpoint.tokenizer.pad_token_id)
-        cache = DynamicCache(config=checkpoint.config)
-        hidden, positions, mask = backbone.prefill(prompts, cache)
-        torch.testing.assert_close(hidden, whole[:, -4], atol=2e-5, rtol=0)
-        for step, token in enumerate((7, 8, 9)):
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            hidden = backbone.decode(torch.full((len(rollouts),), token), mask, positions, cache)
-            positions = positions + 1
-            torch.testing.assert_close(hidden, whole[:, step - 3], atol=2e-5, rtol=0)
-
-
 # --- critic --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*VISION_FAMILIES, "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
 def test_a_critic_has_a_value_for_each_action_packed_and_padded(root, kind):
     checkpoint = checkpoint_of(root, kind)
     critic = Critic(load(checkpoint.path, checkpoint.vision))

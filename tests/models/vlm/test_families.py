@@ -95,10 +95,3 @@ def test_what_a_family_cannot_do_is_refused_early(root):
     with pytest.raises(DataError, match="holds 0 image placeholder"):
         data.features(PromptBatch.of(["what?"], [batch.images[1]]))
     assert data.features(text_prompts())[0].vision.names == []
-
-
-def test_tokens_of_pictures_are_never_sampled(root):
-    checkpoint = checkpoint_of(root, "internvl")
-    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
-    names = checkpoint.tokenizer.convert_ids_to_tokens([token for token in banned if token < len(checkpoint.tokenizer)])
-    assert set(names) == {"<img>", "</img>", INTERNVL_IMAGE, "<video>"}

@@ -102,7 +102,7 @@ def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time():
     assert len(calls) == 5 and len(positions.known) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     blocks=st.lists(
         st.tuples(st.integers(1, 4), st.sampled_from(["image", "frame"]), st.integers(1, 4), st.integers(1, 4)),
@@ -132,10 +132,9 @@ def test_images_and_single_frames_are_where_transformers_puts_them(family, block
 KERNEL = (2, 4, 4)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_product_equals_the_convolution(bias):
+def test_a_product_equals_the_convolution():
     torch.manual_seed(0)
-    plain = nn.Conv3d(3, 8, KERNEL, stride=KERNEL, bias=bias).double()
+    plain = nn.Conv3d(3, 8, KERNEL, stride=KERNEL).double()
     ours = copy.deepcopy(plain)
     PatchConv3d.adopt(ours)
     assert isinstance(ours, PatchConv3d) and ours.state_dict().keys() == plain.state_dict().keys()

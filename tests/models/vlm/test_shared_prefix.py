@@ -11,17 +11,15 @@ from transformers import AutoModelForImageTextToText, InternVLConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
-from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.models.vlm.actor import Actor, Backbone, Critic
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.models.vlm.shared_prefix import SharedSequence
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, adapters], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["qwen2", *VISION_FAMILIES])
-def test_a_shared_prompt_equals_its_copies(root, kind, wrap):
+@pytest.mark.parametrize(("kind", "lora"), [("qwen2", False), ("qwen2_5_vl", True)])
+def test_a_shared_prompt_equals_its_copies(root, kind, lora):
     checkpoint = checkpoint_of(root, kind)
-    actor = actor_of(checkpoint, wrap=wrap)
+    actor = actor_of(checkpoint, wrap=adapters if lora else lambda model: model)
     rollouts = grouped_rollouts(checkpoint, prompts_for(checkpoint))
     padded = loss_and_gradients(actor, [inputs_of(checkpoint, rollouts)])
     actor.backbone.share_prefix = True
@@ -40,9 +38,8 @@ def test_the_first_tokens_have_rules_of_their_own(root):
     assert_same(padded, loss_and_gradients(actor, [inputs], rule), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
-def test_values_of_a_critic(root, kind):
-    checkpoint = checkpoint_of(root, kind)
+def test_values_of_a_critic(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
     values = []
     for shared in (False, True):
         critic = Critic(load(checkpoint.path, checkpoint.vision), share_prefix=shared)
@@ -111,7 +108,7 @@ def test_what_only_looks_alike_is_not_shared(root):
     assert SharedSequence.of(replace(first, attention_mask=holed)) is None
 
 
-@pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("text", ["qwen3_moe", "llama"])
 def test_other_language_models_inside_internvl(root, text):
     checkpoint = checkpoint_of(root, "internvl")
     settings = checkpoint.config.to_dict()

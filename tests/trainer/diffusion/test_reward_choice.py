@@ -9,7 +9,7 @@ from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards.settings import engine_arguments
-from lightrft_visual.trainer.diffusion.build import say_idle, with_reward
+from lightrft_visual.trainer.diffusion.build import with_reward
 
 
 def chosen(*argv: str) -> dict:
@@ -43,18 +43,3 @@ def test_prompts_of_the_user_need_a_reward(more, refused):
             with_reward(config)
     else:
         assert with_reward(config) is config
-
-
-@pytest.mark.parametrize(
-    ("argv", "lines"),
-    [
-        (["--diffusion_algorithm", "reward_fl", "--steps_per_forward", "4"], 1),
-        (["--diffusion_algorithm", "reward_fl"], 0),
-        (["--steps_per_forward", "4"], 0),
-    ],
-)
-def test_steps_that_cannot_share_a_forward_are_said_in_a_line(argv, lines, caplog):
-    config = load_config(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET)
-    say_idle(config)
-    told = [each.message for each in caplog.records]
-    assert told == ["steps_per_forward 4 does nothing: reward_fl draws each step from the one before"] * lines
