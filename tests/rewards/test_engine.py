@@ -29,7 +29,7 @@ def test_random_recipes_match_a_per_sample_reference():
     """Each model sees exactly the samples whose recipe weighs it, once, and scores go back to their places."""
     rng = random.Random(0)
     names = ["m0", "m1", "m2"]
-    for _ in range(100):
+    for _ in range(25):
         calls = {name: [] for name in names}
 
         def model(name, calls=calls):
@@ -92,15 +92,6 @@ def test_all_none_is_invalid_not_zero():
     assert math.isnan(result.score[1]) and result.metrics["reward/invalid_share"] == 0.25
 
 
-def test_above_the_threshold_the_run_stops_and_names_what_failed():
-    def shaky(references):
-        return [Failed("no face")] * len(references)
-
-    engine = RewardComputationEngine(custom_reward_func=shaky, config=RewardConfig(reward_max_invalid=0.9))
-    with pytest.raises(RewardError, match=r"100% of 2 rewards are invalid .*shaky: no face \(2 samples\)"):
-        engine.compute_rewards([make_samples(["a", "b"], [0, 1])])
-
-
 def test_aggregation_by_hand_never_sees_failed_samples():
     def shaky(references):
         return [Failed("late") if r == 0 else float(r) for r in references]
@@ -115,13 +106,6 @@ def test_aggregation_by_hand_never_sees_failed_samples():
     result = engine.compute_rewards([make_samples(["a"] * 3, [0, 1, 2])])
     assert result.valid.tolist() == [False, True, True] and result.score[1:].tolist() == [2, 3]
     assert result.components["first"][1:].tolist() == [1, 2]
-
-
-def test_reward_fn_without_model_rewards_is_a_plain_component():
-    result = RewardComputationEngine(reward_fn=ones, custom_reward_func=only_even).compute_rewards(
-        [make_samples(["a", "b"], [0, 1])]
-    )
-    assert result.score.tolist() == [11, 1]
 
 
 def two(sequences, mask, *, prompt_and_outputs, **inputs):
@@ -297,12 +281,8 @@ def test_one_scorer_under_two_names_stays_two_columns(counted):
             {"reward_recipe": {"a": [("model", "saftey", 1)]}, "reward_model": {"safety": print}},
             "did you mean 'safety'",
         ),
-        ({"reward_recipe": {"a": [("remote", "judge", 1)]}}, "remote reward 'judge'"),
-        ({"reward_recipe": {"a": [("func", "mine", 1)]}}, "function 'mine'"),
         ({"reward_recipe": {"a": [("func", "gone.py:score", 1)]}}, "gone.py does not exist"),
         ({"reward_recipe": {"a": [("func", "ones", 1, {"x": 1})]}, "reward_fn": ones}, "ones takes no settings"),
-        ({"remote_rm_url": "localhost:8000"}, "write it as http"),
-        ({"remote_rm_url": "gone.py"}, "gone.py does not exist"),
         ({"reward_fn": 3}, "not a callable"),
     ],
 )
@@ -327,31 +307,9 @@ def test_contract_argument_order_and_text_mode_keeps_images_out():
     assert engine.compute_rewards([samples], False, "cpu").score.tolist() == [0]
 
 
-def test_generated_media_with_components():
-    kwargs = {"half": {"scorer": "jpeg_incompressibility", "divide_by": 2.0}}
-    engine = RewardComputationEngine(
-        reward_recipe=recipe_from_components({"half": 1.0, "jpeg_compressibility": 0.1}, kwargs)
-    )
-    result = engine.score_media(["white", "noise"], images=[torch.ones(3, 8, 8), torch.rand(3, 8, 8)])
-    assert torch.equal(result.components["half"] * 2, -result.components["jpeg_compressibility"])
-    assert result.components["half"][1] > result.components["half"][0]
-    expected = result.components["half"] + 0.1 * result.components["jpeg_compressibility"]
-    assert torch.allclose(result.score, expected) and torch.equal(result.components["avg"], result.score)
-
-
 def test_media_lists_must_fit():
     with pytest.raises(RewardError, match="images has 1 entries for 2 prompts"):
         RewardComputationEngine(custom_reward_func=ones).score_media(["a", "b"], images=[torch.ones(3, 2, 2)])
-
-
-def test_py_file_as_remote_entry_and_from_config(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [4.0] * len(queries)}\n")
-    config = RewardConfig(reward_fn=f"{path}:reward_func")
-    for engine in (RewardComputationEngine(None, str(path)), RewardComputationEngine.from_config(config)):
-        assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [4, 4]
-    components = RewardConfig(components={"exact": 2.0})
-    assert RewardComputationEngine.from_config(components).compute_rewards([make_samples(["a"], ["a"])]).score == 2
 
 
 def test_no_payload_in_logs_or_errors(caplog):

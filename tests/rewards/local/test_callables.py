@@ -152,12 +152,9 @@ def test_parameter_that_nothing_fills_is_named(function, error, words):
     "result",
     [
         [1.0, None, 3, True],
-        torch.tensor([1.0, 0, 3, 1]),
         torch.tensor([[1.0], [0], [3], [1]]),
-        np.array([1, 0, 3, 1]),
         ([1, 0, 3, 1], {"m": [0, 0, 0, 0]}),
         {"score": [1, 0, 3, 1]},
-        (1, 0, 3, 1),
         [torch.tensor(1.0), np.float32(0), 3, 1],
     ],
 )
@@ -177,16 +174,11 @@ def test_none_is_not_applicable_and_failed_is_failed():
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        ([1.0], "1 scores for 4 samples"),
         ([1.0, math.nan, 1, 1], "score 1 of 4 is not finite"),
-        (torch.tensor([1.0, 1, math.inf, 1]), "score 2 of 4 is not finite"),
         ([1, 2, 3, 1e30], "beyond"),
         (["1", 1, 1, 1], "is a str, not a number"),
         (torch.ones(4, 2), r"shape \(4, 2\)"),
-        (1.0, "returned float"),
         (None, "returned NoneType"),
-        ({"values": [1] * 4}, "dict without scores"),
-        (([1] * 4, {"m": [1, 2]}), "metric 'm' has 2 values"),
         (([1] * 4, {"m": ["secret"] * 4}), "not a number"),
     ],
 )
@@ -226,14 +218,11 @@ def test_functions_see_what_a_generated_image_was_made_from():
     [
         ("{dir}/gone.py:score", "does not exist"),
         ("{dir}/mine.py:scor", "no function or class 'scor'; did you mean 'score'"),
-        ("{dir}/mine.py", "write it as path.py:function"),
         ("{dir}/broken.py:f", "fails on import: NameError"),
-        ("{dir}/notes.txt:f", "not a Python file"),
     ],
 )
 def test_load_errors(tmp_path, spec, words):
     (tmp_path / "mine.py").write_text("def score(completions):\n    return []\n")
     (tmp_path / "broken.py").write_text("missing\n")
-    (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=words):
         load_reward_fn(spec.format(dir=tmp_path))

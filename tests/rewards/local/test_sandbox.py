@@ -27,10 +27,9 @@ async def score(completions, level, images):
     if completions[0] == "interrupt":
         raise KeyboardInterrupt
     entries = [float(len(c) + (l or 0) + len(i)) for c, l, i in zip(completions, level, images)]
+    if completions[0] == "odd":
+        return [Failed("odd one"), None]
     return torch.tensor(entries), {"half": torch.tensor(entries) / 2}
-
-def odd(completions):
-    return [Failed("odd one") if c == "x" else None if c == "y" else 1.0 for c in completions]
 """
 
 
@@ -62,7 +61,7 @@ def test_arguments_and_results_cross(engine):
     ("first", "words"),
     [
         pytest.param("hang", r"no result within 4 s, at .*mine.py, line (9|10)", marks=pytest.mark.slow),
-        *((f"die {code}", rf"its process died \(exit code {code}\)") for code in (0, 3)),
+        ("die 3", r"its process died \(exit code 3\)"),
     ],
 )
 def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, caplog):
@@ -84,22 +83,16 @@ def test_an_exception_shows_the_users_own_lines(engine, path):
 
 
 @pytest.mark.parametrize(
-    ("first", "told"),
-    [("exit 0", "called sys.exit(0)"), ("exit 3", "called sys.exit(3)"), ("interrupt", "raised KeyboardInterrupt")],
+    ("first", "told"), [("exit 0", "called sys.exit(0)"), ("interrupt", "raised KeyboardInterrupt")]
 )
 def test_leaving_the_process_is_an_error(engine, first, told):
     with pytest.raises(RewardError, match=re.escape(f"reward function score {told}")):
         rewards(engine, first)
 
 
-def test_failed_and_none_cross(path):
-    engine = RewardComputationEngine(
-        reward_recipe={"*": [("func", f"{path}:odd", 1.0)]},
-        config=RewardConfig(reward_fn_timeout=20.0, reward_max_invalid=1.0),
-    )
-    result = engine.compute_rewards([make_samples(["x", "y", "z"])])
-    engine.close()
-    assert result.valid.tolist() == [False, False, True] and result.metrics["reward/odd/failures"] == 1
+def test_failed_and_none_cross(engine):
+    result = rewards(engine, "odd")
+    assert not result.valid.any() and result.metrics["reward/score/failures"] == 1
 
 
 def test_a_bare_callable_cannot_be_moved_to_a_process():

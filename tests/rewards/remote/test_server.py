@@ -1,10 +1,5 @@
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,15 +66,9 @@ def test_numbers_that_json_lacks_are_null():
     ("arguments", "words"),
     [
         (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
-        (["--components", "ocr=true"], "weight True is not a finite number"),
-        (["--components", "ocr.x=1"], "weight {'x': 1} is not a finite number"),
-        (["--components", "ocr=[1"], "'ocr=[1' is not YAML"),
         (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
-        (["--kwargs", "a"], "'a': write it as NAME=VALUE"),
         (["--scorer", "exct"], "did you mean 'exact'"),
-        (["--reward_fn", "gone.py:f"], "gone.py does not exist"),
         (["--host", "0.0.0.0"], "set a token"),
-        (["--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
@@ -87,9 +76,6 @@ def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, mon
     monkeypatch.setattr(there, lambda app, host, port, settings: bind(host, 0, settings).close())
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
-
-
-def test_weights_of_the_command_line_are_numbers():
     assert serve_reward.parse_settings(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
 
 
@@ -101,14 +87,10 @@ PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
     [
         (b"SECRET", 400, "not JSON"),
         (b"[" * 100_000, 400, "not JSON"),
-        ([1], 422, "not a JSON object"),
         ({"prompts": ["SECRET"]}, 422, "queries"),
-        ({"queries": []}, 422, "0 samples"),
         ({"queries": ["a"] * 5}, 422, "5 samples in one request; 1 to 4"),
         ({"queries": ["a"], "prompts": ["SECRET", "b"]}, 422, "prompts"),
-        ({"queries": ["a"], "metadata": ["SECRET"]}, 422, "metadata"),
         ({"queries": ["a"], "images": [["SECRET!"]]}, 422, "not valid base64"),
-        ({"queries": ["a"], "images": [["U0VDUkVU"]]}, 422, "cannot be decoded"),
         ({"queries": ["a"], "images": [[PICTURE]]}, 422, "20 x 20 pixels; the limit is 399"),
         ({"queries": ["a"], "images": [[None] * 3]}, 422, "at most 2"),
         ({"queries": ["a" * 5000]}, 413, "larger than 4000 bytes"),
@@ -223,21 +205,6 @@ def test_same_scorer_in_process_and_over_http():
         far.close()
 
 
-def test_example_prints_its_address_and_serves():
-    command = [sys.executable, "examples/serve_reward.py", "--scorer", "numeric", "--port", "0"]
-    command += ["--kwargs", "tolerance=0.1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        try:
-            line = process.stdout.readline()
-            url = re.fullmatch(r"serving on (http://127\.0\.0\.1:\d+/reward)\n", line).group(1)
-            body = {"queries": ["q 3.1"], "prompts": ["q "], "references": ["3"]}
-            assert httpx.post(url, json=body, timeout=60).json() == {"rewards": [1.0]}
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
-        finally:
-            process.kill()  # else leaving the `with` waits for it, however long it takes
-
-
 @pytest.mark.plugin("compat")
 def test_a_function_of_another_system_behind_the_command():
     reward_fn = f"{ROOT}/tests/plugins/compat/forms/verl.py:plain"
@@ -277,19 +244,13 @@ def raising(error):
     return score
 
 
-@pytest.mark.parametrize("make", [raising, RawSource])
 @pytest.mark.parametrize(
-    "error",
+    ("make", "error"),
     [
-        asyncio.CancelledError(),
-        GeneratorExit(),
-        StopIteration(),
-        Panic("of an extension"),
-        SystemExit(3),
-        SystemExit(0),
-        KeyboardInterrupt(),
+        (raising, asyncio.CancelledError()), (raising, StopIteration()), (raising, SystemExit(3)),
+        (RawSource, Panic("of an extension")), (RawSource, KeyboardInterrupt()),
     ],
-)
+)  # fmt: skip
 def test_what_a_served_function_raises_is_its_requests_alone(make, error):
     with serving(make(error)) as url, httpx.Client(base_url=url.removesuffix("/reward")) as http:
         failed = http.post("/reward", json={"queries": ["bad"]}, timeout=20)
