@@ -134,10 +134,12 @@ def vllm_rig(
     checkpoint: Checkpoint, banned: list[int] | None = None, actor: Actor | None = None, **settings
 ) -> Iterator[Rig]:
     """With vLLM, which is closed at the end. settings: of `VLLMSettings`."""
+    from lightrft_visual.rollout.vllm.arguments import host_cache
     from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer) if banned is None else banned
     usual = {"max_model_len": 1024, "max_videos": 2, "max_num_seqs": 64, "vision": checkpoint.vision}
+    usual["host_cache"] = host_cache(checkpoint.config.get_text_config(), 4, 64, 1024)
     with environment_restored():
         engine = VLLMEngine(VLLMSettings(checkpoint.path, banned_ids=banned, **(usual | settings)))
         try:
@@ -146,10 +148,10 @@ def vllm_rig(
             engine.close()
 
 
-def check_parity(rig: Rig, batch: PromptBatch, settings: SamplingSettings, scale: float = 0.02, most: float = 1e-5):
-    """As loaded, and after each of two updates that are handed over."""
+def check_parity(rig: Rig, batch: PromptBatch, settings: SamplingSettings, scale=0.02, most=1e-5, syncs=2):
+    """As loaded, and after each of the updates that are handed over."""
     found = [rig.difference(batch, settings)]
-    for _ in range(2):
+    for _ in range(syncs):
         rig.move(scale)
         rig.sync()
         found.append(rig.difference(batch, settings))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(ROOT / "tests" / "rollout" / "vllm")]
+sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(ROOT / "tests" / "rollout")]
 
 import claimed_cuda  # noqa: E402
 import parts  # noqa: E402

@@ -1,14 +1,14 @@
 """Engine arguments: what vLLM itself would refuse, on this machine and on CUDA, before a model is loaded."""
 
 import importlib.util
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from claimed_cuda import accepted_of
 from engine_rig import environment_restored
-from launched import run_ranks
+from forked import on_ranks
 from tiny_models import checkpoint_of
 
 from lightrft_visual.config.algorithm import AlgorithmConfig
@@ -81,9 +81,7 @@ def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root)
     [
         ({"engine_kwargs": {"block_sise": 32}}, "no engine argument 'block_sise'; did you mean 'block_size'"),
         ({"engine_kwargs": {"max_num_seqs": 4}}, "set by the run itself; use engine_max_num_seqs"),
-        ({"engine_kwargs": {"logprobs_mode": "raw_logits"}}, "set by the run itself; leave it out"),
         ({"engine_kv_cache_dtype": "fp9"}, "vLLM refuses this engine: .*fp8"),
-        ({"engine_quantization": "no_such"}, "vLLM refuses this engine: .*no_such"),
         ({"engine_max_num_batched_tokens": 16}, r"vLLM refuses this engine: .*max_num_batched_tokens \(16\)"),
     ],
 )
@@ -97,11 +95,9 @@ def test_the_usual_engine_of_each_family_is_accepted_here(root):
         check_engine(run_with(), checkpoint_of(root, kind))
 
 
-def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root, tmp_path):
-    out = tmp_path / "said.json"
-    folders = [checkpoint_of(root, kind).path for kind in KINDS]
-    run_ranks(Path(__file__).with_name("claimed_cuda.py"), str(out), *folders, ranks=1)
-    for case, said in json.loads(out.read_text()).items():
+def test_every_family_and_option_is_accepted_on_cuda_by_both_runners(root):
+    (results,) = on_ranks(accepted_of, [checkpoint_of(root, kind).path for kind in KINDS], ranks=1)
+    for case, said in results.items():
         if case.endswith("refused"):
             assert all(text.startswith("vLLM refuses this engine") for text in said.values()), case
             continue

@@ -119,18 +119,14 @@ def test_second_runner_scales_each_requests_first_token_alone():
     assert torch.equal(runner.step(logits[:2], [(0, 4), (2, 7)]), expected(logits[:2], [1, 1]))
 
 
-def test_second_runner_forgets_what_had_the_slot_before():
+def test_second_runner_forgets_what_had_the_slot_before_and_leaves_a_request_alone_that_asks_for_nothing():
     runner, logits = SecondRunner([4]), torch.randn(1, VOCABULARY)
     runner.rules.add_request(0, params(0.1))
     assert torch.equal(runner.step(logits, [(0, 3)]), expected(logits, [0.1]))
     runner.rules.add_request(0, params())
     assert torch.equal(runner.step(logits, [(0, 3)]), expected(logits, [1]))
-
-
-def test_second_runner_leaves_a_request_alone_that_asks_for_nothing():
     runner = SecondRunner([4], banned=[])
-    assert runner.rules.add_request(0, params()) is False
-    assert runner.rules.add_request(0, params(0.5)) is True
+    assert [runner.rules.add_request(0, params(scale)) for scale in (None, 0.5)] == [False, True]
 
 
 def test_second_runner_keeps_its_rules_where_what_was_made_with_the_model_is_lost():

@@ -104,14 +104,6 @@ def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_on
     assert engine.llm.told[-2:] == ["wake kv_cache", "generate"]
 
 
-def test_an_engine_that_may_not_sleep_stays_awake(engine):
-    engine.enable_sleep = False
-    engine.sleep(keep_weights=False)
-    engine.wake()
-    engine._run([{}], [None])
-    assert engine.llm.told == ["generate"]
-
-
 @pytest.mark.parametrize("free, told", [(60, ["sleep 1", "wake all", "shut down"]), (40, ["sleep 1", "shut down"])])
 def test_a_sleeping_engine_wakes_before_it_is_closed_where_there_is_room(engine, free, told):
     engine.free = free
@@ -120,9 +112,12 @@ def test_a_sleeping_engine_wakes_before_it_is_closed_where_there_is_room(engine,
     assert engine.llm.told == told
 
 
-def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_that_is_awake_nothing(engine):
+def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_that_may_not_sleep_nothing(engine):
+    engine.enable_sleep = False
+    engine.sleep(keep_weights=False)
     engine.close()
-    assert engine.llm.told.pop() == "shut down"
+    assert engine.llm.told.pop() == "shut down" and not engine.llm.told
+    engine.enable_sleep = True
     engine.sleep(keep_weights=False)
     engine.wake()
     engine.close()

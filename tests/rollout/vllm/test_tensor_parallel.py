@@ -1,20 +1,20 @@
 """Two gloo ranks as one vLLM engine: each gives its own prompts and gets its own responses."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from launched import run_ranks
-from tiny_models import checkpoint_of
+from engine_rig import vllm_rig
+from forked import on_ranks
+from tensor_parallel_ranks import SETTINGS, one_engine
+from tiny_models import checkpoint_of, mixed_prompts
 
 from lightrft_visual.experience.rollouts import PromptFeatures
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.rollout.vllm.workers import PromptSharing
+from lightrft_visual.rollout.weight_sync import WeightPost
 from lightrft_visual.runtime.host_memory import SHARED_MEMORY
-
-SCRIPT = Path(__file__).parents[1] / "tensor_parallel_ranks.py"
 
 
 @contextmanager
@@ -38,22 +38,24 @@ def test_engines_are_sent_what_they_read_of_a_prompt():
     assert prompt.vision is vision and prompt.reference == "b"
 
 
-def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root, tmp_path):
-    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+def test_two_ranks_are_one_engine_that_leaves_no_names_in_shared_memory(root):
     with left_behind(SHARED_MEMORY):
-        run_ranks(SCRIPT, checkpoint.path, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert max(first["figures"] + second["figures"]) <= 1e-5
+        first, second = on_ranks(one_engine, checkpoint_of(root, "qwen2_5_vl").path)
+    assert max(first["differences"] + second["differences"]) <= 1e-5
     assert bool(first["shared"]) == bool(second["shared"]) == first["sharing"]
     assert all(line.endswith("(deleted)") for line in first["shared"] + second["shared"])
-    assert (len(first["tokens"][0]), first["rest"]) == (6, 6) and (len(second["tokens"][0]), second["rest"]) == (4, 0)
+    assert (first["rest"], second["rest"]) == (6, 0)
 
 
-def test_an_engine_in_one_process_starts_ranks_of_its_own(root, tmp_path):
-    """As in a rollout worker: both ranks get each version of the weights, and draw at them."""
-    folder = checkpoint_of(root, "qwen2_5_vl").path
-    run_ranks(SCRIPT, folder, str(tmp_path), "own", ranks=1, timeout=400)
-    found = json.loads((tmp_path / "0.json").read_text())
-    assert len(found["figures"]) == 4 and max(found["figures"]) <= 1e-5
-    first, second = found["tokens"]
-    assert len(first) == 6 and first != second
+def test_an_engine_in_one_process_starts_ranks_of_its_own(root):
+    """As in a rollout worker, which also hands on what the trainer has posted: both ranks get each version."""
+    mine = mixed_prompts().select([0, 1, 5])
+    with vllm_rig(checkpoint_of(root, "qwen2_5_vl"), tensor_parallel_size=2, own_ranks=True) as rig:
+        assert rig.difference(mine, SETTINGS) <= 1e-5
+        rig.move()
+        rig.sync()
+        assert rig.difference(mine, SETTINGS) <= 1e-5
+        rig.move()
+        post = WeightPost()
+        rig.engine.update_weights(iter(()), posted=post.post(rig.weights()))
+        assert rig.difference(mine, SETTINGS) <= 1e-5

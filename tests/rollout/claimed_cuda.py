@@ -1,7 +1,5 @@
-"""Run by one process: vLLM's own checks of engine arguments as on an H100, CUDA and Triton claimed, no model loaded."""
+"""vLLM's own checks of engine arguments as on an H100: CUDA and Triton claimed, no model loaded; spoils its process."""
 
-import itertools
-import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,21 +108,15 @@ def accepted(settings: VLLMSettings) -> dict[str, str]:
     return result
 
 
-def main(out: str, *folders: str) -> None:
+def accepted_of(folders: list[str]) -> dict[str, dict[str, str]]:
+    """Every option of the first folder's model, and each of the others as it is."""
     prepare_environment("float32")
     claim_cuda(folders[0])
+    cases = [(folders[0], name) for name in OPTIONS] + [(folder, "plain") for folder in folders[1:]]
     results = {}
-    for folder, (name, options) in itertools.product(folders, OPTIONS.items()):
-        defaults = {
-            "max_model_len": 512,
-            "dtype": "bfloat16",
-            "enable_sleep": True,
-            "vision": "vl" in Path(folder).name,
-        }
-        settings = VLLMSettings(**({"model": folder} | defaults | options))
+    for folder, name in cases:
+        vision = "vl" in Path(folder).name
+        defaults = {"max_model_len": 512, "dtype": "bfloat16", "enable_sleep": True, "vision": vision}
+        settings = VLLMSettings(**({"model": folder} | defaults | OPTIONS[name]))
         results[f"{Path(folder).name}, {name}"] = accepted(settings)
-    Path(out).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return results
