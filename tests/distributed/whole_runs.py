@@ -44,15 +44,9 @@ def launcher(script: Path, arguments: list[str], ranks: int) -> list[str]:
     return [program, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
 
 
-def start(script: Path, arguments: list[str], cache: Path, ranks: int = 1, merged: bool = False) -> subprocess.Popen:
-    return subprocess.Popen(
-        launcher(script, arguments, ranks),
-        env=environment(cache),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
-        text=True,
-    )
+def start(script: Path, arguments: list[str], cache: Path, ranks: int = 1) -> subprocess.Popen:
+    command, pipe = launcher(script, arguments, ranks), subprocess.PIPE
+    return subprocess.Popen(command, env=environment(cache), cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 def tree(process: subprocess.Popen) -> list[psutil.Process]:

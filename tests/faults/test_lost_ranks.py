@@ -3,17 +3,13 @@
 Ranks that are killed or stopped: tests/runtime/test_presence.py and test_kill_points.py.
 """
 
-import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
+import forked
 import pytest
-from forked import run_on_ranks
 from waiting import output_of, polls
-from whole_runs import EXAMPLE, SMALL, environment, kill_tree, rollouts, rows, start, tree, weights
+from whole_runs import EXAMPLE, SMALL, environment, kill_tree, rollouts, rows, start, weights
 
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.runtime.usercode.calls import TERM_SECONDS
@@ -32,18 +28,36 @@ def built(cache_root) -> None:
 
 def flags(folder: Path, more: str) -> list[str]:
     common = f"--output_dir {folder} --collective_timeout {LIMIT} --zero_stage 3 --save_steps 1 --engine_type hf"
-    return [*SMALL, *f"{common} --max_samples 64 {more}".split()]
+    return [*SMALL, *f"{common} --max_samples 64 --reward_fn {REWARD}:score {more}".split()]
 
 
-def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
-    """{rank: its process}"""
-    found = {}
-    for each in tree(process):
-        words = each.cmdline()
-        local = [word for word in words if word.startswith("--local_rank=")]
-        if local and str(EXAMPLE) in words:
-            found[int(local[0].removeprefix("--local_rank="))] = each
-    return found
+def steps_of(folder: Path) -> int:
+    return len(rows(folder)) if (folder / "metrics.csv").exists() else 0
+
+
+def without_launcher(folder: Path, cache: Path) -> tuple[list[int], str, float]:
+    """Exit codes, output, and seconds until the end of a run whose rank 1 gets SIGTERM when it hangs."""
+    mark = folder.parent / "hangs"
+    words = flags(folder, "--max_steps 60 --load_checkpoint true --sigterm_exit_code 75")
+    logs = [folder.parent / f"rank_{rank}.txt" for rank in range(2)]
+    given = forked.ranks_environment(environment(cache) | {"HANG_MARK": str(mark)}, 2)
+    ranks = [
+        forked.server().Process(target=forked.run_script, args=(str(EXAMPLE), words, own, str(log)))
+        for own, log in zip(given, logs)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for _ in polls(400):
+            if mark.exists() or any(rank.exitcode is not None for rank in ranks):
+                break
+        began = time.monotonic()
+        ranks[1].terminate()
+        for rank in ranks:
+            rank.join(300)
+        return [rank.exitcode for rank in ranks], "".join(map(Path.read_text, logs)), time.monotonic() - began
+    finally:
+        forked.end(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -51,55 +65,36 @@ def survived(tmp_path_factory, cache_root) -> dict:
     """A run whose launcher gets SIGTERM, which ends the launcher; resumed, it hangs in a reward function, and that rank
     gets SIGTERM; then it is finished."""
     folder = tmp_path_factory.mktemp("survived") / "run"
-    more = f"--max_steps 60 --reward_fn {REWARD}:score"
-    first = start(EXAMPLE, flags(folder, more), cache_root, ranks=2, merged=True)
-    terminated = ended_by_sigterm(first, lambda: steps_of(folder) >= 2)
-    terminated_at, again = steps_of(folder), f"{more} --load_checkpoint true --sigterm_exit_code 75"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HANG_MARK", str(folder.parent / "hangs"))
-        process = start(EXAMPLE, flags(folder, again), cache_root, ranks=2, merged=True)
-        hung = ended_by_sigterm(process, (folder.parent / "hangs").exists, rank=1)
+    first = start(EXAMPLE, flags(folder, "--max_steps 60"), cache_root, ranks=2)
+    try:
+        for _ in polls(400):
+            if steps_of(folder) >= 1 or first.poll() is not None:
+                break
+        first.terminate()
+        terminated, _ = output_of(first, 300)
+    finally:
+        kill_tree(first)
+    terminated_at = steps_of(folder)
+    hung = without_launcher(folder, cache_root)
     stopped_at = steps_of(folder)
-    last = f"--max_steps {stopped_at + 1} --reward_fn {REWARD}:score --load_checkpoint true"
-    finished = run_on_ranks(EXAMPLE, flags(folder, last), environment(cache_root), 2, 300)
+    last = flags(folder, f"--max_steps {stopped_at + 1} --load_checkpoint true")
+    finished = forked.run_on_ranks(EXAMPLE, last, environment(cache_root), 2, 300)
     return {
         "folder": folder, "terminated": terminated, "terminated_at": terminated_at, "hung": hung,
         "stopped_at": stopped_at, "finished": finished,
     }  # fmt: skip
 
 
-def steps_of(folder: Path) -> int:
-    return len(rows(folder)) if (folder / "metrics.csv").exists() else 0
-
-
-def ended_by_sigterm(
-    process: subprocess.Popen, ready: Callable[[], bool], rank: int | None = None
-) -> tuple[int, str, float]:
-    """Exit code, output and seconds until the end of a run that gets SIGTERM once it is ready: the launcher, or one
-    rank."""
-    try:
-        for _ in polls(400):
-            if ready() or process.poll() is not None:
-                break
-        began = time.monotonic()
-        (process if rank is None else ranks_of(process)[rank]).send_signal(signal.SIGTERM)
-        output, _ = output_of(process, 300)
-    finally:
-        kill_tree(process)
-    return process.returncode, output, time.monotonic() - began
-
-
 def test_sigterm_to_the_launcher_makes_its_ranks_save(survived):
     """It dies of the signal; they see that it is gone."""
-    _, output, _ = survived["terminated"]
-    assert f"stopped by signal at step {survived['terminated_at']}" in output
+    assert f"stopped by signal at step {survived['terminated_at']}" in survived["terminated"]
     assert survived["terminated_at"] < 60
 
 
 def test_sigterm_while_a_reward_function_of_one_rank_hangs(survived):
     """One more step was done. The one that hung is given up, on both ranks, and the asked-for code comes out."""
-    code, output, seconds = survived["hung"]
-    assert code == 75, output[-3000:]
+    codes, output, seconds = survived["hung"]
+    assert codes == [75, 75], output[-3000:]
     assert f"stopped by signal at step {survived['terminated_at'] + 1}" in output
     assert survived["stopped_at"] == survived["terminated_at"] + 1
     assert seconds < 2 * TERM_SECONDS + PATIENCE
