@@ -59,9 +59,9 @@ def test_ocr_without_its_reader_is_an_error_not_a_zero(monkeypatch):
             OCR(reader)
 
 
-def test_settings_of_tesseract_choose_it():
-    assert type(OCR(mode=7).reader).__name__ == "TesseractReader"
-    assert type(OCR().reader).__name__ == "RapidReader"
+def test_settings_of_tesseract_choose_it(monkeypatch):
+    monkeypatch.setattr("lightrft_visual.rewards.functions.ocr.RapidReader", lambda threads: "rapidocr")
+    assert type(OCR(mode=7).reader).__name__ == "TesseractReader" and OCR().reader == "rapidocr"
     for settings, words in (
         ({"reader": "rapidocr", "mode": 7}, "mode belong to reader tesseract"),
         ({"reader": "easyocr"}, "must be rapidocr or tesseract"),
@@ -108,14 +108,14 @@ def cosines(folder, pictures=PICTURES):
     return torch.tensor(values), float(model.logit_scale.detach().exp())
 
 
-@pytest.mark.parametrize("scorer", ["clip_score", "pick_score", "hpsv2"])
-def test_scorer_of_a_model_that_lacks_weights_is_refused_with_their_names(clip_folder, tmp_path, scorer):
+def test_scorer_of_a_model_that_lacks_weights_is_refused_with_their_names(clip_folder, tmp_path):
     shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["text_projection.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=f"scorer {scorer}: model .* lacks 1 weight.s.: text_projection.weight"):
-        build_scorer(scorer, {"model": str(tmp_path)})
+    for scorer in ("clip_score", "pick_score", "hpsv2"):
+        with pytest.raises(ConfigError, match=f"scorer {scorer}: model .* lacks 1 weight.s.: text_projection.weight"):
+            build_scorer(scorer, {"model": str(tmp_path)})
 
 
 def test_clip_score(clip_folder):
