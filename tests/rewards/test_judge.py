@@ -145,25 +145,18 @@ def test_marks_of_the_judged_text_are_left_out_of_the_question(folder):
 
 
 @pytest.mark.slow
-def test_vllm_replies_as_transformers_does(folder):
+def test_vllm_replies_as_transformers_does_and_what_is_compiled_beside_it_is_compiled(folder):
+    """As `torch.compile` is in a drawing run with such a judge."""
     pytest.importorskip("vllm")
     rng = np.random.default_rng(3)  # among these are replies that end within a character
     images = [Image.fromarray(rng.integers(0, 256, (60, 90, 3), "uint8")) for _ in range(40)]
     batch = batch_from_media([f"a cat {index}" for index in range(40)], images)
-    found = []
+    found, compiled = [], []
     for engine in ("hf", "vllm"):
         judge = Judge(folder, "{prompt}?", bf16=False, max_tokens=2, engine=engine, max_length=1024)
         found.append([text for text, _ in judge._replies([judge.asked(batch, i) for i in range(40)], "cpu")])
         judge.close()
     assert found[0] == found[1]
     assert any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in found[0])
-
-
-@pytest.mark.slow
-def test_what_is_compiled_beside_vllm_is_compiled(folder):
-    """torch.compile of a drawing run with such a judge."""
-    pytest.importorskip("vllm")
-    compiled = []
-    Judge(folder, "{prompt}?", bf16=False, engine="vllm", max_length=1024).close()
     torch.compile(lambda value: value + 1, backend=lambda graph, inputs: compiled.append(graph) or graph)(torch.ones(3))
     assert len(compiled) == 1 and "TORCHDYNAMO_DISABLE" not in os.environ
