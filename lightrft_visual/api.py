@@ -123,6 +123,7 @@ class _Trainer:
         check_kinds(model, callbacks, config, processing_class)
         self.callbacks = list(callbacks)
         self._result: Result | None = None
+        self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
@@ -204,7 +205,7 @@ class _Trainer:
     def close(self) -> None:
         """Let go of the model, the functions and the data that it was given; it cannot train afterwards."""
         forget(self._given)
-        self._given, self._loaded = [], None
+        self._given, self._loaded, self._closed = [], None, True
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +221,10 @@ class _Trainer:
 
     @contextmanager
     def model_on_disk(self) -> Iterator[None]:
-        """Inside, a loaded model lies in a folder, from which every part of the run reads it."""
+        """Inside, a loaded model lies in a folder, from which every part of the run reads it. Raises ConfigError for a
+        trainer that is closed."""
+        if self._closed:
+            raise ConfigError("this trainer is closed: make another")
         if self._loaded is None:
             yield
             return

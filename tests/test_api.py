@@ -117,12 +117,14 @@ def test_what_cannot_work_is_refused_when_the_trainer_is_made(arguments, told):
 
 
 @pytest.mark.plugin("embedded")
-def test_closed_trainer_says_so_and_train_is_fit():
-    trainer = GRPOTrainer(model="embedded", reward_funcs=score)
+def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is_fit():
+    trainer, other = (GRPOTrainer(model="embedded", reward_funcs=score) for _ in range(2))
     trainer.close()
     assert GRPOTrainer.train is GRPOTrainer.fit
-    with pytest.raises(ConfigError, match="or of a trainer that is closed: give it again"):
-        trainer.train()
+    for work in (trainer.train, trainer.evaluate):
+        with pytest.raises(ConfigError, match="this trainer is closed"):
+            work()
+    other.close()
 
 
 def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
