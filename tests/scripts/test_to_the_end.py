@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_alone
 from PIL import Image
 from scipy import ndimage
 
@@ -80,6 +81,13 @@ def test_a_report_adds_up_visits_and_takes_the_place_of_the_last_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_tiny_run_comes_to_its_end_and_is_told_of(tmp_path, monkeypatch, capsys, cache_root):
+    def visit(command: list[str], folder: Path, seconds: float) -> tuple[int, float]:
+        assert command[:3] == [sys.executable, "-m", "lightrft_visual"]
+        (folder / "command.py").write_text("from lightrft_visual.cli import main\n\nmain()\n")
+        run_alone(folder / "command.py", *command[3:], limit=600)
+        return 0, 60.0
+
+    monkeypatch.setattr(to_the_end, "visit", visit)
     argv = ["to_the_end.py", "counting", str(tmp_path), "--size", "tiny", "--steps", "1", "--minutes", "20",
             "--max_eval_samples", "8", "--report", "false", "--rollout_batch_size", "8", "--train_batch_size", "64",
             "--micro_rollout_batch_size", "64", "--micro_train_batch_size", "64"]  # fmt: skip

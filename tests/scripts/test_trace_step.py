@@ -1,13 +1,14 @@
 """What scripts/trace_step.py counts: by a small package whose numbers are known, and by a whole run."""
 
 import importlib.util
+import json
 import runpy
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from forked import run_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "trace_step.py"
@@ -89,27 +90,21 @@ def traced(module, tmp_path, monkeypatch):
     return tracer
 
 
-def test_tracer_counts_functions_between_two_calls_in_all_threads(traced):
+def test_tracer_counts_functions_and_frames_between_two_calls_in_all_threads(traced):
     # The loss, its helper, the function of the same name; after, before, in_thread, the lambda and update.
-    # `fit` was called before, `never` is not.
-    assert traced.files == {"small_loop.py": 5, "small_loss.py": 3}
-
-
-def test_tracer_counts_frames_from_the_script_to_the_first_loss(traced):
+    # `fit` was called before, `never` is not, and the third call comes too late.
+    assert traced.files == {"small_loop.py": 5, "small_loss.py": 3} and traced.calls == 2
     # The script, fit, the lambda, update, loss; depth has Thread.run of the standard library too.
     assert traced.frames == 5 and traced.depth == 6
 
 
-def test_tracer_ends_at_the_second_call(traced):
-    assert traced.calls == 2
-
-
-def test_table_of_a_whole_run_has_the_step_of_the_trainer():
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--case", "grpo_hf", "--list"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    head, row, *listed = (line.split() for line in done.stdout.splitlines())
+def test_table_of_a_whole_run_has_the_step_of_the_trainer(module, tmp_path, monkeypatch, capsys):
+    run_alone(SCRIPT, "--case", "grpo_hf", "--inside", tmp_path, limit=300)
+    found = json.loads((tmp_path / "result.json").read_text())
+    monkeypatch.setattr(module, "trace", lambda name: found)
+    monkeypatch.setattr(sys, "argv", ["trace_step.py", "--case", "grpo_hf", "--list"])
+    module.main()
+    head, row, *listed = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["case", "files", "functions", "frames", "depth"]
     name, files, functions, frames, depth = row[0], *map(int, row[1:])
     assert name == "grpo_hf" and 2 < frames <= depth
