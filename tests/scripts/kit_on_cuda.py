@@ -3,7 +3,7 @@
     python kit_on_cuda.py FOLDER OUTPUT.json
 
 The parts themselves make their commands; what would run them notes them instead, and shapes are written without
-weights. Then the example scripts plan each command, and vLLM checks each engine, CUDA claimed.
+weights. Then an example script plans the largest run of each part, and vLLM checks each engine, CUDA claimed.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ from lightrft_visual.rollout.vllm.arguments import (  # noqa: E402
     prepare_environment,
 )
 
-CARD = "--plan_device h100-80gb --plan_world_size 1 --dry_run".split()
+# A run takes larger micro-batches where they fit: what must fit are those that it is given.
+CARD = "--plan_device h100-80gb --plan_world_size 1 --auto_micro_batches false --dry_run".split()
+LARGEST = {"packing": "padded", "sleep": "engine_awake"}  # runs; of other parts the first one is
 
 
 class Noted:
@@ -85,13 +87,13 @@ def main(folder: Path, out: Path) -> None:
         with shapes.without_weights():
             rows = list(part(folder, "real"))
         results[name] = {"rows": len(rows), "runs": {each: {} for each in Noted.commands if each not in before}}
-    runs = {name: run for each in results.values() for name, run in each["runs"].items()}
-    first = next(iter(runs))
-    for name, run in runs.items():
+    for part, each in results.items():
+        name = next(name for name in each["runs"] if name.startswith(LARGEST.get(part, "")))
         script, *words = Noted.commands[name]
-        if name != first:  # checkpointing `auto` is `full` where nothing else fits, and takes several plans
+        if part != "engines":  # checkpointing `auto` is `full` where nothing else fits, and takes several plans
             words = ["full" if word == "auto" else word for word in words]
-        run["plan"] = planned(script, words, folder / "planned")
+        each["plan"] = planned(script, words, folder / "planned")
+    runs = {name: run for each in results.values() for name, run in each["runs"].items()}
     claimed_cuda.claim_cuda(str(folder / "models" / "tiny_qwen2"))
     for name, run in runs.items():
         script, *words = Noted.commands[name]

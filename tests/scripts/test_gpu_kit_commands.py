@@ -1,4 +1,5 @@
-"""Every command line of the GPU kit is taken today: by the schema, by the plan of one 80 GB card, by vLLM on CUDA.
+"""Every command line of the GPU kit is taken today: by the schema, by vLLM on CUDA, the largest ones by the plan of an
+80 GB card.
 
 A visit to a card is short: a flag that has been renamed since must not be found there.
 """
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import finished
+from forked import run_alone
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "scripts" / "gpu"))
@@ -20,17 +21,15 @@ import parts  # noqa: E402
 def results(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("kit")
     out = folder / "results.json"
-    process = finished([sys.executable, str(HERE / "kit_on_cuda.py"), str(folder / "work"), str(out)], limit=900)
-    assert process.returncode == 0, process.stderr[-4000:]
+    run_alone(HERE / "kit_on_cuda.py", folder / "work", out, limit=900)
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("part", parts.PARTS)
 def test_a_parts_commands_are_taken_and_fit_on_the_card(results, part):
-    runs = results[part]["runs"]
-    assert runs and results[part]["rows"] > 0
-    for name, run in runs.items():
-        assert run["plan"].startswith("0: # it fits"), (name, run)
+    found = results[part]
+    assert found["runs"] and found["rows"] > 0 and found["plan"].startswith("0: # it fits"), found
+    for name, run in found["runs"].items():
         assert run.get("engine", "ok") == "ok", (name, run)
 
 
