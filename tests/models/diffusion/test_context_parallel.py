@@ -4,11 +4,9 @@ import pytest
 import tiny_families
 import torch
 from forked import on_ranks
-from PIL import Image
 
 from lightrft_visual.config.diffusion import DistributedConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.vision import stacked
 from lightrft_visual.models.diffusion.context_parallel import ContextParallel
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
@@ -17,21 +15,9 @@ from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 T = torch.Tensor
 HEADS, SAMPLES, SIDE = 4, 4, 48
-TALL = 64  # pixels of Qwen-Image's, of which a token takes 16 by 16
-VIDEOS = ("wan_i2v", "wan_two_experts", "ltx2", "ltx23")
-# SD3's texts are of 5 tokens of CLIP and these of T5.
-TEXT_LENGTHS = {
-    "qwen_image_edit": None,
-    "qwen_image_edit_plus": None,
-    "sd3": 3,
-    "flux": 4,
-    "flux_kontext": 8,
-    "flux2": 8,
-    "flux2_klein": 12,
-    "ltx2": 16,
-    "ltx23": 16,
-}
-LORA = ("flux_kontext", "qwen_image", "wan_i2v")
+# Pixels and frames; a token of Qwen-Image takes 16 by 16.
+SIZES = {"qwen_image": (64, SIDE, 1), "wan_two_experts": (SIDE, SIDE, 13), "ltx2": (64, 64, 17)}
+TEXT_LENGTHS = {"sd3": 3, "flux": 4, "ltx2": 16}  # SD3's texts are of 5 tokens of CLIP and these of T5
 
 
 def pipeline_of(kind: str):
@@ -48,7 +34,7 @@ def pipeline_of(kind: str):
 
 
 def policy_of(kind: str) -> DiffusionPolicy:
-    lora = LoraSettings(rank=3) if kind in LORA else None
+    lora = LoraSettings(rank=3) if kind == "qwen_image" else None
     policy = DiffusionPolicy(family_of(pipeline_of(kind), TEXT_LENGTHS.get(kind, 5)), lora)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -59,23 +45,11 @@ def policy_of(kind: str) -> DiffusionPolicy:
 
 def inputs_of(kind: str, policy: DiffusionPolicy) -> tuple[T, T, dict[str, T]]:
     """Latents, timesteps on both sides of two experts' boundary, conditions."""
-    frames, draw = 13 if kind in VIDEOS else 1, torch.Generator().manual_seed(2)
-    height, width = TALL if kind.startswith("qwen") else SIDE, SIDE
-    if kind.startswith("ltx"):
-        height, width, frames = 64, 64, 17
-    latents = torch.randn(SAMPLES, *policy.latent_shape(height, width, frames), generator=draw)
-    timesteps = torch.tensor([950.0, 900.0, 400.0, 100.0])
+    shape = policy.latent_shape(*SIZES.get(kind, (SIDE, SIDE, 1)))
+    latents = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(2))
     texts = ["a red circle", "a blue cross"] * (SAMPLES // 2)
-    images = [Image.new("RGB", (SIDE, SIDE), colour) for colour in ("red", "blue", "green", "black")]
-    negative = "blue" if policy.family.uses_negative else None
-    if policy.family.most_source_images:
-        policy.family.source_pixels = TALL * TALL if kind.startswith("qwen") else SIDE * SIDE
-        conditions = stacked(policy.encode_edits(texts, [[each] for each in images], negative), policy.device)
-    else:
-        conditions = policy.encode_prompts(texts, negative)
-    if policy.family.takes_first_frame:
-        conditions |= policy.encode_first_frames(images, SIDE, SIDE, frames)
-    return latents, timesteps, conditions
+    conditions = policy.encode_prompts(texts, "blue" if policy.family.uses_negative else None)
+    return latents, torch.tensor([950.0, 900.0, 400.0, 100.0]), conditions
 
 
 def result(policy: DiffusionPolicy, inputs: tuple[T, T, dict[str, T]], own: slice) -> dict[str, T]:
@@ -141,9 +115,8 @@ def divided(kinds: tuple[str, ...]) -> dict[str, dict]:
     return {"differences": {kind: dict(cases(kind)) for kind in kinds}, "refused": refused()}
 
 
-# Joint texts, masked texts with LoRA, two experts of videos, a plan of our own. `divided` takes all families
-# that have a plan: flux_kontext, flux2, flux2_klein, qwen_image_edit, qwen_image_edit_plus, wan_i2v, ltx23 are as near.
-KINDS = ("sd3", "flux", "qwen_image", "wan_two_experts", "ltx2")
+# Joint texts, masked texts with LoRA, two experts of videos, a plan of our own.
+KINDS = ("sd3", "qwen_image", "wan_two_experts", "ltx2")
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +125,10 @@ def found() -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_velocities_losses_and_gradients_are_those_of_one_rank(found, kind):
+def test_velocities_losses_and_gradients_are_those_of_one_rank_and_joined_again_the_same_bits(found, kind):
     differences = found["differences"][kind]
     assert {"2 ranks", "4 ranks"} < differences.keys() and max(differences.values()) <= 1e-5, differences
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_joined_again_a_rank_computes_the_same_bits_as_before(found, kind):
-    assert found["differences"][kind]["joined again"] == 0
+    assert differences["joined again"] == 0
 
 
 def test_tokens_that_do_not_divide_are_refused_with_numbers_that_do(found):
@@ -172,9 +141,6 @@ def test_tokens_that_do_not_divide_are_refused_with_numbers_that_do(found):
     [
         ("sd15", "no plan that divides the tokens of UNet2DConditionModel"),
         ("z_image", "no plan that divides the tokens of ZImageTransformer2DModel"),
-        ("qwen_image21", "no plan that divides the tokens of QwenImage21Transformer2DModel"),
-        ("hunyuan_video15", "no plan that divides the tokens of HunyuanVideo15Transformer3DModel"),
-        ("cosmos", "no plan that divides the tokens of CosmosTransformer3DModel"),
         ("sd3", "sp_size 2 does not divide the 3 attention heads of SD3Transformer2DModel"),
     ],
 )

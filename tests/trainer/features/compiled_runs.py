@@ -7,5 +7,5 @@ import run_many
 from lightrft_visual.trainer.features import compiled_blocks
 
 if __name__ == "__main__":
-    compiled_blocks.compile_blocks = partial(compiled_blocks.compile_blocks, backend="aot_eager")
+    compiled_blocks.compile_blocks = partial(compiled_blocks.compile_blocks, backend="eager")
     run_many.as_program(run_many.main)

@@ -13,7 +13,7 @@ DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
 BASE = (
     "--height 32 --width 32 --num_steps 4 --guidance_scale 2 --max_sequence_length 5 --rollout_batch_size 2 "
     "--n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 --micro_train_batch_size 2 "
-    "--steps_per_forward 2 --max_steps 2 --max_eval_samples 0 --lora_rank 3 --learning_rate 1e-2 --report false "
+    "--steps_per_forward 2 --max_steps 1 --max_eval_samples 0 --lora_rank 3 --learning_rate 1e-2 --report false "
     "--beta 0.1"
 )
 SHARED = "--sp_size 2 --zero_stage 3 --gradient_checkpointing true"
@@ -35,13 +35,12 @@ def runs(tmp_path_factory, cache_root) -> tuple[Path, Path]:
 
 def test_ranks_that_share_forwards_train_like_one(runs):
     ours, theirs = map(rows, runs)
-    assert len(ours) == len(theirs) == 2
-    for mine, other in zip(ours, theirs):
-        assert all(abs(mine[name] - other[name]) < 1e-5 for name in NAMES)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) and mine["grad_norm"] > 0
+    (mine,), (other,) = ours, theirs  # of two updates
+    assert all(abs(mine[name] - other[name]) < 1e-5 for name in NAMES)
+    assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) and mine["grad_norm"] > 0
 
 
 def test_each_rank_draws_samples_of_its_own(runs):
     facts = [json.loads(path.read_text()) for path in sorted(runs[1].glob("facts_rank*.json"))]
-    assert [each["updates"] for each in facts] == [4] * 4
+    assert [each["updates"] for each in facts] == [2] * 4
     assert sorted(int(sample) for each in facts for sample in each["advantages"]) == list(range(8))
