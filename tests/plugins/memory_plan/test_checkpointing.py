@@ -102,7 +102,8 @@ def test_all_ranks_take_what_holds_least(monkeypatch):
 @pytest.mark.parametrize("schema", [RunConfig, SFTRunConfig])
 @pytest.mark.parametrize("device,how", [("cpu", "none"), ("cuda", "full")])
 def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, caplog, schema, device, how):
-    monkeypatch.setattr(registry, "service", lambda name: None)
+    service = registry.service
+    monkeypatch.setattr(registry, "service", lambda name: None if name == "memory_plan" else service(name))
     monkeypatch.setattr(start, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     config = parse_run(schema, [], preset=None).config
     assert config.model.gradient_checkpointing == "auto"
