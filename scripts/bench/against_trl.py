@@ -169,7 +169,7 @@ class Comparison:
         subprocess.run(command, cwd=ROOT, env=self.environment, check=True, stdout=sys.stderr)
 
     def trl(self, rows: Path, out: Path, *words: Any) -> None:
-        self.run(self.theirs, "scripts/bench/trl_side.py", self.model, rows, out, *words)
+        self.run(self.theirs, "scripts/bench/trl_side.py", self.model, rows, out, *words, *self.asked.theirs.split())
 
     def questions(self, steps: int) -> tuple[Path, list[str]]:
         """Rows, and the settings of our run on them."""
@@ -217,7 +217,7 @@ class Comparison:
                 self.trl(rows, out, *timed)
                 found = json.loads(out.read_text())
                 seconds = [end - start for start, end in pairwise(found["ends"][WARM_UP - 1 :])]
-                theirs.append((statistics.median(seconds), statistics.median(found["weights"][WARM_UP:])))
+                theirs.append((statistics.median(seconds), statistics.median(found["weights"][WARM_UP:] or [0.0])))
             step, sync = (statistics.median(each[name] for each in own) for name in ("step", "sync"))
             other, load = map(statistics.median, zip(*theirs))
             print(f"| {case} | {step:.2f} s | {other:.2f} s | {step / other:.2f} | {sync:.3f} s | {load:.3f} s |")
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1, help="seed of --learn")
     parser.add_argument("--cases", nargs="+", default=["8x8x32@56/64", "4x16x64@448/16"])
     parser.add_argument("--ours", default="", help="further flags for our side, such as '--packing_samples true'")
+    parser.add_argument("--theirs", default="", help="--theirs=--transformers: TRL generates by transformers, not vLLM")
     parser.add_argument("--further", default="--selective_replay 512")
     parser.add_argument("--env", type=Path, default=ROOT / "outputs" / "bench" / "trl")
     asked = parser.parse_args()

@@ -4,8 +4,9 @@
     python trl_side.py MODEL ROWS OUT.json --replay OURS.pickle          our rollouts; weights go to the folder OUT
 
 This project is on PYTHONPATH for the scorer alone. Optimizer, schedule, clip, batch and sampling are those of
-examples/configs/embedded_vl.yaml under TRL's names; --timed: completions have TOKENS tokens exactly. OUT.json gets the
-reward, loss and gradient norm of each step, the time at its end, and the seconds of each weight load.
+examples/configs/embedded_vl.yaml under TRL's names; --timed: completions have TOKENS tokens exactly. --transformers:
+completions by transformers' generate, not by vLLM. OUT.json gets the reward, loss and gradient norm of each step, the
+time at its end, and the seconds of each weight load.
 
 What TRL 1.16 needs to run a Qwen2.5-VL beside vLLM 0.32 on CPU, each said where it is done (`workarounds`):
 
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timed", type=int, nargs=4)
+    parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--replay", type=Path)
     a = parser.parse_args()
     prompts, samples, tokens, micro = a.timed or (32, 8, 8, 256)
@@ -140,6 +142,10 @@ def main() -> None:
         steps = pickle.loads(a.replay.read_bytes())["steps"]
         rows, length = replaying(steps, samples), len(steps)
         sampling = {"use_vllm": False, "shuffle_dataset": False}
+    elif a.transformers:
+        rows, length = of_rows(a.rows), a.steps
+        never = processor.tokenizer.convert_tokens_to_ids(banned)
+        sampling = {"use_vllm": False, "generation_kwargs": {"suppress_tokens": never, "min_new_tokens": tokens}}
     else:
         rows, length = of_rows(a.rows), a.steps
         sampling = {
