@@ -86,11 +86,6 @@ class Fault:
     ranks: int = 1
 
     @property
-    def limited(self) -> bool:
-        """Whether it is called in a process of its own only, which it ends, blocks or spoils."""
-        return "--reward_fn_timeout" in self.flags
-
-    @property
     def source(self) -> str:
         """The text of the user's file."""
         if self.whole:

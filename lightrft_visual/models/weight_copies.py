@@ -56,8 +56,8 @@ def _held(parameter: nn.Parameter) -> T:
 
 
 def _saved(parameters: list[nn.Parameter], values: Sequence[T]) -> dict[str, T]:
-    """What this rank saves of values of the parameters, by index: its shares under ZeRO-3, and of what all ranks hold
-    whole only every so many-th, so that a checkpoint has each once."""
+    """What this rank saves of values of the parameters, by index: its shares under ZeRO-3; what all ranks hold whole is
+    saved by one of them each, in turn."""
     ranks = world_size()
     dealt = {RANKS: torch.tensor(ranks)} if ranks > 1 else {}
     own = (is_zero_param(parameter) or index % ranks == rank() for index, parameter in enumerate(parameters))

@@ -12,6 +12,7 @@ from lightrft_visual.models.diffusion.policy import save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
 ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("cache_root")  # child processes would fill the user's own
 
 PROGRAM = """
 import sys
