@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ..experience.types import ModelInputs
 from ..experience.vision import VisionTensors
+from ..models.decoding import Decoding
 from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.routing import of_responses
 from ..models.vlm.actor import Actor
@@ -143,7 +144,7 @@ class TransformersEngine(RolloutEngine):
         lengths = torch.tensor(longest or [0], device=device)
         limit = self._most(int(lengths.max()))
         choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
-        hidden, positions, mask, cache = self._prefill(samples, choice)
+        hidden, decoding = self._prefill(samples, choice, limit)
         noise = uniform_noise(samples, limit).to(device)
         done = torch.full((len(lengths),), not samples, device=device)
         tokens, log_probs = [], []
@@ -154,9 +155,7 @@ class TransformersEngine(RolloutEngine):
             done |= torch.isin(chosen, actor.eos_ids) | (lengths <= step + 1)
             if step + 1 == limit or not self._most(int((~done).any())):
                 break
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            hidden = actor.backbone.decode(chosen[choice.sources], mask, positions, cache)
-            positions = positions + 1
+            hidden = actor.backbone.decode(chosen[choice.sources], decoding)
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
         if samples and not scores.isfinite().all():
             raise diverged("the logits that engine hf samples from", actor)
@@ -166,11 +165,10 @@ class TransformersEngine(RolloutEngine):
             self._completion(sample, chosen[i], scores[i], settings, images.get(i)) for i, sample in enumerate(samples)
         ]
 
-    def _prefill(self, samples: list[_Sample], choice: Choice) -> tuple[T, T, T, DynamicCache]:
-        """(last hidden states, next positions, attention mask, cache) of every row that is decoded: the responses, then
-        the halves without prompt of those that `choice` guides. Each different prompt is run once."""
+    def _prefill(self, samples: list[_Sample], choice: Choice, limit: int) -> tuple[T, Decoding]:
+        """(last hidden states, where they go on) of every row that is decoded: the responses, then the halves without
+        prompt of those that `choice` guides. Each different prompt is run once."""
         actor = self.actor
-        device = actor.banned_ids.device
         shown = [sample.prompt for sample in samples]
         prompts = {id(prompt): prompt for prompt in shown}
         for index in choice.guided:
@@ -178,12 +176,8 @@ class TransformersEngine(RolloutEngine):
             ids = actor.drawing.without_prompt(torch.tensor(prompt.token_ids)).tolist()
             shown.append(prompts.setdefault(("unguided", id(prompt)), replace(prompt, token_ids=ids)))
         indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
-        inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(device)
-        cache = DynamicCache(config=actor.backbone.config)
-        hidden, positions, mask = actor.backbone.prefill(inputs, cache)
-        chosen = torch.tensor([indices[id(prompt)] for prompt in shown] or [0], device=device)
-        cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
-        return hidden[chosen], positions[..., chosen, :], mask[chosen], cache
+        inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(actor.banned_ids.device)
+        return actor.backbone.prefill(inputs, [indices[id(prompt)] for prompt in shown] or [0], limit)
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""

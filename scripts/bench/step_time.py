@@ -6,7 +6,8 @@
 vl: GRPO of 8 prompts x 8 completions x 32 tokens exactly, one 56x56 image a prompt; 30 steps after a warm-up of 3.
 drawing: Flow-GRPO of 8 prompts x 8 images x 10 denoising steps; 3 steps after a warm-up of 1. Prints medians and the
 slowest: seconds of the wall, or with --cpu of the processor, which other programs on the machine disturb less. --json:
-the medians, and seconds (both kinds), reward and loss of every step, warm-up included. Unknown arguments go to the run:
+the medians, and seconds (both kinds), reward and loss of every step, warm-up included. No step saves. Unknown
+arguments go to the run:
 `--packing_samples true`, or `--pretrain ... --height 512 --width 512` for a model of your own.
 """
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 COMMON = (
     "--rollout_batch_size 8 --n_samples_per_prompt 8 --train_batch_size 64 --max_eval_samples 0 --report false "
-    "--save_trajectories false --logging_steps 1000000"
+    "--save_trajectories false --logging_steps 1000000 --save_steps -1"
 ).split()
 FLAGS = {
     "vl": "--micro_rollout_batch_size 64 --generate_max_len 32 --min_new_tokens 32 --micro_train_batch_size 64".split(),

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 
 from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
+from lightrft_visual.models.decoding import Followed
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
 
@@ -90,6 +91,24 @@ def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
     rig.engine.micro_batch_size = size
     assert apart == [together[3 * i + copy] for i in order for copy in range(3)]
     assert len({tuple(ids) for ids in together}) > 15
+
+
+def test_an_engine_holds_each_prompt_once_and_gives_responses_room_of_their_own(root, monkeypatch):
+    rig, held = hf_rig(checkpoint_of(root, "qwen2")), []
+    attend = Followed.attend
+
+    def watched(self, layer, query, key, value, scale):
+        held.append(
+            (self.layers[layer].keys.shape[0], *(each.shape[0] for each in self.layers[layer].own), key.shape[2])
+        )
+        return attend(self, layer, query, key, value, scale)
+
+    monkeypatch.setattr(Followed, "attend", watched)
+    settings = SamplingSettings(n=4, max_new_tokens=3, min_new_tokens=3)
+    rig.engine.micro_batch_size = 32
+    rig.stage.generate(text_prompts(), settings)
+    layers = rig.checkpoint.config.num_hidden_layers
+    assert held == [(3, 12, 12, length) for length in (1, 2) for _ in range(layers)]
 
 
 def test_more_samples_leave_the_first_ones_as_they_are(rig):
