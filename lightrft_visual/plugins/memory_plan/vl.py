@@ -204,18 +204,25 @@ class VLPlanner:
     def _generate(self) -> Phase:
         items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
         if not self.resident and not self.split:
-            rows = self._in_flight()
-            items.append(Item("keys and values", rows * self.length * self.shape.cache_bytes(self.shape.width),
+            held = self._cached_tokens(self._in_flight(), self.config.response_max_len)
+            items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
             items += self.zero.gathered(self.shape.model)
         return Phase.fullest("generate", self._generate_seconds(), items)
+
+    def _cached_tokens(self, rows: int, answer: float) -> float:
+        """Tokens with keys and values in the engine: engine hf holds a prompt once where its responses can share it."""
+        rollout, attention = self.config.rollout, self.config.model.attn_implementation
+        once = not self.resident and self.shape.family.sharing_refused(attention) is None
+        prompts = ceil(rows / rollout.n_samples_per_prompt) if once else rows
+        return rows * answer + prompts * rollout.prompt_max_len
 
     def _generate_seconds(self) -> float:
         """Prompts, each once, then a token of every sample at a time."""
         rollout, shape, speeds = self.config.rollout, self.shape, self.speeds
         rows, answer, size = self._in_flight(), self.config.response_max_len, rollout.engine_tp_size
         weights = shape.base * shape.width / size
-        cache = rows * (rollout.prompt_max_len + answer / 2) * shape.cache_bytes(shape.width) / size
+        cache = self._cached_tokens(rows, answer / 2) * shape.cache_bytes(shape.width) / size
         turns = ceil(self.samples / rows)
         seconds = speeds.seconds(shape.reading(self.prompts * rollout.prompt_max_len / size, self.prompts))
         if self.resident and not self.device.on_cpu:
