@@ -37,7 +37,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from ..runtime.host_copies import on_host, to_device
 from ..runtime.sequence import SequenceGroup
-from .decoding import Followed
 from .states import divide_segments
 
 T = torch.Tensor
@@ -183,17 +182,17 @@ def segment_attention(
     value: T,
     attention_mask: T | None,
     segments: Segments | None = None,
-    followed: Followed | None = None,
+    prompts: Any = None,
     **kwargs,
 ) -> tuple[T, None]:
     """transformers' attention function: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
 
     With segments each token attends to those before it in its own segment and to the segment that this one continues,
-    and attention_mask is not looked at. With prompts that are followed the next token of each response, (R, heads, 1,
-    D), attends to its prompt and to its own. Without either this is transformers' `sdpa`.
+    and attention_mask is not looked at. With prompts that engine hf holds apart, it says how responses attend to them.
+    Without either this is transformers' `sdpa`.
     """
-    if followed is not None:
-        return followed.attend(module.layer_idx, query, key, value, kwargs.get("scaling")), None
+    if prompts is not None:
+        return prompts.attend(module.layer_idx, query, key, value, kwargs.get("scaling")), None
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return (_attend if segments.group is None else _over_ranks)(query, key, value, segments, kwargs), None

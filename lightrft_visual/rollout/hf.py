@@ -13,20 +13,20 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..config.vl import RunConfig
 from ..errors import ConfigError
 from ..experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ..experience.types import ModelInputs
 from ..experience.vision import VisionTensors
-from ..models.decoding import Decoding
 from ..models.loading import Checkpoint, add_lora, load_transformer
 from ..models.routing import of_responses
-from ..models.vlm.actor import Actor
+from ..models.vlm.actor import Actor, Backbone
 from ..runtime import collectives
 from ..runtime.host_copies import on_host, to_device
 from ..runtime.seeding import derive_seed
@@ -155,7 +155,7 @@ class TransformersEngine(RolloutEngine):
             done |= torch.isin(chosen, actor.eos_ids) | (lengths <= step + 1)
             if step + 1 == limit or not self._most(int((~done).any())):
                 break
-            hidden = actor.backbone.decode(chosen[choice.sources], decoding)
+            hidden = decoding.next(chosen[choice.sources])
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
         if samples and not scores.isfinite().all():
             raise diverged("the logits that engine hf samples from", actor)
@@ -177,7 +177,7 @@ class TransformersEngine(RolloutEngine):
             shown.append(prompts.setdefault(("unguided", id(prompt)), replace(prompt, token_ids=ids)))
         indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
         inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(actor.banned_ids.device)
-        return actor.backbone.prefill(inputs, [indices[id(prompt)] for prompt in shown] or [0], limit)
+        return Decoding.of(actor.backbone, inputs, [indices[id(prompt)] for prompt in shown] or [0], limit)
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
         """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""
@@ -295,6 +295,133 @@ class Choice:
             alone = logits[len(own) :].log_softmax(dim=-1)
             log_probs = alone.gather(1, codes.unsqueeze(1)).squeeze(1)
         return codes + drawing.first, log_probs
+
+
+class PromptLayer(DynamicLayer):
+    """One layer of a cache: keys and values (P, key heads, S, D) of prompts, then `own` (R, key heads, most, D) of
+    responses apart.
+
+    transformers' layer until `own` is there; then `update` takes one token of each response, and gives the keys and
+    values of responses alone.
+    """
+
+    own: tuple[T, T] | None = None
+    length = 0  # of the responses
+
+    def update(self, key_states: T, value_states: T, *args, **kwargs) -> tuple[T, T]:
+        """Take keys and values (B, key heads, tokens, D) in; returns what stands in for all of them."""
+        if self.own is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        for held, new in zip(self.own, (key_states, value_states)):
+            held[:, :, self.length] = new.squeeze(2)
+        self.length += 1
+        keys, values = (each[:, :, : self.length] for each in self.own)
+        return keys, values
+
+
+@dataclass
+class Decoding:
+    """R responses that go on, behind P prompts whose keys and values are held once, whatever the number of responses.
+
+    transformers' cache holds a row for each response, copies of its prompt, all of which it copies anew at each token
+    to make room for one more, and again for each query head of a key head. Here a response has room for its own tokens
+    alone. It attends to its prompt together with that prompt's other responses, then to itself, and the two results
+    become one softmax by their sums of exponentials (as Hydragen, arXiv 2402.05099).
+
+    mask: of what is in the cache (R, cached), as models take it; where prompts are held once, of four dimensions, so
+    that they make none themselves. bias (P, 1, 1, S): -inf at padding of such prompts; None where each response has a
+    row. members (P * most) and back (R): responses by prompt, small groups filled up, and where each is there; None
+    where they lie so.
+    """
+
+    backbone: Backbone
+    cache: Cache
+    positions: T
+    mask: T
+    bias: T | None = None
+    members: T | None = None
+    back: T | None = None
+
+    @classmethod
+    def of(cls, backbone: Backbone, inputs: ModelInputs, prompts: list[int], most: int) -> tuple[T, Decoding]:
+        """(last hidden states (R, H), their decoding) after the prompts. Models with layers of another kind (windows,
+        states) have a row for each response.
+
+        Args:
+            backbone: what runs them.
+            inputs: the prompts (P, S), left-padded.
+            prompts: of each response the number of its prompt.
+            most: tokens of a response.
+        """
+        cache: Cache = DynamicCache(config=backbone.config)
+        once = backbone.by_segments and all(type(layer) is DynamicLayer for layer in cache.layers)
+        if once and cache.layers:
+            cache = Cache(layers=[PromptLayer() for _ in cache.layers])
+        hidden, positions, mask = backbone.prefill(inputs, cache)
+        chosen = to_device(torch.tensor(prompts), mask.device)
+        hidden, positions = hidden[chosen], positions[..., chosen, :]
+        if not isinstance(cache.layers[0], PromptLayer):
+            cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
+            return hidden, cls(backbone, cache, positions, mask[chosen])
+        for layer in cache.layers:
+            sizes = ((len(prompts), each.shape[1], most, each.shape[3]) for each in (layer.keys, layer.values))
+            layer.own = tuple(layer.keys.new_empty(size) for size in sizes)
+        groups: list[list[int]] = [[] for _ in mask]
+        for response, prompt in enumerate(prompts):
+            groups[prompt].append(response)
+        filled = pad_sequence([torch.tensor(group) for group in groups], batch_first=True).flatten()
+        given: list[T] = []
+        if filled.tolist() != [*range(len(prompts))]:
+            size, back = len(filled) // len(groups), torch.empty(len(prompts), dtype=torch.long)
+            for number, group in enumerate(groups):
+                back[group] = number * size + torch.arange(len(group))
+            given = [to_device(each, mask.device) for each in (filled, back)]
+        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask == 0, float("-inf"))
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=mask.device)
+        return hidden, cls(backbone, cache, positions, mask, bias[:, None, None], *given)
+
+    def next(self, tokens: T) -> T:
+        """Last hidden states (R, H) of one more token of each response."""
+        given: dict[str, Any] = {} if self.bias is None else {"prompts": self}
+        if self.bias is None:
+            self.mask = F.pad(self.mask, (0, 1), value=1)
+        output = self.backbone.base(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **given,
+        )
+        self.positions = self.positions + 1
+        return output.last_hidden_state[:, -1]
+
+    def attend(self, layer: int, query: T, key: T, value: T, scale: float | None) -> T:
+        """query (R, heads, 1, D), and what `PromptLayer.update` gave -> (R, 1, heads, D)."""
+        prompts, (count, heads, _, width) = self.cache.layers[layer], query.shape
+        query = query.squeeze(2).float() * (width**-0.5 if scale is None else scale)
+        query = query.view(count, key.shape[1], heads // key.shape[1], width)
+        grouped = query if self.members is None else query[self.members]
+        grouped = grouped.unflatten(0, (len(self.bias), -1)).transpose(1, 2)  # (P, key heads, most, heads a key, D)
+        read, total = _read(grouped.flatten(2, 3), prompts.keys, prompts.values, self.bias)
+        read, total = (each.unflatten(2, grouped.shape[2:4]).transpose(1, 2).flatten(0, 1) for each in (read, total))
+        if self.back is not None:
+            read, total = read[self.back], total[self.back]
+        own, own_total = _read(query, key, value)
+        made = own.lerp(read, (total - own_total).sigmoid())
+        return made.flatten(1, 2).unsqueeze(1).to(value.dtype)
+
+
+def _read(query: T, key: T, value: T, bias: T | None = None) -> tuple[T, T]:
+    """(what queries (..., Q, D) read of keys and values (..., S, D), the logarithm of their sums of exponentials
+    (..., Q, 1)), in float32: trainer and engine differ by no rounded scores."""
+    scores = torch.matmul(query, key.float().transpose(-1, -2))
+    if bias is not None:
+        scores += bias
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return torch.matmul(weights, value.float()) / total, largest + total.log()
 
 
 def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:

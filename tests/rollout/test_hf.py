@@ -1,9 +1,11 @@
 """The transformers engine samples from the distribution that the trainer scores, one prompt at a time or many."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from engine_rig import Rig, check_ends, check_least_length, check_truncated_sampling, decided, enders, hf_rig
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
@@ -15,13 +17,14 @@ from tiny_models import (
     prompts_for,
     text_prompts,
 )  # fmt: skip
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationMixin
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationMixin, Qwen2Config
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
-from lightrft_visual.models.decoding import Followed
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.vlm.actor import Actor
-from lightrft_visual.rollout.hf import TransformersEngine, draw, truncated
+from lightrft_visual.rollout.hf import Decoding, PromptLayer, TransformersEngine, draw, truncated
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 
@@ -93,22 +96,44 @@ def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
     assert len({tuple(ids) for ids in together}) > 15
 
 
-def test_an_engine_holds_each_prompt_once_and_gives_responses_room_of_their_own(root, monkeypatch):
-    rig, held = hf_rig(checkpoint_of(root, "qwen2")), []
-    attend = Followed.attend
+@pytest.mark.parametrize("dtype, apart", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("prompts", [[0, 0, 1, 1, 2, 2], [2, 0, 1, 0, 0], [0, 1, 2]], ids=["even", "uneven", "single"])
+def test_prompts_held_once_give_responses_what_rows_of_their_own_give(prompts, dtype, apart):
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
+    shown = [torch.randn(3, 2, 5, 7).to(dtype) for _ in range(2)]
 
-    def watched(self, layer, query, key, value, scale):
-        held.append(
-            (self.layers[layer].keys.shape[0], *(each.shape[0] for each in self.layers[layer].own), key.shape[2])
-        )
-        return attend(self, layer, query, key, value, scale)
+    def prefill(inputs, cache):
+        cache.update(*shown, 0)
+        return torch.zeros(3, 4), torch.zeros(3, 1), mask
 
-    monkeypatch.setattr(Followed, "attend", watched)
-    settings = SamplingSettings(n=4, max_new_tokens=3, min_new_tokens=3)
-    rig.engine.micro_batch_size = 32
-    rig.stage.generate(text_prompts(), settings)
-    layers = rig.checkpoint.config.num_hidden_layers
-    assert held == [(3, 12, 12, length) for length in (1, 2) for _ in range(layers)]
+    count, backbone = len(prompts), SimpleNamespace(by_segments=True, config=Qwen2Config(num_hidden_layers=1))
+    backbone.prefill = prefill
+    _, decoding = Decoding.of(backbone, None, prompts, most=3)
+    own, query = [torch.randn(count, 2, 3, 7).to(dtype) for _ in range(2)], torch.randn(count, 6, 3, 7).to(dtype)
+    read = []
+    for step in range(3):
+        keys = decoding.cache.update(*(each[:, :, step : step + 1] for each in own), 0)
+        read.append(decoding.attend(0, query[:, :, step : step + 1], *keys, 0.3))
+    key, value = (torch.cat([each[prompts], new], dim=2).repeat_interleave(3, dim=1) for each, new in zip(shown, own))
+    seen = torch.ones(3, 8).tril(5).bool() & F.pad(mask, (0, 3), value=1).bool()[prompts, None, None]
+    wanted = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), seen, scale=0.3)
+    made = torch.cat(read, dim=1).transpose(1, 2)
+    assert made.dtype is dtype and (made - wanted).abs().max() <= apart
+    held = decoding.cache.layers[0]
+    assert len(held.keys) == 3 and held.own[0].shape == (count, 2, 3, 7)
+
+
+@pytest.mark.parametrize("windows, kind", [(False, PromptLayer), (True, DynamicSlidingWindowLayer)])
+def test_prompts_are_held_once_where_no_layer_has_windows(windows, kind, root):
+    sizes = {"use_sliding_window": windows, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
+    rig, base = hf_rig(checkpoint_of(root, "qwen2")), checkpoint_of(root, "qwen2").config
+    rig.actor.backbone.config = type(base)(**base.to_dict() | sizes)
+    inputs = ModelInputs(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 0).bool())
+    with torch.no_grad():
+        _, decoding = Decoding.of(rig.actor.backbone, inputs, [0, 0], 2)
+    assert {type(layer) for layer in decoding.cache.layers} == {kind}
+    assert len(decoding.cache.layers[0].keys) == (2 if windows else 1)
 
 
 def test_more_samples_leave_the_first_ones_as_they_are(rig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import EllipsisType
@@ -12,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ...errors import ConfigError
 from ...experience.rollouts import ScoringRule
@@ -23,7 +22,6 @@ from ...runtime.checkpoint.manifest import is_adapted
 from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
 from ..attention import Segments, attend_by_segments
-from ..decoding import Decoding, cache_of
 from ..logprobs import LogProbLinear
 from ..routing import Routers, by_sample
 from .families import family_of
@@ -125,10 +123,11 @@ class Backbone:
         own = ((tokens >= first) & (tokens < first + len(hidden))).nonzero().squeeze(1)
         return HiddenStates(hidden[tokens[own] - first], own, len(indices), self.sequence), shared.indices
 
-    def prefill(self, inputs: ModelInputs, prompts: Sequence[int], most: int) -> tuple[T, Decoding]:
-        """Run left-padded prompts (B, S): (last hidden states (R, H), what `decode` goes on from) of R responses.
+    def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T, T]:
+        """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token, mask).
 
-        prompts: of each response the number of its prompt; most: tokens of one.
+        The positions are (B, 1), or (4, B, 1) with M-RoPE, and text counts on from them. The mask (B, cached) is of
+        what is in the cache, which may begin with padding of its own.
         """
         # One text token more shows where text goes on; its id is never looked up.
         longer = replace(
@@ -137,19 +136,9 @@ class Backbone:
             attention_mask=F.pad(inputs.attention_mask, (0, 1), value=1),
         )
         positions, types = self._positions(longer)
-        cache = cache_of(self.config, once=self.by_segments)
         hidden = self._forward(inputs, positions[..., :-1], types[..., :-1], use_cache=True, past_key_values=cache)
-        # Of what is in the cache, which may begin with padding of its own.
         mask = F.pad(inputs.attention_mask, (cache.get_seq_length() - inputs.attention_mask.shape[1], 0))
-        decoding = Decoding.of(cache, positions[..., -1:], mask, prompts, most)
-        return hidden[:, -1][to_device(torch.tensor(prompts), hidden.device)], decoding
-
-    def decode(self, tokens: T, decoding: Decoding) -> T:
-        """Last hidden states (R, H) of one more token of each response."""
-        hidden = self.base(input_ids=tokens.unsqueeze(1), **decoding.arguments()).last_hidden_state[:, -1]
-        if decoding.followed is not None and not decoding.followed.used:  # the prompts were not looked at
-            raise ConfigError("this model's attention does not take prompts apart from responses: use engine vllm")
-        return hidden
+        return hidden[:, -1], positions[..., -1:], mask
 
     def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
         """(position_ids, token types (rows, S))."""
