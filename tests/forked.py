@@ -5,6 +5,7 @@ process; it has the environment, the arguments and the output of a program that 
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -54,7 +55,8 @@ def ranks_environment(environment: dict[str, str], ranks: int) -> list[dict[str,
 
 
 def begin(environment: dict[str, str], log: str) -> None:
-    """In the new process."""
+    """In the new process. What it has imported is not looked through by each collection of its garbage."""
+    gc.freeze()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)

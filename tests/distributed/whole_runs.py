@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 from forked import free_port, run_on_ranks
-from launched import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "tests" / "distributed" / "run_many.py"
@@ -71,11 +70,8 @@ def run_plan(
     ranks: int = 1,
     timeout: float = LIMIT,
     driver: Path = DRIVER,
-    fresh: bool = False,
 ) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
-
-    fresh: with an interpreter of its own for each rank.
 
     The first word of a run's list may be "copy:NAME" or "copy:NAME@STEP": it then starts in a copy of that run's
     folder, or of what that was when it had saved the step.
@@ -90,10 +86,7 @@ def run_plan(
     ]
     path = folder / f"plan_{ranks}.json"
     path.write_text(json.dumps(plan))
-    if fresh:
-        run_ranks(driver, str(path), timeout=timeout, ranks=ranks)
-    else:
-        run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
+    run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
     return folder
 
 
