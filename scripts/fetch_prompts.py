@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """Fetch prompt sets that are larger than those of examples/datasets.
 
-    python scripts/fetch_prompts.py --list
     python scripts/fetch_prompts.py ocr pickscore                  into the folder of LIGHTRFT_DATA, else ./data
     python scripts/fetch_prompts.py ocr --folder /data --base_url https://mirror.example/flow_grpo
 
 Then `data.manifest=ocr/train.txt data.eval_manifest=ocr/test.txt` finds them below LIGHTRFT_DATA. A file that is there
-already stays, unless --again. Each file is read as a run would read it before it takes its name. The sets are those of
+already stays. Each file is read as a run would read it before it takes its name. The sets are those of
 Flow-GRPO's repository, under the licence there.
 """
 
@@ -36,23 +35,15 @@ SECONDS = 60.0  # without an answer
 def main(arguments: list[str] | None = None) -> int:
     """0 when everything that was asked for is there, else 1, with a line for each file that is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="*", metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--list", action="store_true", help="print the sets and their files")
+    parser.add_argument("sets", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
     parser.add_argument("--folder", type=Path, help=f"default: ${ROOT_VARIABLES[0]}, else ./data")
     parser.add_argument("--base_url", default=BASE_URL, help="of a mirror with the same files")
-    parser.add_argument("--again", action="store_true", help="fetch what is there already")
     chosen = parser.parse_args(arguments)
-    unknown = [name for name in chosen.sets if name not in SETS]
-    if unknown:
-        parser.error(f"no set {', '.join(unknown)}; there are: {', '.join(SETS)}")
-    if chosen.list or not chosen.sets:
-        print("\n".join(f"{name}: {', '.join(files)}" for name, files in SETS.items()))
-        return 0
     folder = chosen.folder or Path(os.environ.get(ROOT_VARIABLES[0]) or "data")
     failed = 0
     for file in (file for name in chosen.sets for file in SETS[name]):
         target = folder / file
-        if target.exists() and not chosen.again:
+        if target.exists():
             print(f"{target}: there already")
             continue
         try:

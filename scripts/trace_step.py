@@ -5,8 +5,8 @@
 
 Files and functions are those of the package that run, in any thread, between the first and the second call of the loss.
 With one micro-batch that is one whole step. Frames are those of the script and the package on the stack of the first
-call, both ends included; depth counts those of libraries between them too. Comprehensions and class bodies are no
-functions here. The models are tiny and untrained; the runs go through the scripts of examples/, as a user's do.
+call, both ends included. Comprehensions and class bodies are no functions here. The models are tiny and untrained; the
+runs go through the scripts of examples/, as a user's do.
 """
 
 import argparse
@@ -45,13 +45,13 @@ class StepTracer:
     """A profile hook for all threads that looks on from the first call of the loss to the second.
 
     loss: the qualified name of a function of the package. files: {path in the package: number of functions} of what ran
-    between the two calls. frames, depth: see above; None before the first call.
+    between the two calls. frames: see above; None before the first call.
     """
 
     def __init__(self, loss: str, script: Path, package: Path = PACKAGE):
         self.loss, self.script, self.package = loss, str(script), f"{package}{os.sep}"
         self.calls = 0
-        self.frames = self.depth = None
+        self.frames = None
         self._codes: dict[int, CodeType] = {}  # by id: to hash a code object takes longer than to call it
 
     def install(self) -> None:
@@ -75,7 +75,6 @@ class StepTracer:
         while frame is not None and (not stack or stack[-1].co_filename != self.script):
             stack.append(frame.f_code)
             frame = frame.f_back
-        self.depth = len(stack)
         self.frames = sum(
             code.co_filename == self.script or (code.co_filename.startswith(self.package) and _is_function(code))
             for code in stack
@@ -157,7 +156,7 @@ def run_traced(case: Case, folder: Path, result: Path) -> None:
         threading.setprofile(None)
     if tracer.calls < 2:
         sys.exit(f"{case.loss} was called {tracer.calls} time(s), two are needed: has it another name by now?")
-    result.write_text(json.dumps({"files": tracer.files, "frames": tracer.frames, "depth": tracer.depth}))
+    result.write_text(json.dumps({"files": tracer.files, "frames": tracer.frames}))
 
 
 def trace(name: str) -> dict[str, Any]:
@@ -183,11 +182,11 @@ def main() -> None:
     if args.inside:
         run_traced(CASES[args.case[0]], args.inside, args.inside / "result.json")
         return
-    print(f"{'case':12}{'files':>8}{'functions':>12}{'frames':>8}{'depth':>8}", flush=True)
+    print(f"{'case':12}{'files':>8}{'functions':>12}{'frames':>8}", flush=True)
     for name in args.case or CASES:
         found = trace(name)
         files = found["files"]
-        print(f"{name:12}{len(files):8}{sum(files.values()):12}{found['frames']:8}{found['depth']:8}", flush=True)
+        print(f"{name:12}{len(files):8}{sum(files.values()):12}{found['frames']:8}", flush=True)
         if args.list:
             print("".join(f"    {count:4} {file}\n" for file, count in files.items()), end="", flush=True)
 

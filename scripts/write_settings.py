@@ -33,7 +33,7 @@ def _of(name: str, schema: type) -> str:
 
 
 def _entry(leaf: Leaf) -> str:
-    kind = leaf.type_name.replace("list[", "list[").replace("typing.", "")
+    kind = leaf.type_name.replace("typing.", "")
     default = "" if leaf.default is None else f" Default: {leaf.default!r}."
     told = f"{leaf.help or leaf.section}.{default}".replace("\\", "\\\\").replace('"""', "'''")
     body = textwrap.fill(told, 110, initial_indent='    """', subsequent_indent="    ", break_long_words=False)

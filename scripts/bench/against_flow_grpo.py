@@ -1,10 +1,9 @@
 """A Flow-GRPO iteration beside the loop that its authors publish: the same embedded SD3, prompts, reward, in turn.
 
-    python scripts/bench/against_flow_grpo.py [--learn] [--rounds 3] [--iterations N] [--ours FLAGS] [--batch 64]
+    python scripts/bench/against_flow_grpo.py [--rounds 3] [--iterations 10] [--ours FLAGS] [--batch 64]
 
-Prints a markdown table: seconds, of the processor beside those of the wall, as a machine may do other work (10
-iterations after a warm-up of 3); with --learn the mean reward against the number of samples, each round with another
-seed, of 90 iterations. OMP_NUM_THREADS: of both sides, default 2.
+Prints a markdown table: seconds, of the processor beside those of the wall, as a machine may do other work, of
+iterations after a warm-up of 3. OMP_NUM_THREADS: of both sides, default 2.
 
 The other side is not their code, but a plain loop written after it (github.com/yifan123/flow_grpo,
 scripts/train_sd3.py at commit ac4c86e, MIT): their script asks for a CUDA machine, wandb, old versions of diffusers and
@@ -41,7 +40,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from learning import deviation
 from peft import LoraConfig, get_peft_model
 from torchvision.transforms.functional import to_pil_image
 
@@ -209,18 +207,6 @@ class Loop:
         return spent | {"reward": float(rewards.mean()), "loss": loss}
 
 
-def learning_table(sides: list[list[list[dict[str, float]]]], samples: int, window: int = 10) -> None:
-    """samples: of an iteration; window: iterations of a line."""
-    print("| samples | reward, ours | reward, the published loop |\n|---|---|---|")
-    length = len(sides[0][0])
-    for start in range(0, length, window):
-        cells = [
-            deviation([statistics.mean(each["reward"] for each in run[start : start + window]) for run in side])
-            for side in sides
-        ]
-        print(f"| {start * samples} to {min(start + window, length) * samples} | {' | '.join(cells)} |")
-
-
 def seconds_table(sides: list[list[list[dict[str, float]]]]) -> None:
     print("| an iteration | ours | the published loop | ratio |\n|---|---|---|---|")
     for name, said in (("wall", "seconds of the wall"), ("cpu", "seconds of the processor")):
@@ -244,37 +230,32 @@ def ours(options: argparse.Namespace) -> list[dict[str, float]]:
 
 def theirs(options: argparse.Namespace) -> list[dict[str, float]]:
     """Each iteration of the loop, in a process of its own."""
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--loop", str(options.seed), str(options.out)], check=True)
+    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--loop", str(options.out)], check=True)
     return json.loads(options.out.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"prompts": 8, "images": 8, "steps": 10, "batch": 64, "size": 32, "rounds": 3}
+    numbers = {"prompts": 8, "images": 8, "steps": 10, "batch": 64, "size": 32, "rounds": 3, "iterations": 10}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--learn", action="store_true")
-    parser.add_argument("--iterations", type=int)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--ours", default="", help="further flags of our side, such as '--steps_per_forward 1'")
-    parser.add_argument("--loop", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.iterations = options.iterations or 90 if options.learn else (options.iterations or 10) + WARM_UP
+    options.iterations += WARM_UP
     if options.loop:
-        options.seed, out = int(options.loop[0]), Path(options.loop[1])
         loop = Loop(options)
-        out.write_text(json.dumps([loop.iteration(number) for number in range(options.iterations)]))
+        options.loop.write_text(json.dumps([loop.iteration(number) for number in range(options.iterations)]))
         return
     sides = [[], []]
     with tempfile.TemporaryDirectory() as work:
-        for number in range(options.rounds):
-            options.out, options.seed = Path(work, "iterations.json"), 42 + number * options.learn
+        options.out = Path(work, "iterations.json")
+        for _ in range(options.rounds):
             for side, run in zip(sides, (ours, theirs)):
                 side.append(run(options))
-    if options.learn:
-        learning_table(sides, options.prompts * options.images)
-    else:
-        seconds_table(sides)
+    seconds_table(sides)
 
 
 if __name__ == "__main__":

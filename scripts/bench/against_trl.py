@@ -1,23 +1,19 @@
 """A GRPO step beside TRL 1.16: the same embedded model, prompts and machine, runs alternating. Prints markdown tables.
 
-    python scripts/bench/against_trl.py [--learn | --replay] [--rounds N] [--steps N] [--ours FLAGS]
+    python scripts/bench/against_trl.py [--learn] [--rounds N] [--steps N] [--ours FLAGS]
 
 Seconds of a step by default: 3 rounds of 10 steps after a warm-up of 3, of each of --cases (prompts x samples x tokens
 @ image size / micro-batch). --learn: the training reward against the number of samples, on the embedded questions with
 one image: 3 rounds, each with another seed, of 160 steps with 32 x 8 samples; --further: flags of a second run of our
-side for each seed, which TRL has nothing like (empty: none). --replay gives TRL the rollouts of our first 4 steps, of
-which it makes its own chat template, image inputs, rewards, advantages, loss, clip and optimizer steps; losses,
-gradients and weights are compared. The weights for what its engine's log-probs differ by are left out, as ours are.
+side for each seed, which TRL has nothing like (empty: none).
 
 TRL, pinned, gets an environment of its own (--env) that shares this one's torch, vLLM and transformers, so that both
 sides run on the same libraries; what TRL needs to run there is said in trl_side.py. OMP_NUM_THREADS: default 2.
 """
 
 import argparse
-import csv
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
@@ -29,47 +25,11 @@ from typing import Any
 
 from learning import deviation
 
+from lightrft_visual.runtime.files import read_jsonl
+
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3  # steps, as in step_time.py
 WINDOW, WANTED, SAMPLES = 10, 0.8, 256  # steps of a mean; the reward whose samples are counted; samples of a step
-
-
-class Recording:
-    """A callback that keeps the rollouts of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[dict]] = []
-        self.images: dict[int, list] = {}  # by sample: those of a prompt are let go before experience is made
-
-    def on_rollouts(self, rollouts):
-        self.images = {each.sample_id: list(each.prompt.images) for each in rollouts}
-        return rollouts
-
-    def on_experience(self, step):
-        self.steps.append(
-            [
-                {"text": r.prompt.text, "prompt_ids": r.prompt.token_ids, "images": self.images[r.sample_id],
-                 "reference": r.prompt.reference, "token_ids": r.token_ids, "reward": r.reward}
-                for r in step.rollouts
-            ]
-        )  # fmt: skip
-        return step
-
-
-def record(folder: Path, settings: list[str]) -> None:
-    """A run of ours in this process; its rollouts, and its weights before and after."""
-    from lightrft_visual.config.load import parse_run
-    from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.rollout.weight_sync import gathered_state_dict
-    from lightrft_visual.trainer.vl.trainer import build_trainer
-
-    config, told = parse_run(RunConfig, argv=[*settings, "--output_dir", str(folder / "ours")]).config, Recording()
-    trainer = build_trainer(config, [told])
-    before = {name: weight.clone() for name, weight in gathered_state_dict(trainer.actor, keep=True).items()}
-    trainer.fit()
-    weights = {"before": before, "after": gathered_state_dict(trainer.actor, keep=True)}
-    (folder / "ours.pickle").write_bytes(pickle.dumps({"steps": told.steps, **weights}))
-    trainer.close()
 
 
 def other_python(env: Path) -> str:
@@ -98,11 +58,6 @@ def image_rows(source: Path, folder: Path, size: int, count: int) -> Path:
     return folder / "rows.jsonl"
 
 
-def metrics_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def samples_to(rewards: list[float], samples: int) -> int | None:
     """Samples drawn until the mean of the last WINDOW steps was WANTED for the first time."""
     for step in range(WINDOW, len(rewards) + 1):
@@ -113,8 +68,8 @@ def samples_to(rewards: list[float], samples: int) -> int | None:
 
 def learning_table(folder: Path, samples: int, further: str = "") -> None:
     """Of the runs in a folder; further: the flags of our second side."""
-    own = {side: sorted(folder.glob(f"{side}-*/metrics.csv")) for side in ("ours", "further")}
-    ours, other = ([[float(row["reward_mean"]) for row in metrics_of(path)] for path in own[side]] for side in own)
+    own = {side: sorted(folder.glob(f"{side}-*/metrics.jsonl")) for side in ("ours", "further")}
+    ours, other = ([[row["reward_mean"] for row in read_jsonl(path)] for path in own[side]] for side in own)
     found = [json.loads(path.read_text())["steps"] for path in sorted(folder.glob("trl-*.json"))]
     theirs = [[step["reward"] for step in steps] for steps in found]
     sides = {"ours": ours, "TRL": theirs} | ({f"ours with {further}": other} if other else {})
@@ -127,28 +82,6 @@ def learning_table(folder: Path, samples: int, further: str = "") -> None:
         print(f"| {start * samples} to {(start + WINDOW) * samples} | {' | '.join(cells)} |")
     reached = [", ".join(str(samples_to(run, samples)) for run in side) for side in sides.values()]
     print(f"| until {WANTED} over {WINDOW} steps | {' | '.join(reached)} |")
-
-
-def replay_table(folder: Path) -> None:
-    from safetensors.torch import load_file
-
-    def plain(weights: dict[str, Any]) -> dict[str, Any]:
-        """By names without the parts that only some versions of transformers write."""
-        return {name.replace("language_model.", "").removeprefix("model."): each for name, each in weights.items()}
-
-    own = pickle.loads((folder / "ours.pickle").read_bytes())
-    logs = json.loads((folder / "trl.json").read_text())["steps"]
-    print("| step | reward, ours, TRL | loss, ours, TRL | gradient norm, ours, TRL |\n|---|---|---|---|")
-    for row, log in zip(metrics_of(folder / "ours" / "metrics.csv"), logs, strict=True):
-        pairs = [("reward_mean", "reward"), ("loss", "loss"), ("grad_norm", "grad_norm")]
-        cells = [f"{float(row[name]):.6f}, {log[other]:.6f}" for name, other in pairs]
-        print(f"| {row['step']} | {' | '.join(cells)} |")
-    before, after = plain(own["before"]), plain(own["after"])
-    theirs = plain(load_file(folder / "trl" / "model.safetensors"))
-    moved, apart = (
-        sum((after[name] - other[name]).square().sum().item() for name in after) ** 0.5 for other in (before, theirs)
-    )
-    print(f"\nThe weights moved by {moved:.3f} and are {apart:.2g} apart at the end: {apart / moved:.1e} of it.")
 
 
 class Comparison:
@@ -178,21 +111,14 @@ class Comparison:
         words = ["--pretrain", self.model, "--prompt_data", str(rows), "--max_steps", str(steps), "--eval_steps", "0"]
         return rows, [*settings.split(), *words, *self.ours]
 
-    def replay(self, rounds: int, steps: int) -> None:
-        rows, settings = self.questions(steps)
-        self.run(sys.executable, __file__, "--record", self.work, *settings)
-        self.trl(rows, self.work / "trl.json", "--replay", self.work / "ours.pickle")
-        replay_table(self.work)
-
     def learn(self, rounds: int, steps: int) -> None:
         rows, settings = self.questions(steps)
         sides = {"ours": []} | ({"further": self.asked.further.split()} if self.asked.further else {})
         for seed in range(self.asked.first, self.asked.first + rounds):
             for side, more in sides.items():
                 out = self.work / f"{side}-{seed}"
-                self.run(
-                    sys.executable, "examples/train_grpo_vl.py", *settings, "--seed", seed, "--output_dir", out, *more
-                )
+                own = [*settings, "--seed", seed, "--output_dir", out, *more]
+                self.run(sys.executable, "examples/train_grpo_vl.py", *own)
             self.trl(rows, self.work / f"trl-{seed}.json", "--steps", steps, "--seed", seed)
         learning_table(self.work, SAMPLES, self.asked.further)
 
@@ -224,12 +150,8 @@ class Comparison:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--record"]:
-        record(Path(sys.argv[2]), sys.argv[3:])
-        os._exit(0)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learn", dest="what", action="store_const", const="learn", default="time")
-    parser.add_argument("--replay", dest="what", action="store_const", const="replay")
+    parser.add_argument("--learn", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--first", type=int, default=1, help="seed of --learn")
@@ -239,9 +161,12 @@ def main() -> None:
     parser.add_argument("--further", default="--selective_replay 512")
     parser.add_argument("--env", type=Path, default=ROOT / "outputs" / "bench" / "trl")
     asked = parser.parse_args()
-    steps = asked.steps or {"time": 10, "learn": 160, "replay": 4}[asked.what]
     with tempfile.TemporaryDirectory() as work:
-        getattr(Comparison(asked, Path(work)), asked.what)(asked.rounds, steps)
+        both = Comparison(asked, Path(work))
+        if asked.learn:
+            both.learn(asked.rounds, asked.steps or 160)
+        else:
+            both.time(asked.rounds, asked.steps or 10)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parents[2]
-THRESHOLD, HALF = (
-    0.8,
-    0.5,
-)  # a greedy reward, and a share of the gap between the start's gold and 1, to count samples to
+THRESHOLD = 0.8  # a greedy reward to count samples to
+HALF = 0.5  # a share of the gap between the start's gold and 1, to count samples to
 Curve = tuple[Sequence[float], Sequence[float]]  # samples until each evaluation, ascending, and the values there
 
 
@@ -245,14 +243,8 @@ def train(kind: Kind, way: Way, run: Path, asked: argparse.Namespace, flags: lis
     words = way.flags.split()
     for flag, steps in (("--max_steps", asked.steps), ("--eval_steps", asked.every)):
         words += [flag, str(steps * way.longer)] if steps else []
-    command = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        f"examples/{kind.script}",
-        "--output_dir",
-        str(run),
-        *words,
-        *flags,
-    ]
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    command = [launcher, f"examples/{kind.script}", "--output_dir", str(run), *words, *flags]
     with open(run / "log.txt", "w") as log:
         code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT).returncode
     if code:

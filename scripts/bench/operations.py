@@ -183,12 +183,11 @@ def main() -> None:
     """Prints a table: a row for each model and way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", choices=MODELS, help="one of them; default: both")
-    parser.add_argument("--way", choices=(COMPILED, LIGER, TOGETHER), help="one of them; default: all")
     given = parser.parse_args()
     inductor.cpp.enable_kernel_profile = True  # each loop over elements is an event of the profiler
     print("| micro-batch | blocks | operations | share |\n|---|---|---|---|")
     for kind, (name, count, first, all_blocks, known) in MODELS.items():
-        ways = [way for way in known if given.way in (None, way) and (way != LIGER or find_spec("liger_kernel"))]
+        ways = [way for way in known if way != LIGER or find_spec("liger_kernel")]
         if given.kind in (None, kind):
             plain = 0
             for way, made in zip((PLAIN, *ways), counted(count, first, all_blocks, (PLAIN, *ways))):

@@ -12,7 +12,6 @@ arguments go to the run:
 """
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -26,6 +25,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 COMMON = (
     "--rollout_batch_size 8 --n_samples_per_prompt 8 --train_batch_size 64 --max_eval_samples 0 --report false "
@@ -71,10 +72,10 @@ def watched(trainer: Any) -> list[tuple[float, float]]:
     return clocks
 
 
-def phases(rows: list[dict[str, str]]) -> dict[str, list[float]]:
+def phases(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     """{phase, "other" or "step": seconds in each step}, phases without any left out."""
     names = [name.removeprefix("time_") for name in rows[0] if name.startswith("time_")]
-    found = {name: [float(row[f"time_{name}"] or 0) for row in rows] for name in names}
+    found = {name: [row.get(f"time_{name}", 0.0) for row in rows] for name in names}
     whole = found.pop("step")
     found = {name: values for name, values in found.items() if max(values) > 0}
     return found | {"other": [step - sum(parts) for step, *parts in zip(whole, *found.values())], "step": whole}
@@ -90,15 +91,13 @@ def main() -> None:
     warm_up = WARM_UP[asked.kind]
     with tempfile.TemporaryDirectory() as folder:
         steps = ["--max_steps", str((asked.steps or STEPS[asked.kind]) + warm_up)]
-        trainer = trainer_of(
-            asked.kind, [*COMMON, *FLAGS[asked.kind], *steps, "--output_dir", folder, *flags], asked.cpu
-        )
+        flags = [*COMMON, *FLAGS[asked.kind], *steps, "--output_dir", folder, *flags]
+        trainer = trainer_of(asked.kind, flags, asked.cpu)
         clocks = watched(trainer)
         trainer.fit()
         clocks.append((time.perf_counter(), time.process_time()))
         trainer.close()
-        with open(Path(folder) / "metrics.csv", newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_jsonl(Path(folder) / "metrics.jsonl")
     seconds = phases(rows[warm_up:])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print("| phase | median s | slowest s |\n|---|---|---|")
@@ -106,7 +105,7 @@ def main() -> None:
         print(f"| {name} | {medians[name]:.3f} | {max(values):.3f} |")
     if asked.json:
         spent = [{"wall": b[0] - a[0], "cpu": b[1] - a[1]} for a, b in pairwise(clocks)]
-        values = [{"reward": float(row["reward_mean"]), "loss": float(row["loss"])} for row in rows]
+        values = [{"reward": row["reward_mean"], "loss": row["loss"]} for row in rows]
         asked.json.write_text(json.dumps({"medians": medians, "steps": [a | b for a, b in zip(spent, values)]}))
 
 

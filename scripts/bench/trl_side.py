@@ -1,7 +1,6 @@
 """TRL's side of against_trl.py: GRPO by TRL 1.16 with vLLM in its process, in its environment.
 
     python trl_side.py MODEL ROWS OUT.json --steps 160 [--seed 1] [--timed PROMPTS SAMPLES TOKENS MICRO]
-    python trl_side.py MODEL ROWS OUT.json --replay OURS.pickle          our rollouts; weights go to the folder OUT
 
 This project is on PYTHONPATH for the scorer alone. Optimizer, schedule, clip, batch and sampling are those of
 examples/configs/embedded_vl.yaml under TRL's names; --timed: completions have TOKENS tokens exactly. --transformers:
@@ -28,11 +27,9 @@ What TRL 1.16 needs to run a Qwen2.5-VL beside vLLM 0.32 on CPU, each said where
 import argparse
 import json
 import os
-import pickle
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -89,31 +86,11 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def dataset(questions: list[str], images: list[list[Image.Image]], references: list[Any]) -> Dataset:
-    prompts = [[{"role": "user", "content": question}] for question in questions]
-    return Dataset.from_dict({"prompt": prompts, "images": images, "reference": references})
-
-
 def of_rows(path: Path) -> Dataset:
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     images = [[Image.open(path.parent / name).convert("RGB") for name in row["images"]] for row in found]
-    return dataset([row["prompt"] for row in found], images, [row["reference"] for row in found])
-
-
-def replaying(steps: list[list[dict]], samples: int) -> Dataset:
-    """The prompts of our steps; what TRL samples for them from now on are our responses."""
-    left = iter(steps)
-
-    def sampled(self, prompt_ids, *_, **__):
-        step = next(left)
-        if [list(ids) for ids in prompt_ids] != [list(sample["prompt_ids"]) for sample in step]:
-            raise SystemExit("TRL's prompt tokens are not ours")
-        return [list(sample["token_ids"]) for sample in step], None
-
-    GRPOTrainer._generate_single_turn = sampled
-    firsts = [sample for step in steps for sample in step[::samples]]
-    questions = [sample["text"].split("<|vision_end|>")[1].split("<|im_end|>")[0] for sample in firsts]
-    return dataset(questions, [sample["images"] for sample in firsts], [sample["reference"] for sample in firsts])
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in found]
+    return Dataset.from_dict({"prompt": prompts, "images": images, "reference": [row["reference"] for row in found]})
 
 
 def exact(completions, reference, **_) -> list[float]:
@@ -129,7 +106,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timed", type=int, nargs=4)
     parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--replay", type=Path)
     a = parser.parse_args()
     prompts, samples, tokens, micro = a.timed or (32, 8, 8, 256)
     learning = {"learning_rate": 1e-6} if a.timed else LEARNING
@@ -138,16 +114,10 @@ def main() -> None:
     banned = [name for name in special if "image" in name or "video" in name or "vision" in name]
     weight_seconds: list[float] = []
     workarounds(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"), weight_seconds)
-    if a.replay:
-        steps = pickle.loads(a.replay.read_bytes())["steps"]
-        rows, length = replaying(steps, samples), len(steps)
-        sampling = {"use_vllm": False, "shuffle_dataset": False}
-    elif a.transformers:
-        rows, length = of_rows(a.rows), a.steps
+    if a.transformers:
         never = processor.tokenizer.convert_tokens_to_ids(banned)
         sampling = {"use_vllm": False, "generation_kwargs": {"suppress_tokens": never, "min_new_tokens": tokens}}
     else:
-        rows, length = of_rows(a.rows), a.steps
         sampling = {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
             "vllm_max_model_length": 1024,
@@ -155,14 +125,14 @@ def main() -> None:
         }  # fmt: skip
     settings = GRPOConfig(
         output_dir=str(a.out.with_suffix("")), num_generations=samples, per_device_train_batch_size=micro,
-        gradient_accumulation_steps=prompts * samples // micro, max_completion_length=tokens, max_steps=length,
+        gradient_accumulation_steps=prompts * samples // micro, max_completion_length=tokens, max_steps=a.steps,
         beta=0.0, bf16=False, use_cpu=not torch.cuda.is_available(), seed=a.seed, report_to="none", logging_steps=1,
         save_strategy="no", temperature=1.0, gradient_checkpointing=False, disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"}, **learning, **sampling,
     )  # fmt: skip
     clock = Clock()
     trainer = GRPOTrainer(
-        model=a.model, reward_funcs=exact, args=settings, train_dataset=rows, processing_class=processor,
+        model=a.model, reward_funcs=exact, args=settings, train_dataset=of_rows(a.rows), processing_class=processor,
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
@@ -171,8 +141,6 @@ def main() -> None:
         for log in trainer.state.log_history
         if "grad_norm" in log
     ]
-    if a.replay:
-        trainer.model.save_pretrained(a.out.with_suffix(""))  # under the names of checkpoints
     a.out.write_text(json.dumps({"steps": logs, "ends": clock.ends, "weights": weight_seconds}))
     os._exit(0)  # vLLM's shutdown takes the process group with it
 

@@ -3,7 +3,6 @@ the run's own plan said about memory, and how much its updates compute (null whe
 
 GPU_CHECK_PROFILE=N: the N-th train phase is profiled: seconds in which the device worked, null without one."""
 
-import csv
 import json
 import os
 import runpy
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 
 def noted_plans() -> list:
@@ -43,11 +44,9 @@ def updates(again: Any, config: Any, steps: Path) -> dict[str, float]:
     if hasattr(config, "rollout"):
         if config.rollout.min_new_tokens != config.rollout.generate_max_len:
             return {}
-        with open(steps, newline="", encoding="utf-8") as file:
-            tokens = float(list(csv.DictReader(file))[-1]["tokens"])
         rollout = config.rollout
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-        rollout.prompt_max_len = round(tokens / samples) - rollout.generate_max_len
+        rollout.prompt_max_len = round(read_jsonl(steps)[-1]["tokens"] / samples) - rollout.generate_max_len
     plan = again()
     own = plan.trained
     return {"flops": own.flops - own.again, "again": own.again, "computed_tokens": plan.tokens}
@@ -137,5 +136,5 @@ if __name__ == "__main__":
         "planned_phase": None if plan is None else plan.fullest().name,
     }
     if os.environ.get("RANK", "0") == "0":
-        known = {} if plan is None else updates(again, config, Path(config.output.output_dir) / "metrics.csv")
+        known = {} if plan is None else updates(again, config, Path(config.output.output_dir) / "metrics.jsonl")
         output.write_text(json.dumps(result | known))

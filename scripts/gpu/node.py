@@ -76,7 +76,7 @@ def _against_one(
         more = f"{ENGINE} {SAME} {flags} {'' if alone else divided}"
         found[alone] = seeing(folder, size, own, more, 2, max(4, RANKS), RANKS, shape, alone)
     for metric in ("loss", "grad_norm", "reward_mean"):
-        one, all_ranks = (float(found[alone].steps[0][metric]) for alone in (True, False))
+        one, all_ranks = (found[alone].steps[0][metric] for alone in (True, False))
         yield f"{name}: {metric} of the first step, one rank and {RANKS}", f"{one:.6g}, {all_ranks:.6g}"
     speed = found[True].median("time_step") / found[False].median("time_step")
     yield f"{name}: {RANKS} ranks are quicker by", f"{speed:.2f}"
@@ -115,11 +115,11 @@ def save_and_resume(folder: Path, size: str) -> Rows:
     whole = seeing(folder, size, "resume_whole", flags, 4, max(4, RANKS), RANKS)
     seeing(folder, size, "resume_parts", flags, 2, max(4, RANKS), RANKS)
     rest = seeing(folder, size, "resume_parts", f"{flags} --resume_from auto", 4, max(4, RANKS), RANKS)
-    pairs = [(float(a["loss"]), float(b["loss"])) for a, b in zip(whole.steps, rest.steps, strict=True)]
+    pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
     yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
     saved = max(whole.folder.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
     size_bytes = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-    seconds = max(float(step["time_save"]) for step in whole.steps if step.get("time_save"))
+    seconds = max(step["time_save"] for step in whole.steps if step.get("time_save"))
     yield "a checkpoint", f"{size_bytes / 2**30:.2f} GiB in {seconds:.1f} s (collectives wait 600 s)"
 
 
@@ -165,15 +165,12 @@ def weights_by_nccl(folder: Path, size: str) -> Rows:
     split, losses = f"{ENGINE} {SAME} --placement split --rollout_num_workers 1", []
     for way in ("device", "host"):
         run = seeing(folder, size, f"weights_{way}", f"{split} --weight_transfer {way}", 4, 4, alone=True)
-        losses.append([float(step["loss"]) for step in run.steps])
+        losses.append([step["loss"] for step in run.steps])
         yield f"weights by {way}: sync phase", f"{run.median('time_sync'):.2f} s"
         mean, largest = run.median("rollout_logp_diff", 0), run.median("rollout_logp_diff_max", 0)
         yield f"weights by {way}: difference of log-probs, mean and largest", f"{mean:.1e}, {largest:.1e}"
-    yield "largest difference of the loss, by device against by host", f"{max(map(_apart, *losses)):.1e}"
-
-
-def _apart(one: float, other: float) -> float:
-    return abs(one - other)
+    apart = max(abs(one - other) for one, other in zip(*losses))
+    yield "largest difference of the loss, by device against by host", f"{apart:.1e}"
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> None:

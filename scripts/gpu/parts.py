@@ -3,7 +3,6 @@
 python scripts/gpu/parts.py PART FOLDER real|tiny      runs one part; check.py does so for all
 """
 
-import csv
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import shapes  # noqa: E402
+
+from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 Rows = Iterator[tuple[str, str]]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12}  # dense bf16, as the makers state it
@@ -94,8 +95,7 @@ class Run:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}")
         self.measured = json.loads(measured.read_text())
-        with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-            self.steps = list(csv.DictReader(file))
+        self.steps = read_jsonl(folder / "metrics.jsonl")
         self.timed = self.steps[: PROFILED - 1] + self.steps[PROFILED:] if ranks == 1 else self.steps
 
     @property
@@ -109,7 +109,7 @@ class Run:
 
     def median(self, name: str, skip: int = 1) -> float:
         """Of a column over the steps after the first `skip`, which warm up."""
-        values = [float(step[name]) for step in self.timed[skip:] or self.timed if step.get(name)]
+        values = [step[name] for step in self.timed[skip:] or self.timed if step.get(name) is not None]
         return statistics.median(values) if values else float("nan")
 
     def phases(self) -> str:
@@ -285,7 +285,7 @@ def liger(folder: Path, size: str) -> Rows:
     for name, extra in (("plain", ""), ("kernels", "--use_liger_kernel true")):
         run = seeing(folder, size, f"liger_{name}", f"--lora_rank 32 --engine_mem_util 0.25 {EAGER} {extra}", 2, 4)
         yield _agreement(name, run)
-        yield f"{name}: norm of the first gradient", f"{float(run.steps[0]['grad_norm']):.4g}"
+        yield f"{name}: norm of the first gradient", f"{run.steps[0]['grad_norm']:.4g}"
         yield from _told(run, f"{name}: ")
 
 
@@ -320,10 +320,7 @@ def resume(folder: Path, size: str) -> Rows:
     seeing(folder, "tiny", "resume_parts", flags, steps=2)
     rest = seeing(folder, "tiny", "resume_parts", f"{flags} --resume_from auto", steps=4)
     pairs = [(a["loss"], b["loss"]) for a, b in zip(whole.steps, rest.steps, strict=True)]
-    yield (
-        "largest difference of the loss, resumed against whole",
-        f"{max(abs(float(a) - float(b)) for a, b in pairs):.1e}",
-    )
+    yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
 
 
 def flow_grpo(folder: Path, size: str) -> Rows:

@@ -1,6 +1,6 @@
 """A stand-in for the package sglang: it accepts exactly what the real one's signatures accept, and records all calls.
 
-The signatures are those of `interface.json`, which scripts/engine_interface.py reads from the real package's source.
+The signatures are those of the real package's source, as `interface.json` notes them: `name=` has a default.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Noted:
 
     def __init__(self, script: str, folder: Path, flags: str, ranks: int = 1):
         self.commands[f"{folder.name} {len(self.commands)}"] = [script, *flags.split()]
-        self.steps = [{"loss": "1"}]
+        self.steps = [{"loss": 1.0}]
 
     def median(self, name: str, skip: int = 1) -> float:
         return 1.0

@@ -41,9 +41,8 @@ def test_files_are_fetched_once_below_the_data_root(served, tmp_path, monkeypatc
     assert [row["prompt"] for row in open_source("ocr/test.txt", "train")] == ['A sign that says "Three"']
     (folder / "ocr" / "test.txt").write_text("Another\n")
     assert fetch_prompts.main(["ocr", "--base_url", url]) == 0
-    assert "there already" in capsys.readouterr().out and len(open_source("ocr/train.txt", "train")) == 2
-    assert fetch_prompts.main(["ocr", "--base_url", url, "--again"]) == 0
-    assert open_source("ocr/test.txt", "train")[0]["prompt"] == "Another"
+    assert "there already" in capsys.readouterr().out
+    assert open_source("ocr/test.txt", "train")[0]["prompt"] == 'A sign that says "Three"'
 
 
 def test_a_missing_file_is_named_and_the_others_are_fetched(served, tmp_path, capsys) -> None:
@@ -72,8 +71,7 @@ def test_what_is_no_prompt_set_leaves_no_file(served, tmp_path, capsys) -> None:
     assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == ["test.txt"]
 
 
-def test_the_sets_are_listed_and_an_unknown_one_is_refused(capsys) -> None:
-    assert fetch_prompts.main(["--list"]) == 0 and "ocr: ocr/train.txt" in capsys.readouterr().out
+def test_an_unknown_set_is_refused_with_those_that_there_are(capsys) -> None:
     with pytest.raises(SystemExit):
         fetch_prompts.main(["ocrr"])
-    assert "there are: ocr" in capsys.readouterr().err
+    assert "choose from ocr" in capsys.readouterr().err.replace("'", "")

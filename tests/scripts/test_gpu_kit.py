@@ -104,7 +104,7 @@ def test_the_peak_is_of_the_card_once_it_is_started_and_of_the_process_without_o
 def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     monkeypatch.setattr(parts, "host", lambda: {"device": "NVIDIA H100 80GB HBM3, 79 GiB"})
     run = object.__new__(parts.Run)
-    run.timed = [{}, {"time_train": "2", "tokens": "500"}]
+    run.timed = [{}, {"time_train": 2.0, "tokens": 500.0}]
     run.measured = {"flops": 989e12, "again": 3e14, "computed_tokens": 300.0, "busy_seconds": 0.5}
     rows = dict(parts._work(run))
     assert rows["share of peak FLOPs while training (tokens computed once, with attention)"].startswith("50.0%; 494")

@@ -63,7 +63,7 @@ def test_the_table_beside_trl_has_no_row_that_one_run_lacks(tmp_path, capsys):
     (tmp_path / "trl-1.json").write_text(json.dumps({"steps": [{"reward": 0.5}] * 30}))
     for name, steps, reward in (("ours-1", 40, 0.9), ("ours-2", 30, 0.9), ("further-1", 30, 0.8)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text("reward_mean\n" + f"{reward}\n" * steps)
+        (tmp_path / name / "metrics.jsonl").write_text(f'{{"reward_mean": {reward}}}\n' * steps)
     against_trl.learning_table(tmp_path, 10, "--more 1")
     shown = capsys.readouterr().out
     assert "reward, ours with --more 1 (1 seeds) |" in shown and "300 to 400" not in shown
