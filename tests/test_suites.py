@@ -1,19 +1,16 @@
 """Published protocols: `lightrft-visual eval CHECKPOINT --suite NAME`, on prompts in their published form."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from forked import run_alone
 from PIL import Image
 
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import ROOTS
 
-ROOT = Path(__file__).resolve().parents[1]
 ODE = {"eval_num_steps": 40, "guidance_scale": 4.5, "height": 512, "width": 512, "eval_seed": 42}
 EASYR1 = {
     "temperature": 0.6, "top_p": 0.95, "eval_samples_per_prompt": 1, "generate_max_len": 2048, "min_pixels": 262144,
@@ -41,13 +38,20 @@ def test_a_suite_pins_the_published_values(name):
         assert [getattr(each, setting) for each in sections if hasattr(each, setting)] == [value], setting
 
 
+EVALUATE = """
+import os, sys
+from lightrft_visual.cli import main
+
+os.chdir(os.path.dirname(sys.argv[0]))
+main()
+"""
+
+
 def evaluated(folder: Path, *arguments: str) -> tuple[dict, str]:
-    """(evaluation.json, what is said)."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}
-    line = [sys.executable, "-m", "lightrft_visual", "eval", *arguments]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "evaluation.json").read_text()), done.stdout
+    """(evaluation.json, what is said) of the command in a folder."""
+    (folder / "evaluate.py").write_text(EVALUATE)
+    said = run_alone(folder / "evaluate.py", "eval", *arguments, limit=300)
+    return json.loads((folder / "evaluation.json").read_text()), said
 
 
 @pytest.mark.slow

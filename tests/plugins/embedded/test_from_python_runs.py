@@ -1,17 +1,11 @@
 """The embedded model from Python: several runs in one process, and what their checkpoints do."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from forked import run_alone
 
 from lightrft_visual.models.diffusion.policy import save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("cache_root")  # child processes would fill the user's own
 
 PROGRAM = """
@@ -37,10 +31,8 @@ print("a numbered checkpoint")
 
 def test_embedded_model_trains_several_times_in_a_process_and_its_checkpoints_evaluate(tmp_path):
     pytest.importorskip("vllm")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "a numbered checkpoint", done.stdout + done.stderr
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert "a numbered checkpoint" in run_alone(tmp_path / "program.py", tmp_path, limit=600).splitlines()
 
 
 BROKEN = """
