@@ -57,6 +57,8 @@ def run(folder: Path, name: str, flags: str) -> dict:
             "posts": trainer.maker.engine.workers.post is not None,
             "refused": refused(trainer),
         }
+    if "split" in flags:
+        trainer.maker.engine.workers.cluster.connected_here = False  # one Ray cluster serves all runs
     trainer.close()
     facts["metrics"] = split_runs.metrics(folder / name) if collectives.is_rank_0() else []
     return facts
@@ -66,6 +68,7 @@ def main(folder: Path) -> None:
     split = f"{split_runs.SPLIT} --rollout_num_workers 2"
     runs = {"colocated": "", "split": split, "sent": f"{split} --weight_transfer device", "ahead": AHEAD}
     facts = {name: run(folder, name, flags) for name, flags in runs.items()}
+    sys.modules["ray"].shutdown()  # imported by the first split run, after what Ray reads of the environment
     (folder / f"facts_{collectives.rank()}.json").write_text(json.dumps(facts))
 
 

@@ -25,9 +25,7 @@ VL = (
 )
 SPLIT = "--placement split --rollout_num_cpus 0.5"
 SENT = f"{SPLIT} --weight_transfer device"
-ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --max_steps 3 "
-ASYNC += "--save_steps 1 --max_ckpt_num 3"
-
+ASYNC = f"{SPLIT} async.max_staleness=1 async.partial_rollouts=true async.partial_tokens=1 --max_steps 3"
 EPISODES = (
     f"{SPLIT} async.max_staleness=1 --prompt_data embedded_zoom --max_turns 3 --generate_max_len 20 --max_steps 2 "
     "--max_episode_tokens 96"
@@ -62,20 +60,6 @@ def vl(folder: Path, name: str, flags: str, kill_after: int | None = None) -> li
     return train(trainer, folder / name, kill_after)
 
 
-def ahead(folder: Path) -> dict[str, list]:
-    """A run ahead, the same resumed after its first step, and the prompts of the last two steps of both."""
-    first = vl(folder, "ahead", ASYNC)
-    again = vl(folder, "again", f"{ASYNC} --resume_from {folder}/ahead/checkpoint-1")
-    prompts = [
-        [
-            sorted({json.loads(line)["group_id"] for line in path.read_text().splitlines()})
-            for path in sorted((folder / name / "rollouts").glob("step_*.jsonl"))[-2:]
-        ]
-        for name in ("ahead", "again")
-    ]
-    return {"ahead": first, "again": again, "prompts": prompts}
-
-
 def drawn(folder: Path, name: str, flags: str) -> list[dict[str, str]]:
     prompts = str(folder / "prompts.jsonl")
     argv = [
@@ -94,7 +78,7 @@ def main(folder: Path) -> None:
     facts = {
         "colocated": vl(folder, "colocated", ""),
         "killed": vl(folder, "killed", SENT, kill_after=1),
-        **ahead(folder),
+        "ahead": vl(folder, "ahead", ASYNC),
         "drawn": drawn(folder, "drawn", ""),
         "drawn_split": drawn(folder, "drawn_split", SENT),
     }

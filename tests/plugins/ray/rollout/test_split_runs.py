@@ -31,12 +31,6 @@ def test_images_drawn_by_a_worker_are_those_of_the_colocated_run(facts):
     assert facts["drawn_split"] == facts["drawn"]
 
 
-def test_a_resumed_run_draws_the_prompts_that_were_in_flight(facts):
-    first, again = facts["prompts"]
-    assert first == again and len(first) == 2 and all(len(groups) == 4 for groups in first)
-    assert [row["step"] for row in facts["again"]] == ["2", "3"]
-
-
 def test_rollouts_ahead_stay_within_the_staleness(facts):
     rows = facts["ahead"]
     assert len(rows) == 3
