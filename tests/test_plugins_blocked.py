@@ -18,11 +18,13 @@ PLUGINS = sorted(
 DELETED = (*PLUGINS, "")  # each in turn, and the whole room
 
 ASKS = """
-import importlib, json, sys
+import importlib, json, os, sys
 from pathlib import Path
+sys.path.append(sys.argv[2])
 import blocked
 blocked.block()
-root, model, told = Path(sys.argv[1]), sys.argv[2], {}
+root, model, told = Path(sys.argv[1]), sys.argv[3], {}
+os.chdir(Path(model).parent)
 names = [".".join(each.relative_to(root).with_suffix("").parts) for each in (root / "lightrft_visual").rglob("*.py")]
 names = sorted(name.removesuffix(".__init__") for name in names if not name.endswith("__main__"))
 names = [name for name in names if not name.startswith(blocked.ROOM)]
@@ -65,8 +67,8 @@ resolved_yaml(vl(*own))
 print(json.dumps(told))
 """
 
-# A child for each folder, of a process that has imported other libraries, and nothing of this package. The copy
-# alone: an editable install finds modules that the copy lacks in the folder that it was made from.
+# A child for what is asked and for each folder, of a process that has imported other libraries, and nothing of this
+# package. The copy alone: an editable install finds modules that the copy lacks in the folder that it was made from.
 STEPS = """
 import json, os, runpy, sys
 from pathlib import Path
@@ -74,19 +76,23 @@ import datasets, deepspeed, diffusers, peft, torch, transformers
 import deepspeed.runtime.zero.muon.muon_optimizer, torch.distributed
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
 assert not any(name.startswith("lightrft_visual") for name in sys.modules)
-room, out, names, sys.argv[:] = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:]
-for name in names:
-    (out / f"run_{name}").mkdir()
-    (room / name).rename(out / "away")
+room, out, (names, asks, step) = Path(sys.argv[1]), Path(sys.argv[2]), map(json.loads, sys.argv[3:])
+
+def run(words, folder):
+    folder.mkdir()
     if not (child := os.fork()):
-        log = os.open(out / f"run_{name}" / "log.txt", os.O_WRONLY | os.O_CREAT)
+        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1), os.dup2(log, 2)
-        sys.argv += ["--output_dir", str(out / f"run_{name}" / "out")]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
         sys.exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (folder / "code").write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+run(asks, out / "asks")
+for name in names:
+    (room / name).rename(out / "away")
+    run([*step, "--output_dir", str(out / f"run_{name}" / "out")], out / f"run_{name}")
     (out / "away").rename(room / name)
-    (out / f"run_{name}" / "code").write_text(str(code))
 """
 
 REWARD = "def length(completions, **kwargs):\n    return [float(len(each) % 7) for each in completions]\n"
@@ -108,37 +114,35 @@ def own(tmp_path_factory) -> Path:
     return folder
 
 
-def run(code: str, *argv: str, cwd: Path, path: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=cwd, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_every_file_of_the_core_imports_without_plug_ins_and_one_that_is_asked_for_is_named(own):
-    said = run(ASKS, str(ROOT), str(own / "model"), cwd=own, path=os.pathsep.join((str(ROOT), str(ROOT / "tests"))))
-    told = json.loads(said.splitlines()[-1])
-    setting = told.pop("compat setting")
-    assert len(told) == 8, told
-    for name, text in told.items():
-        assert f"needs the plug-in {name.split()[0]}, which is not there" in text
-    assert setting.startswith("unknown setting 'model_name_or_path'") and "pretrain" not in setting
-
-
 @pytest.fixture(scope="module")
 def stepped(tmp_path_factory, own) -> Path:
-    """Where the runs without each of the folders are: run_NAME with log.txt, code and out."""
+    """Where the runs without each of the folders are: run_NAME with log.txt, code and out; what is asked in asks."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("lightrft_visual", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = ["examples/train_grpo_vl.py", *STEP.split(), "--pretrain", str(own / "model"), "--prompt_data"]
     command += [str(own / "rows.jsonl"), "--reward_fn", f"{own}/mine.py:length"]
-    room = folder / "lightrft_visual" / "plugins"
-    run(STEPS, str(room), str(folder), json.dumps(DELETED), *command, cwd=folder, path=str(folder))
+    (folder / "asks.py").write_text(ASKS)
+    asks = ["asks.py", str(folder), str(ROOT / "tests"), str(own / "model")]
+    program = [sys.executable, "-c", STEPS, str(folder / "lightrft_visual" / "plugins"), str(folder)]
+    done = subprocess.run(
+        [*program, *map(json.dumps, (DELETED, asks, command))], cwd=folder, capture_output=True, text=True, timeout=800,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+@pytest.mark.slow
+def test_every_file_of_the_core_imports_without_plug_ins_and_one_that_is_asked_for_is_named(stepped):
+    said = (stepped / "asks" / "log.txt").read_text(errors="replace")
+    assert (stepped / "asks" / "code").read_text() == "0", said[-3000:]
+    told = next(json.loads(line) for line in said.splitlines() if line.startswith('{"embedded'))
+    setting = told.pop("compat setting")
+    assert len(told) == 8, told
+    for name, text in told.items():
+        assert f"needs the plug-in {name.split()[0]}, which is not there" in text
+    assert setting.startswith("unknown setting 'model_name_or_path'") and "pretrain" not in setting
 
 
 @pytest.mark.slow

@@ -89,11 +89,12 @@ def test_samples_that_a_function_on_ray_fails_on_are_left_out_by_the_policy(clus
     assert result.valid.tolist() == [True, False, True] and result.score[[0, 2]].tolist() == [-1, 1]
 
 
-def test_bad_scorer_is_found_on_construction(cluster):
+def test_bad_scorer_is_found_on_construction(cluster, tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'exact'"):
         RaySource("x", "exct")
-    with pytest.raises(ConfigError, match="does not start on Ray"):
-        RaySource("x", "clip_score", {"model": "/nowhere"})
+    (tmp_path / "mine.py").write_text("class Score:\n    def __init__(self):\n        raise OSError('no weights')\n")
+    with pytest.raises(ConfigError, match=r"(?s)does not start on Ray.*no weights"):
+        RaySource("x", f"{tmp_path}/mine.py:Score")
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
