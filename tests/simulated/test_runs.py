@@ -62,18 +62,18 @@ DRAWING = {
     "--final_timestep 2 --warmup_steps 0 "
     "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
-# Counted by `sync_counter`: two optimizer steps of 4 micro-batches on each of two ranks, of one rollout.
+# Counted by `sync_counter`: two optimizer steps of 8 micro-batches on each of two ranks, of one rollout.
 ONE_ROLLOUT = "--micro_train_batch_size 1 --max_eval_samples 0 --max_steps 1"
-OF_4 = f"{ONE_ROLLOUT} --rollout_batch_size 4 --train_batch_size 8 --share_prefix false"
+OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --train_batch_size 16 --share_prefix false"
 COUNTED_SEEING = {
-    "counted_waiting": f"{OF_4} --zero_stage 0",
-    "counted_packed": f"{OF_4} --zero_stage 2 --packing_samples true --init_kl_coef 0.05 --use_kl_loss true "
+    "counted_waiting": f"{OF_8} --zero_stage 0",
+    "counted_packed": f"{OF_8} --zero_stage 2 --packing_samples true --init_kl_coef 0.05 --use_kl_loss true "
     "--kl_estimator k3",
-    "counted_unified": f"{OF_4} --zero_stage 0 --guidance_scale 2 --reward_fn {{placed}}:score "
+    "counted_unified": f"{OF_8} --zero_stage 0 --guidance_scale 2 --reward_fn {{placed}}:score "
     "--pretrain {janus} --prompt_data {janus}/rows.jsonl",
 }
 COUNTED_DRAWING = {
-    "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --zero_stage 2 --beta 0.1",
+    "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 COMPARED = ("reference_moved", "states_moved", "rloo_lora", "flow_grpo", "reward_fl")
@@ -178,11 +178,11 @@ def waits(folder: Path, name: str, phase: str) -> list[list[dict]]:
 def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_device(simulated, name):
     """In `counted_waiting` the loop over micro-batches reads each loss, which is counted by its line."""
     for spans in waits(simulated[2], name, "train"):
-        assert len(spans) == 2 and all(span["micro_batches"] >= 4 for span in spans)
+        assert len(spans) == 2 and all(span["micro_batches"] >= 8 for span in spans)
         for span in spans:
             assert sum(span["collectives"].values()) == 1, span
             reads = sorted(span["reads"].values())
-            assert name != "counted_waiting" or reads.pop() == 4, span
+            assert name != "counted_waiting" or reads.pop() == 8, span
             assert sum(reads) <= 2, span
         assert any(span["reads"] for span in spans)
 
