@@ -354,7 +354,8 @@ class Decoding:
             most: tokens of a response.
         """
         cache: Cache = DynamicCache(config=backbone.config)
-        once = backbone.by_segments and all(type(layer) is DynamicLayer for layer in cache.layers)
+        latent = hasattr(backbone.config.get_text_config(), "kv_lora_rank")  # caches what keys are made of, not keys
+        once = backbone.by_segments and not latent and all(type(layer) is DynamicLayer for layer in cache.layers)
         if once and cache.layers:
             cache = Cache(layers=[PromptLayer() for _ in cache.layers])
         hidden, positions, mask = backbone.prefill(inputs, cache)
