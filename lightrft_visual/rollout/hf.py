@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..config.vl import RunConfig
 from ..errors import ConfigError
@@ -298,11 +298,8 @@ class Choice:
 
 
 class PromptLayer(DynamicLayer):
-    """One layer of a cache: keys and values (P, key heads, S, D) of prompts, then `own` (R, key heads, most, D) of
-    responses apart.
-
-    transformers' layer until `own` is there; then `update` takes one token of each response, and gives the keys and
-    values of responses alone.
+    """One layer of a cache: keys and values (P, key heads, S, D) of prompts. From the moment that `own` of responses
+    (R, key heads, most, D) are there, `update` takes one token of each, and gives the keys and values of these alone.
     """
 
     own: tuple[T, T] | None = None
@@ -315,8 +312,7 @@ class PromptLayer(DynamicLayer):
         for held, new in zip(self.own, (key_states, value_states)):
             held[:, :, self.length] = new.squeeze(2)
         self.length += 1
-        keys, values = (each[:, :, : self.length] for each in self.own)
-        return keys, values
+        return tuple(each[:, :, : self.length] for each in self.own)
 
 
 @dataclass
@@ -330,62 +326,56 @@ class Decoding:
 
     mask: of what is in the cache (R, cached), as models take it; where prompts are held once, of four dimensions, so
     that they make none themselves. bias (P, 1, 1, S): -inf at padding of such prompts; None where each response has a
-    row. members (P * most) and back (R): responses by prompt, small groups filled up, and where each is there; None
-    where they lie so.
+    row. members (P * largest group) and back (R): responses by prompt, small groups filled up, and where each is there;
+    None where they lie so. attended: whether attention has looked at such prompts.
     """
 
     backbone: Backbone
-    cache: Cache
+    cache: DynamicCache
     positions: T
     mask: T
     bias: T | None = None
     members: T | None = None
     back: T | None = None
+    attended: bool = False
 
     @classmethod
     def of(cls, backbone: Backbone, inputs: ModelInputs, prompts: list[int], most: int) -> tuple[T, Decoding]:
-        """(last hidden states (R, H), their decoding) after the prompts. Models with layers of another kind (windows,
-        states) have a row for each response.
+        """(last hidden states (R, H), their decoding) after the prompts, which `backbone` runs.
 
         Args:
-            backbone: what runs them.
             inputs: the prompts (P, S), left-padded.
             prompts: of each response the number of its prompt.
             most: tokens of a response.
         """
-        cache: Cache = DynamicCache(config=backbone.config)
-        latent = hasattr(backbone.config.get_text_config(), "kv_lora_rank")  # caches what keys are made of, not keys
-        once = backbone.by_segments and not latent and all(type(layer) is DynamicLayer for layer in cache.layers)
-        if once and cache.layers:
-            cache = Cache(layers=[PromptLayer() for _ in cache.layers])
+        once, cache = backbone.by_segments and holds_prompts_once(backbone.config), DynamicCache(config=backbone.config)
+        if once:
+            cache.layers = [PromptLayer() for _ in cache.layers]
         hidden, positions, mask = backbone.prefill(inputs, cache)
-        chosen = to_device(torch.tensor(prompts), mask.device)
+        chosen = to_device(numbers := torch.tensor(prompts), mask.device)
         hidden, positions = hidden[chosen], positions[..., chosen, :]
-        if not isinstance(cache.layers[0], PromptLayer):
+        if not once:
             cache.reorder_cache(chosen)  # of layers of all kinds, those of linear attention too
             return hidden, cls(backbone, cache, positions, mask[chosen])
         for layer in cache.layers:
             sizes = ((len(prompts), each.shape[1], most, each.shape[3]) for each in (layer.keys, layer.values))
             layer.own = tuple(layer.keys.new_empty(size) for size in sizes)
-        groups: list[list[int]] = [[] for _ in mask]
-        for response, prompt in enumerate(prompts):
-            groups[prompt].append(response)
-        filled = pad_sequence([torch.tensor(group) for group in groups], batch_first=True).flatten()
+        groups = [(numbers == prompt).nonzero().squeeze(1) for prompt in range(len(mask))]
+        filled = pad_sequence(groups, batch_first=True, padding_value=len(prompts)).flatten()
         given: list[T] = []
         if filled.tolist() != [*range(len(prompts))]:
-            size, back = len(filled) // len(groups), torch.empty(len(prompts), dtype=torch.long)
-            for number, group in enumerate(groups):
-                back[group] = number * size + torch.arange(len(group))
-            given = [to_device(each, mask.device) for each in (filled, back)]
+            back = filled.new_empty(len(prompts) + 1)  # the last: of what fills up
+            back[filled] = torch.arange(len(filled))
+            given = [to_device(each, mask.device) for each in (filled.clamp(max=len(prompts) - 1), back[:-1])]
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask == 0, float("-inf"))
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=mask.device)
         return hidden, cls(backbone, cache, positions, mask, bias[:, None, None], *given)
 
     def next(self, tokens: T) -> T:
         """Last hidden states (R, H) of one more token of each response."""
-        given: dict[str, Any] = {} if self.bias is None else {"prompts": self}
+        given: dict[str, Any] = {"prompts": self}
         if self.bias is None:
-            self.mask = F.pad(self.mask, (0, 1), value=1)
+            given, self.mask = {}, F.pad(self.mask, (0, 1), value=1)
         output = self.backbone.base(
             input_ids=tokens.unsqueeze(1),
             attention_mask=self.mask,
@@ -395,15 +385,18 @@ class Decoding:
             **given,
         )
         self.positions = self.positions + 1
+        if given and not self.attended:  # responses have read themselves alone
+            raise ConfigError("this model's attention takes no prompts apart from responses: use engine vllm")
         return output.last_hidden_state[:, -1]
 
     def attend(self, layer: int, query: T, key: T, value: T, scale: float | None) -> T:
         """query (R, heads, 1, D), and what `PromptLayer.update` gave -> (R, 1, heads, D)."""
+        self.attended = True
         prompts, (count, heads, _, width) = self.cache.layers[layer], query.shape
         query = query.squeeze(2).float() * (width**-0.5 if scale is None else scale)
         query = query.view(count, key.shape[1], heads // key.shape[1], width)
         grouped = query if self.members is None else query[self.members]
-        grouped = grouped.unflatten(0, (len(self.bias), -1)).transpose(1, 2)  # (P, key heads, most, heads a key, D)
+        grouped = grouped.unflatten(0, (len(self.bias), -1)).transpose(1, 2)  # (P, key heads, group, heads a key, D)
         read, total = _read(grouped.flatten(2, 3), prompts.keys, prompts.values, self.bias)
         read, total = (each.unflatten(2, grouped.shape[2:4]).transpose(1, 2).flatten(0, 1) for each in (read, total))
         if self.back is not None:
@@ -411,6 +404,13 @@ class Decoding:
         own, own_total = _read(query, key, value)
         made = own.lerp(read, (total - own_total).sigmoid())
         return made.flatten(1, 2).unsqueeze(1).to(value.dtype)
+
+
+def holds_prompts_once(config: PretrainedConfig) -> bool:
+    """Whether all layers cache keys and values, of all tokens: not windows, states, or what keys are made of."""
+    layers = DynamicCache(config=config).layers
+    latent = hasattr(config.get_text_config(), "kv_lora_rank")
+    return bool(layers) and not latent and all(type(layer) is DynamicLayer for layer in layers)
 
 
 def _read(query: T, key: T, value: T, bias: T | None = None) -> tuple[T, T]:

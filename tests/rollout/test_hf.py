@@ -136,6 +136,17 @@ def test_prompts_are_held_once_where_no_layer_has_windows(windows, kind, root):
     assert len(decoding.cache.layers[0].keys) == (2 if windows else 1)
 
 
+def test_a_model_that_does_not_look_at_its_prompts_is_refused(root):
+    rig = hf_rig(checkpoint_of(root, "qwen2"))
+    inputs = ModelInputs(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 0).bool())
+    with torch.no_grad():
+        _, decoding = Decoding.of(rig.actor.backbone, inputs, [0, 0], 2)
+        base = rig.actor.backbone.base
+        rig.actor.backbone.base = lambda prompts, **given: base(**given)
+        with pytest.raises(ConfigError, match="takes no prompts apart"):
+            decoding.next(torch.tensor([5, 6]))
+
+
 def test_more_samples_leave_the_first_ones_as_they_are(rig):
     few = rig.decided_token_ids(text_prompts(), PLAIN)
     more = rig.token_ids(text_prompts(), SamplingSettings(n=5, max_new_tokens=6))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -202,3 +203,5 @@ def main(out: str) -> None:
 if __name__ == "__main__":
     main(*sys.argv[1:])
     leave()
+    sys.stdout.flush()
+    os._exit(0)  # as ranks of the fork server end: the end of an interpreter aborts at times, when all is done

@@ -14,6 +14,7 @@ from ...config import registry
 from ...config.placement import GIB, Device
 from ...config.vl import RunConfig
 from ...experience.batch_plan import SampleRef, computed_tokens, most_tokens
+from ...rollout.hf import holds_prompts_once
 from ...rollout.vllm.arguments import host_cache, most_sequences
 from .meta import Work
 from .process import host_engine, program
@@ -213,8 +214,8 @@ class VLPlanner:
     def _cached_tokens(self, rows: int, answer: float) -> float:
         """Tokens with keys and values in the engine: engine hf holds a prompt once where its responses can share it."""
         rollout, attention = self.config.rollout, self.config.model.attn_implementation
-        once = not self.resident and self.shape.family.sharing_refused(attention) is None
-        prompts = ceil(rows / rollout.n_samples_per_prompt) if once else rows
+        shared = self.shape.family.sharing_refused(attention) is None and holds_prompts_once(self.shape.model_config)
+        prompts = rows if self.resident or not shared else ceil(rows / rollout.n_samples_per_prompt)
         return rows * answer + prompts * rollout.prompt_max_len
 
     def _generate_seconds(self) -> float:
