@@ -36,23 +36,15 @@ def no_walk_through_all_objects(monkeypatch):
     monkeypatch.setattr(loop, "start_up_objects_aside", nullcontext)
 
 
-class Watched:
-    """A run that has nothing to watch beside its metrics."""
-
-    def close(self):
-        pass
-
-
 class Walk(PolicyTrainer):
     """Steps that train nothing but a counter, its weights; the one numbered `fails` raises. golds: by step."""
 
-    def __init__(
-        self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), invalid=(), **output
-    ):
+    def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), **output):
         settings = LoopSettings(
             steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
         )
-        hook = GuardHook(guard or GuardConfig(), Watched(), gold=False, penalties=())
+        watched = SimpleNamespace(close=lambda: None)
+        hook = GuardHook(guard or GuardConfig(), watched, gold=False, penalties=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
             console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None),
@@ -60,11 +52,13 @@ class Walk(PolicyTrainer):
         self.guard, self.said = hook.guard, []
         parts.console.message = self.said.append
         super().__init__(parts, callbacks)
-        self.fails, self.golds, self.invalid, self.weights = fails, golds, invalid, 0
+        self.fails, self.golds, self.weights, self.invalid = fails, golds, 0, {}
         self.report.every = self.report.next_step = 1
 
     def start(self):
         pass
+
+    sync = start
 
     def train_step(self):
         data = StepData([])
@@ -72,14 +66,11 @@ class Walk(PolicyTrainer):
         if self.step + 1 == self.fails:
             raise RuntimeError("broken")
         data.metrics.add("reward_mean", 0.25 * (self.step + 1))
-        for name, shares in dict(self.invalid).items():  # of each step
+        for name, shares in self.invalid.items():  # of each step
             data.metrics.add(name, shares[self.step])
         self.weights += 1
         self.hooks.on_update(SimpleNamespace(applied=True))
         return data
-
-    def sync(self):
-        pass
 
     def evaluate(self):
         metrics = {"eval_reward": 0.0625 * (self.step + 1)}
@@ -92,11 +83,10 @@ class Walk(PolicyTrainer):
     def state_dict(self):
         return {}
 
+    engines = state_dict
+
     def load_state_dict(self, state):
         pass
-
-    def engines(self):
-        return {}
 
     def save_engines(self, folder):
         (folder / "weights.bin").write_text(str(self.weights))
@@ -111,6 +101,11 @@ class Walk(PolicyTrainer):
 @pytest.fixture
 def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
+
+
+def names_in(folder):
+    """Its checkpoints."""
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 def test_a_run_whose_every_update_was_skipped_ends_as_a_failure_and_is_not_exported(walk, tmp_path, monkeypatch):
@@ -158,8 +153,9 @@ def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_poli
     assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
 
 
-def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
-    trainer, seen, written = walk(), [], []
+@pytest.mark.parametrize("fails", [None, 3])
+def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, tmp_path, fails):
+    trainer, seen, written = walk(fails=fails), [], []
     write_due, write, page = trainer.report.write_due, trainer.report.write, tmp_path / "report.html"
 
     def noted(step):
@@ -171,39 +167,30 @@ def test_the_report_follows_the_run_and_shows_its_end(walk, tmp_path):
         return write()
 
     trainer.report.write_due, trainer.report.write = noted, counted
-    assert trainer.fit() == {"eval_reward": 0.25}
-    assert seen == [True] * 3
-    assert written == [0, 1, 2, 3, 3]  # after the last step and at the end, not at the evaluation between them
-    text = page.read_text()
-    assert "0.750" in text and "0.250" in text  # the last training reward and the last evaluation
-
-
-def test_a_run_that_ends_with_an_error_has_a_report_of_what_it_did(walk, tmp_path):
-    with pytest.raises(RuntimeError, match="broken"):
-        walk(fails=3).fit()
-    text = (tmp_path / "report.html").read_text()
-    assert "0.500" in text and "last step" in text
+    with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
+        assert trainer.fit() == {"eval_reward": 0.25}
+    done = 2 if fails else 3
+    assert seen == [True] * done
+    assert written == [*range(done + 1), done]  # after the last step and at the end, not at the evaluation between them
+    text = page.read_text()  # the last training reward and the last evaluation
+    assert f"{0.25 * done:.3f}" in text and (fails or "0.250" in text)
 
 
 @pytest.mark.parametrize(
-    ("most", "invalid", "told"),
+    ("most", "shares", "told"),
     [
-        (1.0, {"reward_invalid_share": [0.75, 1.0]}, "step 2: 100% .*nothing to learn: the reward has no score"),
-        (0.5, {"reward_invalid_share": [0.5, 0.75]}, r"step 2: 75% .*\(reward_max_invalid is 50%\): the reward"),
-        (
-            1.0,
-            {"reward_invalid_share": [0.0, 1.0], "dropped_stale_share": [0.0, 0.25]},
-            "step 2: .*: 25% are older than max_staleness",
-        ),
+        (1.0, {"reward_invalid": [0.75, 1.0]}, "step 2: 100% .*nothing to learn: the reward has no score"),
+        (0.5, {"reward_invalid": [0.5, 0.75]}, r"step 2: 75% .*\(reward_max_invalid is 50%\): the reward"),
+        (1.0, {"reward_invalid": [0.0, 1.0], "dropped_stale": [0.0, 0.25]}, "step 2: .*: 25% are older than max_stal"),
     ],
 )
-def test_a_step_of_invalid_samples_ends_the_run_and_is_not_done(walk, tmp_path, most, invalid, told):
-    trainer = walk(invalid=invalid, save_steps=1)
-    trainer.most_invalid = most
+def test_a_step_of_invalid_samples_ends_the_run_and_is_not_done(walk, tmp_path, most, shares, told):
+    trainer = walk(save_steps=1)
+    trainer.most_invalid, trainer.invalid = most, {f"{name}_share": each for name, each in shares.items()}
     with pytest.raises(RewardError, match=told):
         trainer.fit()
     assert trainer.step == 1 and [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
+    assert names_in(tmp_path) == ["checkpoint-000001"]
 
 
 GOLDS = (0.3, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # best after step 2; on every prompt, so it is certain at once
@@ -213,11 +200,11 @@ def alarms(folder):
     return [(each["step"], each["signal"], each["since"]) for each in read_jsonl(folder / "alarms.jsonl")]
 
 
-def test_an_alarm_warns_once_and_the_run_goes_on(walk, tmp_path):
-    trainer = walk(steps=7, golds=GOLDS, eval_steps=1)
+def test_an_alarm_warns_once_and_the_run_goes_on_with_the_best_gold_beside_the_last_checkpoint(walk, tmp_path):
+    trainer = walk(steps=7, golds=GOLDS, eval_steps=1, save_steps=1, max_ckpt_num=2)
     trainer.fit()
     assert alarms(tmp_path) == [(3, "eval_gold", 2)] and trainer.step == 7
-    assert "checkpoint-best" not in [path.name for path in tmp_path.iterdir()]
+    assert names_in(tmp_path) == ["checkpoint-000002", "checkpoint-000007", "checkpoint-final"]
     page = (tmp_path / "report.html").read_text()
     assert "eval_gold went from 0.6 (step 2) to 0.5" in page and "parted" in page
 
@@ -242,11 +229,6 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
 
 
-def test_the_best_by_gold_outlives_the_rotation(walk, tmp_path):
-    walk(steps=7, golds=GOLDS, eval_steps=1, save_steps=1, max_ckpt_num=2).fit()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-0*")) == ["checkpoint-000002", "checkpoint-000007"]
-
-
 # --- hooks that end a run --------------------------------------------------------------------------------------------
 
 
@@ -256,7 +238,7 @@ class Ending(StepHook):
     name = "ending"
 
     def __init__(self, method: str, at: int, export: bool = False) -> None:
-        self.scores, self.ended = 0, []
+        self.scores = 0
         given = getattr(self, method)
 
         def ending(*arguments):
@@ -273,9 +255,6 @@ class Ending(StepHook):
         self.scores += 1
         return rollouts
 
-    def on_sync(self):
-        self.ended.append(self.finished())
-
     def state_dict(self):
         return {"scores": self.scores}
 
@@ -283,54 +262,36 @@ class Ending(StepHook):
         self.scores = state["scores"]
 
 
-class CountsScores(Ending):
-    """Counts, before the one that ends the run is asked."""
-
-    name = "counts"
-
-    def __init__(self) -> None:
-        super().__init__("on_sync", at=-1)
-
-
 def test_stop_run_before_training_gives_the_step_up_and_saves_where_it_began(walk, tmp_path):
-    counts = CountsScores()
+    counts, again = (Ending("on_sync", at=-1) for _ in range(2))  # it ends nothing, and is asked first
     trainer = walk(callbacks=[counts, Ending("on_scores", at=1)])
     trainer.fit()
     assert trainer.step == trainer.weights == 1 and counts.scores == 2
     assert trainer.said[-1] == "enough; a checkpoint of step 1 is saved"
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
-    again = CountsScores()
+    assert names_in(tmp_path) == ["checkpoint-000001"]
     resumed = walk(callbacks=[again], resume=tmp_path / "checkpoint-000001")
     resumed.fit()
     assert resumed.weights == 3 and again.scores == 3  # one of the first step, and the given up one made again
 
 
-@pytest.mark.parametrize("method", ["on_update", "on_sync", "on_metrics"])
-def test_stop_run_of_a_step_that_has_trained_waits_for_its_end(walk, tmp_path, method):
-    at = 1 if method == "on_update" else 2  # the step counts as finished once it is trained
-    trainer = walk(callbacks=[Ending(method, at)], eval_steps=2)
-    assert trainer.fit() == {"eval_reward": 0.1875}  # the evaluation of the step
-    assert trainer.step == 2 and (tmp_path / "checkpoint-000002" / "weights.bin").read_text() == "2"
-    assert trainer.said[-1] == "enough; a checkpoint is saved" and not (tmp_path / "checkpoint-final").exists()
-
-
-def test_stop_run_of_an_evaluation_exports_where_it_says_so(walk, tmp_path):
-    trainer = walk(callbacks=[Ending("on_evaluation", at=2, export=True)], eval_steps=1)
-    trainer.fit()
-    assert trainer.step == 2 and (tmp_path / "checkpoint-final" / "model.bin").read_text() == "2"
-
-
-def test_stop_run_of_a_step_that_has_a_checkpoint_writes_none_again(walk, tmp_path):
-    trainer = walk(callbacks=[Ending("on_evaluation", at=2)], eval_steps=1, save_steps=1)
-    trainer.fit()
-    assert [text.partition(":")[0] for text in trainer.said if "written" in text] == [
-        "checkpoint-000001", "checkpoint-000002"]  # fmt: skip
-
-
-def test_stop_run_of_the_first_evaluation_ends_the_run_before_any_step(walk, tmp_path):
-    trainer = walk(callbacks=[Ending("on_evaluation", at=0)])
-    trainer.fit()
-    assert trainer.step == trainer.weights == 0 and (tmp_path / "checkpoint-000000").is_dir()
+@pytest.mark.parametrize(
+    ("hook", "output", "written"),
+    [
+        pytest.param(("on_update", 1), {"eval_steps": 2}, [2], id="on_update, before the step counts as finished"),
+        pytest.param(("on_metrics", 2), {"eval_steps": 2}, [2], id="on_metrics"),
+        pytest.param(("on_evaluation", 2), {"eval_steps": 1, "save_steps": 1}, [1, 2], id="no checkpoint twice"),
+        pytest.param(("on_evaluation", 2, True), {"eval_steps": 1}, [2, "final"], id="export"),
+        pytest.param(("on_evaluation", 0), {}, [0], id="the evaluation before any step"),
+    ],
+)
+def test_stop_run_of_a_step_that_has_trained_waits_for_its_end(walk, tmp_path, hook, output, written):
+    trainer, step = walk(callbacks=[Ending(*hook)], **output), 2 if hook[1] else 0
+    assert trainer.fit() == {"eval_reward": 0.0625 * (step + 1)}  # the evaluation of the step
+    assert trainer.step == trainer.weights == step and "enough; a checkpoint is saved" in trainer.said
+    names = [f"checkpoint-{each:06}" if isinstance(each, int) else f"checkpoint-{each}" for each in written]
+    assert names_in(tmp_path) == names
+    told = [text.partition(":")[0] for text in trainer.said if "written" in text]
+    assert told == [name for name in names if name != "checkpoint-final"]
 
 
 # --- checkpoints that are written behind the run ---------------------------------------------------------------------
@@ -356,48 +317,36 @@ class Writing(Walk):
         write_file(path, [self.weights], write)
 
 
-def test_the_run_goes_on_while_its_checkpoint_is_written(tmp_path):
-    trainer, seen = Writing(tmp_path, save_steps=2, steps=3), []
+@pytest.mark.parametrize("fails", [None, 3])
+def test_the_run_goes_on_or_fails_while_its_checkpoint_is_written(tmp_path, fails):
+    trainer, seen = Writing(tmp_path, save_steps=2, fails=fails), []
     trainer.gate.clear()
     step = trainer.train_step
 
     def train_step():
         if trainer.step == 2:
             seen.extend(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name)
-            trainer.gate.set()
+            threading.Timer(0.3 if fails else 0.0, trainer.gate.set).start()
         return step()
 
     trainer.train_step = train_step
-    trainer.fit()
+    with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
+        trainer.fit()
     assert seen == [".staging-checkpoint-000002"]
     assert (tmp_path / "checkpoint-000002" / "weights.bin").read_text() == "2"
-    assert verify(resolve_resume("auto", tmp_path))["step"] == 3
+    assert verify(resolve_resume("auto", tmp_path))["step"] == (2 if fails else 3)
     told = [line for line in trainer.said if "MiB written in" in line]
-    assert "checkpoint-000002: " in told[0] and "for which the run waited" in told[0]
+    assert fails or ("checkpoint-000002: " in told[0] and "for which the run waited" in told[0])
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(tmp_path):
-    trainer = Writing(tmp_path, full=[2], steps=9)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_it_was_asked_for(tmp_path):
+    asked, unasked = (Writing(tmp_path / name, full=[2], save_steps=every) for name, every in (("a", 1), ("b", None)))
     with pytest.raises(CheckpointError, match="saving checkpoint-000002 failed: the disk is full: .*weights.bin"):
-        trainer.fit()
-    assert trainer.step in (2, 3)
-    assert verify(resolve_resume("auto", tmp_path))["step"] == 1
-
-
-def test_one_that_nobody_asked_for_and_cannot_be_written_is_said_and_the_run_goes_on(tmp_path):
-    trainer = Writing(tmp_path, full=[2], steps=3, save_steps=None)
-    trainer.fit()
-    assert [line for line in trainer.said if "checkpoint-000002 failed: the disk is full" in line]
-    assert verify(resolve_resume("auto", tmp_path))["step"] == 3
-
-
-def test_a_run_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_path):
-    trainer = Writing(tmp_path, save_steps=2, steps=3, fails=3)
-    trainer.gate.clear()
-    threading.Timer(0.3, trainer.gate.set).start()
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.fit()
-    assert verify(resolve_resume("auto", tmp_path))["step"] == 2
+        asked.fit()
+    assert asked.step in (2, 3) and verify(resolve_resume("auto", tmp_path / "a"))["step"] == 1
+    unasked.fit()
+    assert [line for line in unasked.said if "checkpoint-000002 failed: the disk is full" in line]
+    assert verify(resolve_resume("auto", tmp_path / "b"))["step"] == 3
 
 
 def test_a_checkpoint_at_the_end_of_a_run_is_not_written_behind_it(tmp_path):
