@@ -24,28 +24,47 @@ def output(tmp_path, **settings) -> OutputConfig:
     return OutputConfig(output_dir=str(tmp_path / "run"), **settings)
 
 
+def test_best_metric_names_one_that_the_evaluation_gives(tmp_path):
+    def of(text):
+        return output(tmp_path, best_metric=text, eval_steps=2, save_steps=4)
+
+    assert best_metric(of("eval_reward")) == best_metric(of("max:eval_reward")) == ("eval_reward", "max")
+    assert best_metric(of("min:eval_length")) == ("eval_length", "min")
+    for text in ("most:eval_reward", "max:", ":eval_reward"):
+        with pytest.raises(ConfigError, match="NAME, max:NAME or min:NAME"):
+            best_metric(of(text))
+    state = RunState(SimpleNamespace(), of("eval_rewards"))
+    with pytest.raises(ConfigError, match="those are: eval_reward, eval_reward_greedy"):
+        state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
+    with pytest.raises(ConfigError, match="there is no evaluation data"):
+        state.check_metrics({})
+
+
+NO_FOLDER = "{root}/file/model/final"
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("settings", "told"),
     [
-        ("eval_reward", ("eval_reward", "max")),
-        ("max:eval_reward", ("eval_reward", "max")),
-        ("min:eval_length", ("eval_length", "min")),
+        *(
+            ({"best_metric": "eval_reward", "eval_steps": evaluate, "save_steps": save}, "multiple of eval_steps")
+            for evaluate, save in ((-1, 4), (2, -1), (4, 2), (2, 3))
+        ),
+        ({"save_path": "{root}/precious"}, "precious exists and is no checkpoint"),
+        ({"resume_from": "auto"}, "no complete checkpoint"),
+        ({"load_checkpoint": True}, "no complete checkpoint"),
+        ({"resume_from": ""}, "resume_from is empty"),
+        ({"save_path": NO_FOLDER}, "save_path.*no checkpoint can be written into .*file"),
+        ({"ckpt_path": NO_FOLDER}, "ckpt_path.*no checkpoint can be written into .*file"),
     ],
 )
-def test_best_metric(tmp_path, text, expected):
-    assert best_metric(output(tmp_path, best_metric=text, eval_steps=2, save_steps=4)) == expected
-
-
-@pytest.mark.parametrize("text", ["most:eval_reward", "max:", ":eval_reward"])
-def test_a_best_metric_that_cannot_be_read(tmp_path, text):
-    with pytest.raises(ConfigError, match="NAME, max:NAME or min:NAME"):
-        best_metric(output(tmp_path, best_metric=text, eval_steps=2, save_steps=4))
-
-
-@pytest.mark.parametrize(("evaluate", "save"), [(-1, 4), (2, -1), (4, 2), (2, 3)])
-def test_checkpoints_are_compared_by_evaluations_of_their_own(tmp_path, evaluate, save):
-    with pytest.raises(ConfigError, match="multiple of eval_steps"):
-        check_output(output(tmp_path, best_metric="eval_reward", eval_steps=evaluate, save_steps=save))
+def test_an_output_that_cannot_work_is_refused_at_the_start(tmp_path, settings, told):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "notes.txt").write_text("mine")
+    given = {name: value.format(root=tmp_path) if isinstance(value, str) else value for name, value in settings.items()}
+    with pytest.raises(ConfigError if "best_metric" in settings else CheckpointError, match=told):
+        check_output(output(tmp_path, **given))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +74,7 @@ def test_checkpoints_are_compared_by_evaluations_of_their_own(tmp_path, evaluate
         (3000, {}, (50, 50)),
         (3, {}, (1, 1)),
         (240, {"save_steps": -1}, (-1, 24)),
-        (240, {"save_steps": 7, "eval_steps": 0}, (7, 0)),
         (240, {"eval_steps": 60}, (20, 60)),
-        (240, {"eval_steps": 5}, (20, 5)),
         (240, {"eval_steps": 61}, (24, 61)),
         (240, {"eval_steps": 60, "best_metric": "eval_reward"}, (60, 60)),
         (240, {"save_steps": 10, "best_metric": "eval_reward"}, (10, 10)),
@@ -65,32 +82,6 @@ def test_checkpoints_are_compared_by_evaluations_of_their_own(tmp_path, evaluate
 )
 def test_intervals_left_at_their_default_are_tenths_of_the_run_that_meet(tmp_path, total, settings, expected):
     assert output(tmp_path, **settings).intervals(total) == expected
-
-
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
-    target = tmp_path / "precious"
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="precious exists and is no checkpoint"):
-        check_output(output(tmp_path, save_path=str(target)))
-
-
-@pytest.mark.parametrize("settings", [{"resume_from": "auto"}, {"load_checkpoint": True}])
-def test_nothing_to_resume_from(tmp_path, settings):
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        check_output(output(tmp_path, **settings))
-
-
-@pytest.mark.parametrize("name", ["save_path", "ckpt_path"])
-def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=f"{name}.*no checkpoint can be written into .*file"):
-        check_output(output(tmp_path, **{name: str(tmp_path / "file" / "model" / "final")}))
-
-
-def test_an_empty_resume_from_is_no_fresh_start(tmp_path):
-    with pytest.raises(CheckpointError, match="resume_from is empty"):
-        check_output(output(tmp_path, resume_from=""))
 
 
 class Trainer:
@@ -110,28 +101,25 @@ class Trainer:
         (folder / "weights.bin").write_bytes(b"w")
 
 
-def test_only_an_evaluation_of_the_same_weights_counts_for_the_best(tmp_path):
-    trainer = Trainer()
-    settings = output(tmp_path, best_metric="eval_reward", eval_steps=1, save_steps=1, max_ckpt_num=1)
-    state = RunState(trainer, settings)
-    trainer.step, trainer.evaluated_step, trainer.latest_eval = 1, 1, {"eval_reward": 0.5}
-    first = state.save()
-    trainer.step = 2  # stopped by a signal: not evaluated
-    last = state.save()
-    assert last.is_dir() and first.is_dir()  # the best stays beside the last
-
-
 @pytest.mark.parametrize(
-    ("most", "kept"), [(2, ["000001", "000004"]), (3, ["000001", "000003", "000004"]), (1, ["000004"])]
+    ("settings", "kept"),
+    [
+        ({"max_ckpt_num": 2}, [1, 4]),
+        ({"max_ckpt_num": 3}, [1, 3, 4]),
+        ({"max_ckpt_num": 1}, [4]),
+        ({"max_ckpt_num": 1, "best_metric": "eval_reward", "eval_steps": 1, "save_steps": 1}, [1, 4]),
+    ],
 )
-def test_without_best_metric_the_best_reward_stays_where_more_than_one_checkpoint_does(tmp_path, most, kept):
+def test_the_best_checkpoint_by_an_evaluation_of_its_weights_stays_beside_the_last(tmp_path, settings, kept):
     trainer = Trainer()
-    state = RunState(trainer, output(tmp_path, max_ckpt_num=most))
-    for step, reward in enumerate((0.9, 0.5, 0.6, 0.7), 1):
+    state = RunState(trainer, output(tmp_path, **settings))
+    for step, reward in enumerate((0.9, 0.5, 0.6), 1):
         trainer.step = trainer.evaluated_step = step
         trainer.latest_eval = {"eval_reward": reward}
         state.save()
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [f"checkpoint-{n}" for n in kept]
+    trainer.step, trainer.latest_eval = 4, {"eval_reward": 1.0}  # stopped by a signal: not evaluated
+    state.save()
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [f"checkpoint-{n:06}" for n in kept]
 
 
 def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
@@ -174,36 +162,33 @@ def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_t
     assert trainer.step == 0
 
 
-def test_sigterm_asks_a_run_to_stop_while_it_listens(tmp_path):
-    state, before = RunState(Trainer(), output(tmp_path)), signal.getsignal(signal.SIGTERM)
+def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch):
+    state, found, ended = RunState(Trainer(), output(tmp_path)), [], []
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(ValueError), state.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert state.stop_requested()
         raise ValueError("a stage fails")
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_ctrl_c_asks_a_run_to_stop_and_its_code_is_that_of_shells(tmp_path, capfd):
-    state, before = RunState(Trainer(), output(tmp_path)), signal.getsignal(signal.SIGINT)
-    with state.listening():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # a launcher sends it again at once
-        assert state.signalled() and state.stop_requested()
-        state.stop()
-    assert state.exit_code == 130 and (tmp_path / "run" / "checkpoint-000000").is_dir()
-    assert signal.getsignal(signal.SIGINT) is before
-    assert capfd.readouterr().err.count("Ctrl-C: this step is finished and a checkpoint saved") == 1
-
-
-def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, monkeypatch):
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
     state = RunState(Trainer(), output(tmp_path))
     with state.listening():
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a launcher sends it again at once
+        assert state.signalled() and state.stop_requested() and not ended
+        state.stop()
         state._interrupt.first -= 2.1
         signal.raise_signal(signal.SIGINT)
-    assert ended == [130]
+    assert state.exit_code == 130 and ended == [130] and (tmp_path / "run" / "checkpoint-000000").is_dir()
+    assert capfd.readouterr().err.count("Ctrl-C: this step is finished and a checkpoint saved") == 1
+
+    def run():
+        with state.listening():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)  # it leaves signals alone
+    thread.start()
+    thread.join()
+    assert found[0] is before[0] and [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path):
@@ -219,28 +204,6 @@ def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_t
     assert "no space left" in trainer.told[0] and "goes on" in trainer.told[0]
     with pytest.raises(CheckpointError, match="no space left"):
         state.save()
-
-
-def test_a_run_in_another_thread_leaves_signals_alone(tmp_path):
-    state, found = RunState(Trainer(), output(tmp_path)), []
-
-    def run():
-        with state.listening():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_a_best_metric_that_the_evaluation_does_not_give(tmp_path):
-    settings = output(tmp_path, best_metric="eval_rewards", eval_steps=1, save_steps=1)
-    state = RunState(SimpleNamespace(), settings)
-    with pytest.raises(ConfigError, match="those are: eval_reward, eval_reward_greedy"):
-        state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
-    with pytest.raises(ConfigError, match="there is no evaluation data"):
-        state.check_metrics({})
 
 
 def test_what_a_vision_language_checkpoint_belongs_to(tmp_path):

@@ -38,12 +38,8 @@ from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 
-
-def prompts() -> PromptBatch:
-    return PromptBatch.of([turn("how many?"), turn("where?"), turn("why?")])
-
-
-PROMPTS = prompts()
+TEXTS = [turn("how many?"), turn("where?"), turn("why?")]
+PROMPTS = PromptBatch.of(TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +87,12 @@ def maker_of(checkpoint, told: list[str], **settings) -> ExperienceMaker:
 
 
 def resampling(maker: ExperienceMaker) -> ResamplingMaker:
-    return ResamplingMaker(maker, 2, prompts)
+    return ResamplingMaker(maker, 2, lambda: PromptBatch.of(TEXTS))
 
 
 def made_by(maker: ExperienceMaker | ResamplingMaker) -> StepData:
     """As a trainer's step asks."""
-    return maker.make_experience(maker.score(maker.generate(prompts())))
+    return maker.make_experience(maker.score(maker.generate(PromptBatch.of(TEXTS))))
 
 
 def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
@@ -161,10 +157,6 @@ def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     assert told == [*rounds, "sleep", "forward", "forward"]
 
 
-def hooks_on_scores(on_scores) -> Hooks:
-    return Hooks([SimpleNamespace(on_scores=on_scores)])
-
-
 def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_remote_scorers(checkpoint):
     told: list[str] = []
 
@@ -172,10 +164,9 @@ def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_re
         told.append(f"scored {[rollout.reward for rollout in rollouts]}")
         return rollouts
 
-    maker = maker_of(checkpoint, told, hooks=hooks_on_scores(noting))
-    made = made_by(maker)
+    maker = maker_of(checkpoint, told, hooks=Hooks([SimpleNamespace(on_scores=noting)]))
+    made_by(maker)
     assert told == ["wake", "generate", "sleep", "reward", f"scored {[1.0] * 6}", "forward", "forward"]
-    assert all(each.info["reward"].tolist() == [1.0] * 3 for each in made.batches)
     maker.rewards = RewardComputationEngine(reward_model=Noting(told))
     told.clear()
     made_by(maker)
@@ -187,7 +178,7 @@ def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoi
     def of_other_rewards(rollouts):
         return Rollouts([replace(each, reward=2.0) for each in rollouts], rollouts.sampling, scored=True)
 
-    maker = maker_of(checkpoint, [], hooks=hooks_on_scores(of_other_rewards))
+    maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_scores=of_other_rewards)]))
     if remote:
         maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     for each in (made_by(maker), made_by(resampling(maker))):
@@ -197,12 +188,8 @@ def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoi
 
 def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
     """Rewards of remote scorers come behind the forwards: those of others would be given to them."""
-
-    def without_the_first(rollouts):
-        del rollouts[0]
-        return rollouts
-
-    maker = maker_of(checkpoint, [], hooks=hooks_on_scores(without_the_first))
+    hook = SimpleNamespace(on_scores=lambda rollouts: Rollouts(rollouts[1:], rollouts.sampling, scored=True))
+    maker = maker_of(checkpoint, [], hooks=Hooks([hook]))
     maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
         made_by(maker)
@@ -238,42 +225,23 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
 
 
-def test_evaluation_reports_each_component_of_the_reward_over_the_samples_it_applies_to(checkpoint):
-    def half(completions):
-        return [0.5] * len(completions)
-
+def test_evaluation_reports_components_over_the_samples_they_apply_to_and_why_others_have_no_reward(checkpoint, caplog):
     def some(completions, ids):
-        return [None if i % 2 else 2.0 for i in ids], {"length": [float(i) for i in range(len(ids))]}
+        return [None if i % 3 == 0 else 2.0 for i in ids], {"length": [float(i) for i in range(len(ids))]}
 
     maker = maker_of(checkpoint, [])
-    maker.rewards = RewardComputationEngine(custom_reward_func=[half, some])
-    found = evaluated(maker)
-    last = 2 * len(PROMPTS) - 1
-    components = {name: value for name, value in found.items() if name.startswith("validation/")}
-    assert components == {
-        "validation/reward/half": 0.5,
-        "validation/reward/length": last / 2,
-        "validation/reward/some": 2.0,
-    }
-
-
-def test_evaluation_says_how_many_responses_have_no_reward_and_why(checkpoint, caplog):
-    maker = maker_of(checkpoint, [])
-    maker.rewards = RewardComputationEngine(
-        custom_reward_func=lambda completions, ids: [None if i % 3 == 0 else 2.0 for i in range(len(ids))]
-    )
-    sample = maker.sample
+    maker.rewards, sample = RewardComputationEngine(custom_reward_func=some), maker.sample
 
     def failing(*arguments):
         made = sample(*arguments)
-        made[0].episode = Episode(
-            [Turn("a")], [0] * len(made[0].token_ids), failure="no server\n at line 3", failed=True
-        )
+        nothing = [0] * len(made[0].token_ids)
+        made[0].episode = Episode([Turn("a")], nothing, failure="no server\n at line 3", failed=True)
         return made
 
     maker.sample = failing
     found = evaluated(maker)
     assert found["eval_invalid_share"] == 2 / 6 and found["eval_reward"] == 2.0
+    assert (found["validation/reward/some"], found["validation/reward/length"]) == (2.0, (1 + 2 + 4 + 5) / 4)
     assert "33% of the evaluated responses have no usable reward and are left out; 1 x no server" in caplog.text
 
 
@@ -323,24 +291,20 @@ def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
         assert [getattr(batch, name)[0, 0].item() for batch in batches] == [0, 2, 4]
 
 
-def probed_steps(steps: int, ahead: bool = False, full: bool = True, evaluated: bool = False) -> list[int]:
-    """After which of the first steps of a run the engine's new weights are probed."""
+@pytest.mark.parametrize(
+    ("steps", "ahead", "evaluated", "full", "probed"),
+    [
+        pytest.param(51, False, False, True, [50], id="the rollouts show the others"),
+        pytest.param(51, True, False, True, [1, 50], id="rollouts ahead are of a policy that is gone"),
+        pytest.param(2, False, True, True, [1, 2], id="before an evaluation"),
+        pytest.param(2, False, False, False, [1, 2], id="where log-probs are cut"),
+    ],
+)
+def test_new_weights_are_probed_where_no_rollout_would_show_them(steps, ahead, evaluated, full, probed):
     found: list[int] = []
     gate = SimpleNamespace(check=lambda probe, temperature: found.append(step) or 0.25)
     agreement = Agreement(gate, RolloutConfig(), ahead)
     agreement.probe = object()
     for step in range(1, steps + 1):
         agreement.after_sync(step, evaluated, full)
-    assert agreement.difference == (0.25 if found else 0.0)
-    return found
-
-
-def test_the_first_weights_are_probed_where_no_rollout_would_show_them():
-    """Rollouts ahead are of a policy that is gone when they are trained on: nothing can be compared with them."""
-    assert probed_steps(51) == [50]
-    assert probed_steps(51, ahead=True) == [1, 50]
-
-
-def test_every_sync_is_probed_before_an_evaluation_and_where_log_probs_are_cut():
-    assert probed_steps(2, evaluated=True) == [1, 2]
-    assert probed_steps(2, full=False) == [1, 2]
+    assert found == probed and agreement.difference == 0.25
