@@ -83,27 +83,18 @@ def test_samples_refer_to_one_copy_of_their_text_on_the_host_which_an_update_mov
 
 
 def test_noise_follows_the_policy_version_and_the_call(engine):
-    maker = maker_of(engine)
-    first, second, again = make(maker), make(maker), make(maker_of(engine))
-    later_maker = maker_of(engine)
+    maker, later_maker = maker_of(engine), maker_of(engine)
     later_maker.policy_version = 1
-    later = make(later_maker)
+    first, second, again, later = make(maker), make(maker), make(maker_of(engine)), make(later_maker)
     assert torch.equal(first[0].latents, again[0].latents)
     assert not torch.equal(first[0].latents, second[0].latents)
     assert not torch.equal(first[0].latents, later[0].latents)
     assert later[0].policy_version.tolist() == [1, 1, 1]
 
 
-def test_settings_of_the_advantages_are_used(engine):
-    experiences = make(maker_of(replace(engine, algorithm=DiffusionAlgorithmConfig(adv_clip_max=0.1))))
-    assert torch.cat([each.advantages for each in experiences]).abs().max() == pytest.approx(0.1)
-
-
-def test_samples_without_rewards(engine):
-    drawn = maker_of(engine).generate_samples(PROMPTS)
-    assert [each.media.shape[0] for each in drawn] == [3, 3, 2]
-
-
-def test_text_settings_are_refused(engine):
+def test_settings_of_the_advantages_are_used_and_those_of_text_refused(engine):
+    maker = maker_of(replace(engine, algorithm=DiffusionAlgorithmConfig(adv_clip_max=0.1)))
+    assert torch.cat([each.advantages for each in make(maker)]).abs().max() == pytest.approx(0.1)
+    assert [each.media.shape[0] for each in maker.generate_samples(PROMPTS)] == [3, 3, 2]  # without rewards
     with pytest.raises(ConfigError, match="temperature"):
-        maker_of(engine).make_experience_list(PROMPTS, temperature=0.5)
+        maker.make_experience_list(PROMPTS, temperature=0.5)

@@ -33,10 +33,6 @@ class Adds:
     on_prompts = on_rollouts = on_scores = on_experience = on_buffer = on_train_batch = _added
 
 
-class Last(Adds):
-    last = True
-
-
 @pytest.mark.parametrize("method", THROUGH)
 def test_each_hook_is_given_what_the_one_before_it_returned(method):
     given = ["start"]
@@ -57,9 +53,10 @@ def test_a_method_that_returns_nothing_or_something_else_is_refused_by_its_name(
 
 
 def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users_own_and_the_last(monkeypatch):
-    kept = registry.Registry("hook", kinds.Hook)
+    kept, last = registry.Registry("hook", kinds.Hook), Adds("the last")
+    last.last = True
     monkeypatch.setattr(registry, "hooks", kept)
-    kept.register("behind", about="")(lambda parts: Last("the last"))
+    kept.register("behind", about="")(lambda parts: last)
     kept.register("first", about="")(lambda parts: Adds(f"{parts.word} 1"))
     kept.register("unasked", about="")(lambda parts: None)
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
@@ -94,10 +91,8 @@ def test_a_stop_of_a_step_that_trains_waits_and_the_other_hooks_are_still_asked(
     assert returned is (given if method == "on_train_batch" else None)
 
 
-class Kept(StepHook):
-    """Counts; begins at -1 where a checkpoint has nothing for it."""
-
-    name = "kept"
+class Kept:
+    """Counts; known by the name of its class."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -108,23 +103,12 @@ class Kept(StepHook):
     def load_state_dict(self, state):
         self.count = state["count"]
 
-    def missing_state(self):
-        self.count = -1
-
-
-class Unnamed:
-    """Known by the name of its class."""
-
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    state_dict, load_state_dict = Kept.state_dict, Kept.load_state_dict
-
 
 def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
-    saved = Hooks([Kept(1), Adds("stateless"), Kept(2), Unnamed(3)]).state_dict()
-    assert saved == {"kept": {"count": 1}, "kept_2": {"count": 2}, "Unnamed": {"count": 3}}
-    again = [Kept(), Kept(), Unnamed()]
+    hooks, again = [Kept(1), Kept(2), Kept(3)], [Kept(), Kept(), Kept()]
+    hooks[0].name = hooks[1].name = again[0].name = again[1].name = "kept"
+    saved = Hooks([hooks[0], Adds("stateless"), *hooks[1:]]).state_dict()
+    assert saved == {"kept": {"count": 1}, "kept_2": {"count": 2}, "Kept": {"count": 3}}
     Hooks(again).load_state_dict(saved)
     assert [each.count for each in again] == [1, 2, 3]
 
@@ -132,20 +116,16 @@ def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
 def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():
     told = []
 
-    class Lends(StepHook):
-        def __init__(self, name, purpose):
-            self.own, self.purpose = name, purpose
+    @contextmanager
+    def lent(name):
+        told.append(f"{name} lent")
+        yield
+        told.append(f"{name} back")
 
-        @contextmanager
-        def _lent(self):
-            told.append(f"{self.own} lent")
-            yield
-            told.append(f"{self.own} back")
+    def lends(name, purpose):
+        return SimpleNamespace(weights_for=lambda asked: lent(name) if asked == purpose else None)
 
-        def weights_for(self, purpose):
-            return self._lent() if purpose == self.purpose else None
-
-    hooks = Hooks([Lends("a", "evaluation"), Lends("b", "export"), Lends("c", "evaluation"), StepHook()])
+    hooks = Hooks([lends("a", "evaluation"), lends("b", "export"), lends("c", "evaluation"), StepHook()])
     with hooks.weights_for("evaluation"):
         told.append("evaluated")
     assert told == ["a lent", "c lent", "evaluated", "c back", "a back"]
@@ -153,10 +133,8 @@ def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():
 
 
 class Reports(StepHook):
-    closed = False
-
     def __init__(self, **numbers):
-        self.numbers = numbers
+        self.numbers, self.closed = numbers, False
 
     def metrics(self):
         return self.numbers
@@ -165,35 +143,30 @@ class Reports(StepHook):
         self.closed = True
 
 
-def of_a_step(*hooks) -> MetricsAccumulator:
+@pytest.fixture
+def of_a_step() -> MetricsAccumulator:
     metrics = MetricsAccumulator()
     metrics.add("loss", 1.0)
     metrics.add_moments("reward", torch.ones(2))
-    Hooks(hooks).report(metrics)
     return metrics
 
 
-def test_numbers_of_all_hooks_are_reported_and_all_are_closed():
+def test_numbers_of_all_hooks_are_reported_and_all_are_closed(of_a_step):
     hooks = [Reports(a=1.0), StepHook(), Reports(b=torch.tensor(2.0))]
-    assert of_a_step(*hooks).reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
+    Hooks(hooks).report(of_a_step)
+    assert of_a_step.reduce() == {"loss": 1.0, "a": 1.0, "b": 2.0, "reward_mean": 1.0, "reward_std": 0.0}
     Hooks(hooks).close()
     assert hooks[0].closed and hooks[2].closed
 
 
 @pytest.mark.parametrize(
     "numbers, told",
-    [({name: 3.0}, f"gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step")]
+    [({name: 3.0}, f" gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step", "twice")]
     + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
 )
-def test_number_that_cannot_be_reported_is_refused(numbers, told):
-    metrics = of_a_step(Reports(b=1.0))
-    with pytest.raises(ConfigError, match=f"Reports.metrics{told}|Reports.metrics {told}"):
-        Hooks([Reports(**numbers)]).report(metrics)
-
-
-def test_name_that_two_hooks_give_is_refused():
-    with pytest.raises(ConfigError, match="Reports.metrics gives seen, a metric that there is"):
-        Hooks([Reports(seen=1.0), Reports(seen=2.0)]).report(MetricsAccumulator())
+def test_number_that_cannot_be_reported_is_refused(of_a_step, numbers, told):
+    with pytest.raises(ConfigError, match=f"Reports.metrics{told}"):
+        Hooks([Reports(twice=1.0), Reports(**numbers)]).report(of_a_step)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A start that bad rows end leaves the list of them; of a live or earlier run in the folder nothing is lost."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,24 +24,16 @@ def refused(output: Path, *prompts: str) -> list[dict]:
     return [json.loads(line) for line in (output / "bad_rows.jsonl").read_text().splitlines()]
 
 
-def test_the_rows_that_ended_a_start_are_listed(tmp_path):
+def test_the_rows_that_ended_a_start_are_listed_anew_but_after_those_of_an_earlier_run(tmp_path):
+    refused(tmp_path / "run", "", "")  # no row is left
     rows = refused(tmp_path / "run", "a", "", "b", "")
     assert [(Path(row["source"]).name, row["cause"], row["found"]) for row in rows] == [
-        ("rows.jsonl:2", "prompt form", "start"),
-        ("rows.jsonl:4", "prompt form", "start"),
+        (f"rows.jsonl:{line}", "prompt form", "start") for line in (2, 4)
     ]
-
-
-def test_the_next_start_begins_a_new_list(tmp_path):
-    refused(tmp_path / "run", "", "")  # no row is left
-    assert len(refused(tmp_path / "run", "a", "")) == 1
-
-
-def test_the_list_of_an_earlier_run_is_kept(tmp_path):
-    (tmp_path / "run" / "checkpoint-000001").mkdir(parents=True)
+    (tmp_path / "earlier" / "checkpoint-000001").mkdir(parents=True)
     earlier = {"source": "other:7", "cause": "file missing", "message": "other:7: gone", "found": "start"}
-    (tmp_path / "run" / "bad_rows.jsonl").write_text(json.dumps(earlier) + "\n")
-    rows = refused(tmp_path / "run", "a", "")
+    (tmp_path / "earlier" / "bad_rows.jsonl").write_text(json.dumps(earlier) + "\n")
+    rows = refused(tmp_path / "earlier", "a", "")
     assert rows[0] == earlier and len(rows) == 2
 
 
@@ -53,12 +46,14 @@ def release(locks):
         lock.release()
 
 
-def test_folders_held_until_their_locks_are_released(tmp_path):
+def test_folders_held_until_their_locks_are_released_or_the_start_fails(tmp_path):
     with held(tmp_path) as locks:
         pass
     with pytest.raises(FolderInUse, match=f"output_dir {tmp_path} belongs"), held(tmp_path):
         pytest.fail("two runs in one folder")
     release(locks)
+    with pytest.raises(ConfigError, match="no such model"), held(tmp_path / "run", tmp_path / "checkpoints"):
+        raise ConfigError("no such model")
     with held(tmp_path / "run", tmp_path / "other" / ".." / "run") as locks:
         assert len(locks) == 1  # checkpoints in the folder of the output
     release(locks)
@@ -76,24 +71,12 @@ def test_folders_held_other_output_same_checkpoints_refused_by_the_name_of_the_s
     assert not list(tmp_path.rglob("run.lock"))
 
 
-def test_folders_held_start_that_fails_releases_them(tmp_path):
-    with pytest.raises(ConfigError) as failure, held(tmp_path / "run", tmp_path / "checkpoints"):
-        raise ConfigError("no such model")
-    with held(tmp_path / "run", tmp_path / "checkpoints") as locks:
-        release(locks)
-    assert str(failure.value) == "no such model"
-
-
 @pytest.mark.parametrize("refused", [FolderInUse("taken"), None])
 def test_folders_held_other_ranks_hear_from_rank_0_whether_they_are_free(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(collectives, "is_rank_0", lambda: False)
     monkeypatch.setattr(collectives, "broadcast_object", lambda mine: refused)
-    if refused is None:
-        with held(tmp_path) as locks:
-            assert locks == []
-    else:
-        with pytest.raises(FolderInUse, match="taken"), held(tmp_path):
-            pytest.fail("it went on")
+    with pytest.raises(FolderInUse, match="taken") if refused else nullcontext(), held(tmp_path) as locks:
+        assert locks == [] and refused is None
     assert not list(tmp_path.iterdir())
 
 

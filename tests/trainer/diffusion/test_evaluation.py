@@ -27,13 +27,17 @@ class Rows(list):
     rows = property(list)
 
 
+def evaluated(reward: torch.Tensor, labels: list[str]) -> dict[str, float]:
+    """Of prompts that have these labels and rewards."""
+    prompts = Rows(PromptRow(label, [], label=label) for label in labels)
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
+    sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8))]  # noqa: E731
+    return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0, 0).run(1)
+
+
 @pytest.mark.parametrize(("scores", "lost"), [([1.0, 3.0, 2.0], None), ([1.0, math.nan, 2.0], 1 / 3)])
 def test_prompts_without_a_reward_are_counted_beside_the_mean_that_leaves_them_out(scores, lost):
-    reward = torch.tensor(scores)
-    prompts = Rows(PromptRow(text, [], None, None, {}, "rows.jsonl") for text in "abc")
-    drawn = SimpleNamespace(draw=lambda requests, step, purpose: [Sampled(None, {}, torch.rand(3, 3, 8, 8))])
-    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
-    found = evaluation.DiffusionEvaluation(drawn, prompts, rewards, 0, 0).run(1)
+    found = evaluated(torch.tensor(scores), ["a"] * 3)
     assert found.get("eval_invalid_share") == (None if lost is None else pytest.approx(lost))
     assert found["eval_reward"] == (2.0 if lost is None else 1.5)
 
@@ -41,18 +45,10 @@ def test_prompts_without_a_reward_are_counted_beside_the_mean_that_leaves_them_o
 @pytest.mark.parametrize("scored", [60, 2])
 def test_every_label_counts_alike_in_their_mean_and_24_have_columns(scored):
     """30 labels: the first of three prompts, the others of one, so that only the first has a column."""
-    labels = ["often"] * 3 + [f"once {number:02}" for number in range(29)]
     reward = torch.tensor([3.0] * 3 + [1.0] * 29)
     reward[scored:] = math.nan
-    prompts = Rows(PromptRow(label, [], label=label) for label in labels)
-    drawn = SimpleNamespace(
-        draw=lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(requests.prompts), 3, 8, 8))]
-    )
-    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
-    found = evaluation.DiffusionEvaluation(drawn, prompts, rewards, 0, 0).run(1)
-    assert [name for name in found if name.startswith("eval_reward_")] == [
-        "eval_reward_often",
-        "eval_reward_label_mean",
-    ]
+    found = evaluated(reward, ["often"] * 3 + [f"once {number:02}" for number in range(29)])
+    columns = [name for name in found if name.startswith("eval_reward_")]
+    assert columns == ["eval_reward_often", "eval_reward_label_mean"]
     wanted = (3 + 29) / 30 if scored > 32 else math.nan
     assert found["eval_reward_label_mean"] == pytest.approx(wanted, nan_ok=True)

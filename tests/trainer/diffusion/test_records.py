@@ -19,23 +19,6 @@ from lightrft_visual.trainer.hooks import StepData
 SAMPLES, KEPT = 24, 6
 
 
-@pytest.fixture
-def sent(monkeypatch) -> list[int]:
-    """Bytes of each object that goes to the other one of two ranks, which has drawn the same."""
-    found: list[int] = []
-
-    def all_gather_object(gathered, value, group=None):
-        content = pickle.dumps(value)
-        found.append(len(content))
-        gathered[:] = [pickle.loads(content) for _ in gathered]
-
-    monkeypatch.setattr(collectives, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    return found
-
-
 def step(shape: tuple[int, ...], **output):
     """(the step's records, its media)."""
     config = DiffusionRunConfig()
@@ -43,27 +26,32 @@ def step(shape: tuple[int, ...], **output):
     vars(config.output).update(output)
     hook = records.build(SimpleNamespace(config=config, kind="diffusion", records_of=records_of_drawn))
     hook.setup(SimpleNamespace(step=lambda: 3))
-    media = torch.rand(SAMPLES, *shape)
+    media, ids = torch.rand(SAMPLES, *shape), torch.arange(SAMPLES)
     scored = RewardOutput(torch.rand(SAMPLES), {"red": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
-    rows = SimpleNamespace(
-        prompts=["a red circle"] * SAMPLES, group_ids=torch.arange(SAMPLES) // 4, sample_ids=torch.arange(SAMPLES)
-    )
+    rows = SimpleNamespace(prompts=["a red circle"] * SAMPLES, group_ids=ids // 4, sample_ids=ids)
     drawn = Drawn(rows, [], media, step=3, scored=scored)
     return hook.on_experience(StepData([], hook.on_scores(drawn))).records, media
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 5, 32, 48)])
-def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(sent, shape):
+def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(monkeypatch, shape):
+    sent: list[int] = []  # bytes of each object that goes to the other one of two ranks, which has drawn the same
+
+    def all_gather_object(gathered, value, group=None):
+        content = pickle.dumps(value)
+        sent.append(len(content))
+        gathered[:] = [pickle.loads(content) for _ in gathered]
+
+    monkeypatch.setattr(collectives, "is_initialized", lambda: True)
+    for name, given in (("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(dist, name, lambda group=None, given=given: given)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    assert step(shape, save_trajectories=False)[0] == [] == sent
     found, media = step(shape)
     assert len(sent) == 1 and sent[0] <= 1.1 * KEPT * media[0].numel()
     assert len(found) == KEPT  # of both ranks
     kept = [(record.get("images") or record["videos"])[0] for record in found]
     assert all(each.size == media[0].numel() and each.dtype == "uint8" for each in kept)
-
-
-def test_nothing_is_sent_where_no_rollouts_are_kept(sent):
-    found, _ = step((3, 64, 64), save_trajectories=False)
-    assert found == [] and sent == []
 
 
 PAIRS = [PromptRow(prompt=f"pair {number}", images=[]) for number in range(10)]

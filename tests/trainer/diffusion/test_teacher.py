@@ -24,45 +24,35 @@ def base(tmp_path_factory):
     return folder
 
 
-def trained(base):
-    """A policy whose adapters say something."""
-    policy = DiffusionPolicy.from_pretrained(str(base), lora=LoraSettings(4, 8))
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for weight in policy.trainable_parameters():
-            weight.normal_(std=0.1)
-    return policy
-
-
 def teacher_of(base, teacher, policy):
     flags = f"--pretrain {base} --teacher_pretrain {teacher} --diffusion_algorithm diffusion_opd"
     return load_teacher(parse_run(DiffusionRunConfig, flags.split(), preset=DIFFUSION_PRESET).config, STRATEGY, policy)
 
 
-def velocity(policy, conditions):
-    latents = torch.randn(2, *policy.latent_shape(32, 32, 1), generator=torch.Generator().manual_seed(5))
+def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(base, tmp_path):
+    policy = DiffusionPolicy.from_pretrained(str(base), lora=LoraSettings(4, 8))
+    torch.manual_seed(3)
     with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.normal_(std=0.1)
+    latents, conditions = torch.randn(2, *policy.latent_shape(32, 32, 1)), policy.encode_prompts(["red circle", "a"])
+
+    @torch.no_grad()
+    def velocity(policy):
         return policy(latents, torch.tensor([700.0, 200.0]), conditions)
 
-
-def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(base, tmp_path):
-    policy = trained(base)
     policy.save_lora(tmp_path)
-    teacher = teacher_of(base, tmp_path, policy)
-    conditions = policy.encode_prompts(["red circle", "a"])
-    wanted = velocity(policy, conditions)
-    torch.testing.assert_close(velocity(teacher, conditions), wanted, rtol=1e-4, atol=1e-5)
-    assert (velocity(teacher_of(base, base, policy), conditions) - wanted).abs().max() > 1e-3
+    teacher, wanted = teacher_of(base, tmp_path, policy), velocity(policy)
+    torch.testing.assert_close(velocity(teacher), wanted, rtol=1e-4, atol=1e-5)
+    assert (velocity(teacher_of(base, base, policy)) - wanted).abs().max() > 1e-3
     assert not any(weight.requires_grad for weight in teacher.parameters())
 
 
-def test_load_teacher_lora_weights_of_another_model_refused_by_their_folder(base, tmp_path):
+def test_load_teacher_of_another_model_or_family_refused_by_folder_or_names(base, tmp_path):
+    policy = DiffusionPolicy.from_pretrained(str(base), lora=LoraSettings(4, 8))
     (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=f"the LoRA weights in {tmp_path} cannot be joined with their model"):
-        teacher_of(base, tmp_path, trained(base))
-
-
-def test_load_teacher_of_another_family_refused_by_both_names(base, tmp_path):
-    tiny_families.z_image().save_pretrained(tmp_path)
+        teacher_of(base, tmp_path, policy)
+    tiny_families.z_image().save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="is of family ZImage, the model of Flux"):
-        teacher_of(base, tmp_path, trained(base))
+        teacher_of(base, tmp_path / "other", policy)

@@ -1,5 +1,7 @@
 """An update is the same without samples of advantage 0, with several steps a forward, on the rollout's own graphs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,20 +46,15 @@ class Gradients:
         return found
 
 
-def filled_buffer(policy, advantages):
+def trained(policy, advantages, skip, steps_per_forward=1):
     experience, _ = sampled(policy, noise=NoiseConfig(), advantages=advantages, steps=3)
-    buffer = NaiveReplayBuffer(2)
+    buffer, engine = NaiveReplayBuffer(2), Gradients(policy)
     buffer.append(experience)
-    return buffer
-
-
-def trained(policy, buffer, skip, steps_per_forward=1):
-    engine, metrics = Gradients(policy), MetricsAccumulator()
     algorithm, loss = registry.diffusion_algorithms["flow_grpo"], FlowGRPO(clip_range=0.1)
     update = ReplayUpdate(engine, algorithm, loss, 1.0, "first", steps_per_forward)
     ((planned, samples),) = plan_updates(buffer, buffer.plan(0), skip)
     batches = [buffer.gather(each) for each in planned]
-    return update.step(batches, LossContext(engine, policy), 0, metrics, True, samples), engine
+    return update.step(batches, LossContext(engine, policy), 0, MetricsAccumulator(), True, samples), engine
 
 
 def policy():
@@ -70,29 +67,22 @@ def policy():
     return made
 
 
-def test_the_gradient_stays_and_the_forwards_go():
+def test_without_samples_of_no_advantage_the_gradient_stays_and_the_forwards_go():
     drawing = policy()
-    buffer = filled_buffer(drawing, [1.0, 0.0, -0.5, 0.0, 0.0, 0.0])
-    whole, every = trained(drawing, buffer, False)
-    part, some = trained(drawing, buffer, True)
+    whole, every = trained(drawing, [1.0, 0.0, -0.5, 0.0, 0.0, 0.0], False)
+    part, some = trained(drawing, [1.0, 0.0, -0.5, 0.0, 0.0, 0.0], True)
     assert every.samples == COUNT * 2 and some.samples == 2 * 2 and some.lasts == [False, True]
     assert any(gradient.any() for gradient in whole)
     for one, other in zip(whole, part):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
-
-
-def test_an_update_without_any_advantage_still_steps():
-    drawing = policy()
-    gradients, engine = trained(drawing, filled_buffer(drawing, [0.0] * COUNT), True)
-    assert engine.lasts[-1] and engine.samples == 2 and not any(gradient.any() for gradient in gradients)
+    none, engine = trained(drawing, [0.0] * COUNT, True)  # an update without any advantage still steps
+    assert engine.lasts[-1] and engine.samples == 2 and not any(gradient.any() for gradient in none)
 
 
 @pytest.mark.parametrize("together", [2, 5])
 def test_steps_that_share_a_forward_give_the_same_gradient(together):
-    drawing = policy()
-    buffer = filled_buffer(drawing, [1.0, 0.3, -0.5, 2.0, 0.0, -1.0])
-    alone, one = trained(drawing, buffer, False)
-    joined, several = trained(drawing, buffer, False, together)
+    drawing, advantages = policy(), [1.0, 0.3, -0.5, 2.0, 0.0, -1.0]
+    (alone, one), (joined, several) = (trained(drawing, advantages, False, steps) for steps in (1, together))
     assert len(one.lasts) == 2 * len(several.lasts) and several.samples == one.samples
     assert several.lasts == [False] * (len(several.lasts) - 1) + [True]
     for each, other in zip(alone, joined):
@@ -147,25 +137,24 @@ def test_the_graphs_of_the_rollout_give_the_gradient_of_its_replay(name):
         assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-7)
 
 
-def test_only_the_trained_steps_of_a_window_keep_their_graph():
+def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_work_than_a_replay():
     drawing, noise = policy(), NoiseConfig(window_size=2)
     sampler, graphs = DiffusionSampler(SamplingConfig(4, trajectory="sde"), noise), RolloutGraphs([], GIB, 1.0)
     assert graphs.steps(sampler, 1) == [1, 2] and RolloutGraphs([], GIB, 0.5).steps(sampler, 1) == [1]
-    _, kept = sampled(drawing, [1, 2], noise, window=1)
+    experience, kept = sampled(drawing, [1, 2], noise, window=1)
     assert kept.steps == [1, 2] and kept.log_probs.shape == (8,) and kept.log_probs.requires_grad
-
-
-def test_what_a_graph_keeps_is_counted_once_and_without_the_weights():
-    weight = torch.randn(3, 3, requires_grad=True)
-    given = torch.randn(5, 3)
-    assert kept_bytes(lambda: (given @ weight).sin() + (given @ weight.t()), [weight]) == (5 * 3 + 5 * 3) * 4
+    assert worth_using([Graphed(experience, kept)], True)  # two of four count
+    experience.advantages[0] = 0
+    assert not worth_using([Graphed(experience, kept)], True)
+    assert worth_using([Graphed(experience, kept)], False)  # a KL counts all
 
 
 @pytest.mark.parametrize("gib,fits", [(1.0, True), (1e-6, False)])
-def test_graphs_are_kept_up_to_a_size(gib, fits):
-    drawing = policy()
-    sampler = DiffusionSampler(SamplingConfig(4, trajectory="sde"))
-    graphs, asked = RolloutGraphs(list(drawing.parameters()), gib * GIB, 1.0), []
+def test_graphs_are_kept_up_to_a_size_counted_once_and_without_the_weights(gib, fits):
+    weight, given = torch.randn(3, 3, requires_grad=True), torch.randn(5, 3)
+    assert kept_bytes(lambda: (given @ weight).sin() + (given @ weight.t()), [weight]) == (5 * 3 + 5 * 3) * 4
+    drawing, sampler, asked = policy(), DiffusionSampler(SamplingConfig(4, trajectory="sde")), []
+    graphs = RolloutGraphs(list(drawing.parameters()), gib * GIB, 1.0)
 
     def forward():
         asked.append(True)
@@ -175,24 +164,9 @@ def test_graphs_are_kept_up_to_a_size(gib, fits):
     assert graphs.bytes == 4 * 3 * kept_bytes(forward, drawing.parameters()) > 1e5
 
 
-def test_a_replay_of_few_samples_is_less_work_than_a_backward_of_all():
-    experience, kept = sampled(policy(), [0, 1, 2])
-    assert worth_using([Graphed(experience, kept)], True)  # two of four count
-    experience.advantages[0] = 0
-    assert not worth_using([Graphed(experience, kept)], True)
-    assert worth_using([Graphed(experience, kept)], False)  # a KL counts all
-
-
-@pytest.fixture(scope="module")
-def drawing():
-    """Whose weights nobody changes."""
-    return policy()
-
-
 @pytest.mark.parametrize(
     "argv,serve",
     [
-        ("", True),
         ("--diffusion_algorithm mix_grpo --num_steps 8", True),
         ("--beta 0.1 --guidance_scale 4.5 --timestep_fraction 0.5", True),
         ("--rollout_graph_gib 0", False),
@@ -205,8 +179,9 @@ def drawing():
         ("--diffusion_algorithm diffusion_nft", False),
     ],
 )
-def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(drawing, argv, serve):
+def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(argv, serve):
     base = "--pretrain embedded --rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 16"
     config = parse_run(DiffusionRunConfig, [*base.split(), *argv.split()], preset=DIFFUSION_PRESET).config
     assert config.rollout_graphs_serve is serve
+    drawing = SimpleNamespace(denoisers=[None], parameters=list)
     assert (RolloutGraphs.from_config(config, drawing) is not None) is serve

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_on_ranks
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightrft_visual.trainer.features.balanced_rollouts import BalancedRolloutsHook, deal
@@ -16,15 +16,13 @@ COSTS = st.lists(st.lists(st.floats(1, 256), min_size=3, max_size=3), min_size=1
 
 
 @given(COSTS)
+@example([[5.0] * 3, [5.0] * 3])
 def test_each_prompt_is_dealt_once_and_no_rank_exceeds_the_mean_by_more_than_a_prompt(costs):
-    dealt = deal(costs)
-    assert sorted(pair for each in dealt for pair in each) == [(r, i) for r in range(len(costs)) for i in range(3)]
+    dealt, homes = deal(costs), [[(r, i) for i in range(3)] for r in range(len(costs))]
+    assert sorted(pair for each in dealt for pair in each) == sum(homes, [])
     loads = [sum(costs[home][index] for home, index in each) for each in dealt]
     assert max(loads) <= sum(loads) / len(loads) + max(map(max, costs)) + 1e-6
-
-
-def test_prompts_of_one_length_stay_at_home():
-    assert deal([[5.0] * 3, [5.0] * 3]) == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
+    assert dealt == homes or len({*sum(costs, [])}) > 1  # prompts of one length stay at home
 
 
 def test_expected_lengths_are_running_means_by_label_and_of_a_new_label_the_mean_of_all():

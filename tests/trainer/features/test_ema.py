@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from lightrft_visual.models.weight_copies import WeightAverage
@@ -18,23 +17,15 @@ def followed(lent: bool = True) -> tuple[torch.nn.Parameter, EmaHook]:
     return weight, hook
 
 
-def test_the_average_follows_the_steps_that_were_applied():
-    _, hook = followed()
+def test_the_average_follows_the_steps_that_were_applied_and_is_lent():
+    weight, hook = followed()
+    for purpose in ("evaluation", "export"):
+        with hook.weights_for(purpose):
+            assert weight.item() == 0.0
+        assert weight.item() == 1.0 and followed(lent=False)[1].weights_for(purpose) is None
     hook.on_update(SimpleNamespace(applied=False))
     assert hook.average.copies[0].tolist() == [0.0]
     hook.on_update(SimpleNamespace(applied=True))
     assert hook.average.copies[0].tolist() == [0.5]
-
-
-@pytest.mark.parametrize("purpose", ["evaluation", "export"])
-def test_the_average_is_lent_where_it_is_asked_for(purpose):
-    weight, hook = followed()
-    with hook.weights_for(purpose):
-        assert weight.item() == 0.0
-    assert weight.item() == 1.0 and followed(lent=False)[1].weights_for(purpose) is None
-
-
-def test_an_average_that_begins_with_the_resume_begins_at_the_resumed_weights():
-    _, hook = followed()
-    Hooks([hook]).load_state_dict({"guard": {}})
+    Hooks([hook]).load_state_dict({"guard": {}})  # it was not kept: it begins at the resumed weights
     assert hook.average.copies[0].tolist() == [1.0]

@@ -13,14 +13,20 @@ from lightrft_visual.trainer.vl.updates import LossPart, TrainBatch, parts_of_lo
 CONFIG = AlgorithmConfig(entropy_target=0.5, entropy_coef=0.001, entropy_coef_step=0.002, entropy_coef_max=0.004)
 
 
-def test_the_coefficient_follows_the_entropy_by_hand():
-    hook, seen = EntropyTargetHook(CONFIG), []
+def test_the_coefficient_follows_the_entropy_by_hand_also_where_it_is_resumed():
+    hook, resumed, seen = EntropyTargetHook(CONFIG), EntropyTargetHook(CONFIG), []
     for entropy in (0.4, 0.3, 0.2, 0.6, 0.7, 0.8, 0.4):
         seen.append(hook.coefficient)
         hook.on_metrics({"entropy": entropy})
     # Up twice and held at 0.004; the first entropy above the target turns it off, while the value goes down to 0.
     assert seen == pytest.approx([0.001, 0.003, 0.004, 0.004, 0.0, 0.0, 0.0])
     assert hook.coefficient == pytest.approx(0.002)
+    hook.on_metrics({"entropy": 0.9})
+    hook.on_metrics({})
+    resumed.load_state_dict(hook.state_dict())
+    assert (resumed.value, resumed.coefficient) == (hook.value, 0.0)
+    (term,) = terms_of(AlgorithmConfig(entropy_target=0.5))  # the forward brings entropies also at 0
+    assert term.needs_entropy and terms_of(AlgorithmConfig()) == []
 
 
 def test_a_train_batch_gets_the_coefficient_of_its_step():
@@ -30,19 +36,6 @@ def test_a_train_batch_gets_the_coefficient_of_its_step():
     hook.on_metrics({"entropy": 0.1})
     (changed,) = hook.on_train_batch(TrainBatch([], [], None, part.denominators, [part])).parts
     assert changed.settings.entropy_coef == pytest.approx(0.003) and part.settings.entropy_coef == 0.001
-
-
-def test_the_forward_brings_entropies_from_a_coefficient_of_zero_on():
-    (term,) = terms_of(AlgorithmConfig(entropy_target=0.5))
-    assert term.needs_entropy and terms_of(AlgorithmConfig()) == []
-
-
-def test_a_resumed_run_goes_on_with_the_coefficient():
-    hook, resumed = EntropyTargetHook(CONFIG), EntropyTargetHook(CONFIG)
-    hook.on_metrics({"entropy": 0.9})
-    hook.on_metrics({})
-    resumed.load_state_dict(hook.state_dict())
-    assert (resumed.value, resumed.coefficient) == (hook.value, 0.0)
 
 
 def test_a_model_that_draws_is_refused():

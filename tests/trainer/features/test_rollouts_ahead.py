@@ -17,14 +17,13 @@ from lightrft_visual.trainer.vl.updates import comparable
 
 
 class Counting:
-    """A source whose batches are the numbers from 1 on; notes the steps that it is asked in."""
+    """A source whose batches are the numbers from 1 on."""
 
     def __init__(self):
-        self.at, self.steps = 0, []
+        self.at = 0
 
     def next(self, step: int) -> int:
         self.at += 1
-        self.steps.append(step)
         return self.at
 
     def state_dict(self):
@@ -34,42 +33,26 @@ class Counting:
         self.at = state["at"]
 
 
-class Noting:
-    """An engine that holds what it is given."""
-
-    def __init__(self):
-        self.state = {"begun": []}
-
-    def note_policy(self, version: int) -> None:
-        self.version = version
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
+def ahead_of(begun: list, state=None) -> RolloutsAhead:
+    """Two batches ahead of a source, with an engine that holds a state."""
+    held = [state]
+    engine = SimpleNamespace(state_dict=lambda: held[-1], load_state_dict=held.append, note_policy=lambda version: None)
+    return RolloutsAhead(Counting(), 2, engine, begun.append)
 
 
 def test_batches_come_in_order_and_none_is_lost_by_a_resume():
-    source, begun = Counting(), []
-    ahead = RolloutsAhead(source, 2, Noting(), begun.append)
-    assert ahead.state_dict() == {"at": 0, "engine": {"begun": []}}
-    given = []
+    begun, again, given = [], [], []
+    ahead = ahead_of(begun, "what is drawn")
+    assert ahead.state_dict() == {"at": 0, "engine": "what is drawn"}
     for step in range(5):
         given.append(ahead.next(step, 5 - step))
         assert ahead.state_dict()["at"] == given[-1]  # a resumed run takes the batch behind it first
         assert begun == list(range(1, min(5, step + 3) + 1))
-    assert given == [1, 2, 3, 4, 5] and source.at == 5  # no batch is begun that no step will take
-
-
-def test_a_resumed_source_begins_again_with_the_first_batch_not_handed_out():
-    first, again, begun = RolloutsAhead(Counting(), 2, Noting(), [].append), Counting(), []
-    first.next(0, 5)
-    first.engine.state = {"begun": ["what is drawn of it"]}
-    resumed = RolloutsAhead(again, 2, Noting(), begun.append)
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.engine.state == {"begun": ["what is drawn of it"]}
-    assert resumed.next(1, 4) == 2 and begun == [2, 3, 4]
+        if step == 0:
+            resumed = ahead_of(again)
+            resumed.load_state_dict(ahead.state_dict())
+    assert given == [1, 2, 3, 4, 5] == begun  # no batch is begun that no step will take
+    assert resumed.engine.state_dict() == "what is drawn" and resumed.next(1, 4) == 2 and again == [2, 3, 4]
 
 
 def test_settings():
@@ -100,7 +83,7 @@ def with_other_image(requests):
 )
 def test_a_hook_that_changes_prompts_that_are_begun_is_refused_by_its_name(change):
     requests = [PromptFeatures("a", [1], 0, images=["own"]), PromptFeatures("b", [2], 1)]
-    hook, ahead = SimpleNamespace(on_prompts=change), StalenessHook(1, Noting())
+    hook, ahead = SimpleNamespace(on_prompts=change), StalenessHook(1, SimpleNamespace())
     change.__qualname__ = "Mine.on_prompts"
     assert Hooks([ahead, SimpleNamespace(on_prompts=lambda own: [*own])]).on_prompts(requests) == requests
     with pytest.raises(ConfigError, match=r"Mine\.on_prompts changes prompts, and with max_staleness"):
@@ -108,12 +91,9 @@ def test_a_hook_that_changes_prompts_that_are_begun_is_refused_by_its_name(chang
     assert Hooks([hook]).on_prompts(requests)
 
 
-# --- ages of tokens and responses ------------------------------------------------------------------------------------
-
-
-def hook(most: int, step: int = 5) -> StalenessHook:
+def at_step_5(most: int) -> StalenessHook:
     made = StalenessHook(most, SimpleNamespace(measured=lambda: {"rollout_wait": 0.5}))
-    made.setup(SimpleNamespace(step=lambda: step))
+    made.setup(SimpleNamespace(step=lambda: 5))
     return made
 
 
@@ -122,18 +102,17 @@ def experience(versions, mask):
     return SimpleNamespace(token_versions=torch.tensor(versions), action_mask=mask, info={}, is_packed=False)
 
 
-def test_ages_of_tokens():
-    step = hook(most=2).on_experience(StepData([experience([[5, 4], [2, -1]], [[1, 1], [1, 0]])]))
-    found = step.metrics.reduce()
-    assert found["staleness_mean"] == pytest.approx(4 / 3) and found["staleness_max"] == 3
-    assert [found[f"staleness_{age}"] for age in range(3)] == pytest.approx([1 / 3] * 3)
-
-
-def test_ages_of_samples_that_one_policy_drew_as_a_whole():
-    step = hook(most=1).on_experience(StepData([SimpleNamespace(policy_version=torch.tensor([5, 4, 3]))]))
-    found = step.metrics.reduce()
-    assert (found["staleness_mean"], found["staleness_max"]) == (1.0, 2.0)
-    assert [found[f"staleness_{age}"] for age in range(2)] == pytest.approx([1 / 3, 2 / 3])
+@pytest.mark.parametrize(
+    "made, most, mean, largest, shares",
+    [
+        pytest.param(experience([[5, 4], [2, -1]], [[1, 1], [1, 0]]), 2, 4 / 3, 3, [1 / 3] * 3, id="by token"),
+        pytest.param(SimpleNamespace(policy_version=torch.tensor([5, 4, 3])), 1, 1.0, 2, [1 / 3, 2 / 3], id="whole"),
+    ],
+)
+def test_ages_of_tokens_and_of_samples_that_one_policy_drew_as_a_whole(made, most, mean, largest, shares):
+    found = at_step_5(most).on_experience(StepData([made])).metrics.reduce()
+    assert found["staleness_mean"] == pytest.approx(mean) and found["staleness_max"] == largest
+    assert [found[f"staleness_{age}"] for age in range(most + 1)] == pytest.approx(shares)
 
 
 def test_only_tokens_of_the_present_policy_are_compared():
@@ -144,7 +123,7 @@ def test_only_tokens_of_the_present_policy_are_compared():
 
 def test_responses_that_are_too_old_are_left_out_and_counted():
     rollouts = Rollouts([SimpleNamespace(policy_version=version, valid=True) for version in (5, 4, 3, 2)])
-    stale = hook(most=1)
+    stale = at_step_5(most=1)
     assert stale.on_scores(rollouts) is rollouts
     assert [each.valid for each in rollouts] == [True, True, False, False]
     assert stale.metrics() == {"dropped_stale_share": 0.5, "rollout_wait": 0.5}

@@ -15,21 +15,19 @@ STEPS = [1.0, -2.0, 0.5, 3.0, 0.0, 0.1], [0.0, 0.0, 1.0, 0.0, 0.0, 2.0], [0.0, 0
 
 def sample(number: int, advantage: float, version: int):
     return text_item(
-        length=4 + number % 3,
-        action_log_probs=torch.full((2,), -1.0 - number),
-        advantages=torch.full((2,), advantage),
-        sample_id=torch.tensor(number),
-        group_id=torch.tensor(number // 2),
-        policy_version=torch.tensor(version),
-        valid=torch.tensor(True),
-    )
+        length=4 + number % 3, action_log_probs=torch.full((2,), -1.0 - number),
+        advantages=torch.full((2,), advantage), sample_id=torch.tensor(number), group_id=torch.tensor(number // 2),
+        policy_version=torch.tensor(version), valid=torch.tensor(True),
+    )  # fmt: skip
 
 
-def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, rank: int = 0, ranks: int = 1):
+def filled_buffer(advantages: list[float], start: int = 0, version: int = 0, rank: int = 0, ranks: int = 1, **info):
+    """info: a list with a value of each sample."""
     buffer = NaiveReplayBuffer(2)
     for place, advantage in enumerate(advantages):
         if place % ranks == rank:
             buffer.items.append(sample(start + place, advantage, version))
+            buffer.items[-1].info = {name: torch.tensor(values[place]) for name, values in info.items()}
     return buffer
 
 
@@ -51,24 +49,13 @@ def replayed() -> dict:
     return told | {"kept": [int(item.sample_id) for item in small.kept], "state": small.state_dict()}
 
 
-ADVANTAGES = [1.0, 0.0, -2.0, 0.0, 0.0, 0.5]
-
-
 def numbers(items) -> list[int]:
     return [int(item.sample_id) for item in items]
 
 
-def of_kinds(advantages: list[float], drawn: tuple[int, ...], start: int = 0):
-    """Samples of which those at the places `drawn` are images."""
-    buffer = filled_buffer(advantages, start=start)
-    for place, item in enumerate(buffer.items):
-        item.info = {"loss_part": torch.tensor(place in drawn)}
-    return buffer
-
-
 def test_samples_without_advantage_give_their_places_to_kept_ones():
     replay = SelectiveReplay(capacity=8, seed=0)
-    first = filled_buffer(ADVANTAGES)
+    first = filled_buffer([1.0, 0.0, -2.0, 0.0, 0.0, 0.5])
     assert replay.refill(first, step=0).replaced == 0  # nothing is kept yet
     assert numbers(first) == [0, 1, 2, 3, 4, 5] and numbers(replay.kept) == [0, 2, 5]
     second = filled_buffer([0.0, 0.0, 3.0, 0.0, 0.0], start=6, version=1)
@@ -85,9 +72,7 @@ def test_samples_without_advantage_give_their_places_to_kept_ones():
 def test_what_kl_and_whitening_add_to_the_tokens_is_no_advantage_of_the_group():
     replay = SelectiveReplay(capacity=8, seed=0)
     for step, compared in enumerate(([1.0, -1.0], [0.0, 2.0])):
-        buffer = filled_buffer([0.9, -1.1], start=2 * step)
-        for item, value in zip(buffer.items, compared):
-            item.info = {"group_advantage": torch.tensor(value)}
+        buffer = filled_buffer([0.9, -1.1], start=2 * step, group_advantage=compared)
         refilled = replay.refill(buffer, step)
     assert refilled.replaced == 1 and numbers(buffer)[1] == 3 and numbers(buffer)[0] < 2
     assert numbers(replay.kept) == [0, 1, 3]
@@ -105,9 +90,9 @@ def test_the_oldest_go_first_and_invalid_ones_never_stay():
 
 def test_answers_stand_in_for_answers_and_drawings_for_drawings():
     replay = SelectiveReplay(capacity=2, seed=0)
-    replay.refill(of_kinds([1.0, 2.0, 3.0, 4.0, 5.0], drawn=(0, 1, 2)), step=0)
+    replay.refill(filled_buffer([1.0, 2.0, 3.0, 4.0, 5.0], loss_part=[1, 1, 1, 0, 0]), step=0)
     assert numbers(replay.kept) == [1, 2, 3, 4]  # the last two of each kind, in the order they came
-    buffer = of_kinds([0.0, 0.0, 0.0, 0.0, 0.0], drawn=(1,), start=5)
+    buffer = filled_buffer([0.0] * 5, start=5, loss_part=[0, 1, 0, 0, 0])
     refilled = replay.refill(buffer, step=1)
     assert refilled.replaced == 3 and numbers(buffer)[1] in (1, 2)
     assert {*numbers(buffer)} & {0, 1, 2, 3, 4} == {numbers(buffer)[1], 3, 4}
@@ -115,8 +100,7 @@ def test_answers_stand_in_for_answers_and_drawings_for_drawings():
 
 def test_the_draw_is_in_proportion_to_the_advantage():
     """P(j) = |A_j| / sum_k |A_k|, for a single place."""
-    counts, steps = [0, 0, 0], 700
-    replay = SelectiveReplay(capacity=3, seed=1)
+    counts, steps, replay = [0, 0, 0], 700, SelectiveReplay(capacity=3, seed=1)
     replay.refill(filled_buffer([1.0, -2.0, 7.0]), step=0)
     for step in range(steps):
         buffer = filled_buffer([0.0], start=3)

@@ -14,20 +14,14 @@ from lightrft_visual.trainer.vl.parts import VLWatched
 from lightrft_visual.trainer.vl.updates import kl_per_token
 
 
-def experience(lengths: list[int], kl: float) -> SimpleNamespace:
-    """As much of an experience as the KL needs; every token is `kl` likelier than under the reference."""
-    width = max(lengths)
-    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-    made = SimpleNamespace(
-        action_mask=mask, action_log_probs=torch.full(mask.shape, kl), base_action_log_probs=torch.zeros(mask.shape),
-        info={},
-    )  # fmt: skip
-    add_kl(made, "k1")
-    return made
-
-
 def test_the_kl_of_a_step_is_a_mean_over_tokens():
-    batches = [experience([10, 30], 0.1), experience([60], 0.3)]
+    batches = []
+    for lengths, kl in (([10, 30], 0.1), ([60], 0.3)):  # every token is `kl` likelier than under the reference
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        ours, theirs = torch.full(mask.shape, kl), torch.zeros(mask.shape)
+        made = SimpleNamespace(action_mask=mask, action_log_probs=ours, base_action_log_probs=theirs, info={})
+        add_kl(made, "k1")
+        batches.append(made)
     mean, samples = kl_per_token(batches)
     assert samples == 3 and mean == pytest.approx((40 * 0.1 + 60 * 0.3) / 100)
     assert batches[0].info["kl"].tolist() == pytest.approx([0.1, 0.1])
@@ -51,14 +45,16 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
     assert found["both"]["drawing_diversity"] == pytest.approx((2 / 3) ** 0.5 / 2, abs=0.01)
 
 
-def test_evaluations_are_told_by_kind_and_by_label():
-    def named(label, draws, both=True):
-        rollout = SimpleNamespace(prompt=SimpleNamespace(label=label, draws=draws))
-        return list(by_kind("eval", rollout, 1.0, both, {"drawing", "portrait", "colour"}))
-
-    assert named("portrait", True) == ["eval", "eval_drawing", "eval_portrait"]
-    assert named("drawing", True) == ["eval", "eval_drawing"]
-    assert named("colour", False) == ["eval", "eval_answer", "eval_colour"]
-    assert named(None, False) == ["eval", "eval_answer"]
-    assert named("colour", False, both=False) == ["eval", "eval_colour"]
-    assert named("drawing", False, both=False) == ["eval", "eval_drawing"]
+@pytest.mark.parametrize(
+    ("label", "draws", "both", "names"),
+    [
+        ("portrait", True, True, ["eval_drawing", "eval_portrait"]),
+        ("drawing", True, True, ["eval_drawing"]),
+        ("colour", False, True, ["eval_answer", "eval_colour"]),
+        (None, False, True, ["eval_answer"]),
+        ("drawing", False, False, ["eval_drawing"]),
+    ],
+)
+def test_evaluations_are_told_by_kind_and_by_label(label, draws, both, names):
+    rollout = SimpleNamespace(prompt=SimpleNamespace(label=label, draws=draws))
+    assert [*by_kind("eval", rollout, 1.0, both, {"drawing", "portrait", "colour"})] == ["eval", *names]

@@ -19,71 +19,40 @@ from lightrft_visual.trainer.vl import trainer as vl_trainer
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 
-def trainer_with_average(shares_weights: bool) -> SimpleNamespace:
-    """As much of a trainer as `evaluated_weights` reads. Its weight is 1, the average 0; `held` is the engine's."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    ema = WeightAverage([weight], 0.9)
-    weight.data.fill_(1.0)
-    trainer = SimpleNamespace(
-        hooks=Hooks([EmaHook(ema, lent=True)]),
-        maker=SimpleNamespace(engine=SimpleNamespace(shares_weights=shares_weights)),
-        actor=SimpleNamespace(bring_back=lambda: trainer.used.append("brought back")),
-        weight=weight,
-        held=1.0,
-        used=[],
-    )
-
-    def load(lent: bool = False) -> None:
-        trainer.held = weight.item()
-        trainer.used.append(lent)
-
-    trainer._load_engine_weights = load
-    return trainer
-
-
 @pytest.mark.parametrize("shares_weights", [True, False])
 def test_either_engine_samples_from_the_average(shares_weights):
-    trainer = trainer_with_average(shares_weights)
+    weight, held, used = nn.Parameter(torch.zeros(1)), [1.0], []
+    hooks = Hooks([EmaHook(WeightAverage([weight], 0.9), lent=True)])
+    weight.data.fill_(1.0)  # the average is 0
+
+    def load(lent: bool = False) -> None:
+        held.append(weight.item())
+        used.append(lent)
+
+    trainer = SimpleNamespace(
+        hooks=hooks, maker=SimpleNamespace(engine=SimpleNamespace(shares_weights=shares_weights)),
+        actor=SimpleNamespace(bring_back=lambda: used.append("brought back")), _load_engine_weights=load,
+    )  # fmt: skip
     with VLTrainer.evaluated_weights(trainer):
-        sampled_from = trainer.weight.item() if shares_weights else trainer.held
-    assert sampled_from == 0.0
-    assert trainer.weight.item() == 1.0 and trainer.held == 1.0
-    assert trainer.used == ["brought back", True, False]  # weights that are lent to the average are not sent away
+        assert (weight.item() if shares_weights else held[-1]) == 0.0
+    assert weight.item() == 1.0 and held[-1] == 1.0
+    assert used == ["brought back", True, False]  # weights that are lent to the average are not sent away
 
 
-class Stateful:
-    def __init__(self):
-        self.loaded = None
-
-    def load_state_dict(self, state):
-        self.loaded = state
-
-
-def resuming_trainer(coefficient: float) -> SimpleNamespace:
-    algorithm = AlgorithmConfig(init_kl_coef=coefficient, kl_target=0.1)
-    told = []
-    return SimpleNamespace(
-        config=RunConfig(algorithm=algorithm),
-        prompts=Stateful(),
-        agreement=SimpleNamespace(difference=0.0),
-        maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=Stateful()),
+@pytest.mark.parametrize("coefficient, goes_on", [(0.1, 0.07), (0.5, 0.5)])
+def test_the_controller_goes_on_unless_the_command_names_another_coefficient(coefficient, goes_on):
+    algorithm, told, loaded = AlgorithmConfig(init_kl_coef=coefficient, kl_target=0.1), [], []
+    state = {"rounds": 3, "parity": 0.5, "init_kl_coef": 0.1, "kl_controller": {"value": 0.07}, "calculator": {}}
+    stateful = SimpleNamespace(load_state_dict=loaded.append)
+    trainer = SimpleNamespace(
+        config=RunConfig(algorithm=algorithm), prompts=stateful, agreement=SimpleNamespace(difference=0.0),
+        maker=SimpleNamespace(kl_controller=get_kl_controller(algorithm), calculator=stateful),
         console=SimpleNamespace(message=told.append),
-        told=told,
-    )
-
-
-STATE = {
-    "sampler": {}, "rounds": 3, "parity": 0.5, "init_kl_coef": 0.1, "kl_controller": {"value": 0.07}, "calculator": {},
-}  # fmt: skip
-
-
-def test_the_controller_goes_on_unless_the_command_names_another_coefficient():
-    same, other = resuming_trainer(0.1), resuming_trainer(0.5)
-    VLTrainer.load_state_dict(same, STATE)
-    VLTrainer.load_state_dict(other, STATE)
-    assert same.maker.kl_controller.value == 0.07 and not same.told
-    assert same.prompts.loaded is STATE and same.agreement.difference == 0.5
-    assert other.maker.kl_controller.value == 0.5 and "init_kl_coef was 0.1" in other.told[0]
+    )  # fmt: skip
+    VLTrainer.load_state_dict(trainer, state)
+    assert trainer.maker.kl_controller.value == goes_on and trainer.agreement.difference == 0.5
+    assert any(each is state for each in loaded) and {} in loaded
+    assert told == [] if coefficient == 0.1 else "init_kl_coef was 0.1" in told[0]
 
 
 class ReadsAfterTheEnd:
@@ -121,17 +90,6 @@ def trainer_that_offloads(engine) -> VLTrainer:
 
 def bytes_of(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
-
-
-def test_an_offloaded_actor_leaves_after_the_engine_has_read_all_of_its_weights():
-    trainer = trainer_that_offloads(ReadsAfterTheEnd())
-    model = trainer.actor.module.model
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainer._load_engine_weights()
-    assert trainer.maker.engine.gone == [] and bytes_of(model) == 0
-    assert list(trainer.maker.engine.held) == list(weights)
-    for name, weight in weights.items():
-        assert torch.equal(trainer.maker.engine.held[name], weight), name
 
 
 def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeypatch):
@@ -197,9 +155,16 @@ def test_states_are_on_the_device_for_a_checkpoint_only_while_the_engine_sleeps(
     assert told == (["sleep", "save", "states leave", "wake", "4 weights"] if offloads else ["save"])
 
 
-@pytest.mark.parametrize("shares_weights,lent", [(True, False), (False, True)])
-def test_weights_that_the_engine_samples_from_or_that_are_lent_stay(shares_weights, lent):
+@pytest.mark.parametrize("shares_weights,lent", [(False, False), (True, False), (False, True)])
+def test_an_offloaded_actor_leaves_after_the_engine_has_read_all_of_its_weights_unless_they_are_used(
+    shares_weights, lent
+):
     trainer = trainer_that_offloads(ReadsAfterTheEnd())
-    trainer.maker.engine.shares_weights = shares_weights
+    engine, model = trainer.maker.engine, trainer.actor.module.model
+    engine.shares_weights = shares_weights
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trainer._load_engine_weights(lent=lent)
-    assert bytes_of(trainer.actor.engine.module.model) > 0
+    assert engine.gone == [] and (bytes_of(model) > 0) == (shares_weights or lent)
+    if not shares_weights:
+        assert list(engine.held) == list(weights)
+        assert all(torch.equal(engine.held[name], weight) for name, weight in weights.items())

@@ -18,7 +18,6 @@ from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.parity import RolloutCheck
 from lightrft_visual.trainer.vl.updates import PolicyUpdate, ValueUpdate, has_dropout, parts_of_loss, plan_batch
 
-ONE_PART = parts_of_loss(AlgorithmConfig(), 6)
 RULE = ScoringRule()
 
 
@@ -46,32 +45,24 @@ def stepped(actor, buffer, batch, config: AlgorithmConfig, first: bool = True, c
     return metrics.reduce()
 
 
-def eight_prompts() -> PromptBatch:
-    four = mixed_prompts(videos=False)
-    return PromptBatch.of(four.prompts * 2, four.images * 2)
+FOUR = mixed_prompts(videos=False)
+EIGHT = PromptBatch.of(FOUR.prompts * 2, FOUR.images * 2)
 
 
-def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch) -> tuple[float, dict]:
-    """(loss, {name: gradient}) of one step on eight samples with made-up advantages."""
-    actor, make = actor_of(checkpoint), torch.Generator().manual_seed(3)
+def gradients(checkpoint, micro_batch: int, packed: bool, prompts: PromptBatch = EIGHT) -> tuple[float, dict]:
+    """(loss, {name: gradient}) of one step on samples with made-up advantages."""
+    actor, make, metrics = actor_of(checkpoint), torch.Generator().manual_seed(3), MetricsAccumulator()
     buffer = filled(
         checkpoint, micro_batch, packed, prompts,
         action_log_probs=lambda mask: -2 + torch.randn(mask.shape, generator=make),
         advantages=lambda mask: torch.randn(mask.shape, generator=make), valid=torch.ones(len(prompts)).bool(),
     )  # fmt: skip
-    metrics = MetricsAccumulator()
     config = AlgorithmConfig(eps_clip=3.0, entropy_coef=0.1)
-    (micro_batches,) = buffer.plan(0)
-    batch = plan_batch(buffer, micro_batches, config, parts_of_loss(config, 6))
-    assert len(micro_batches) == -(-len(prompts) // micro_batch)
+    batch = planned(buffer, config)
+    assert len(buffer.plan(0)[0]) == -(-len(prompts) // micro_batch)
     PolicyUpdate(PlainEngine(actor), config, ScoringRule(temperature=0.7)).step(buffer, batch, 0.0, metrics, True)
     found = {name: p.grad for name, p in actor.named_parameters() if p.grad is not None}
     return metrics.reduce()["loss"], found
-
-
-class Refusal(RolloutCheck):
-    def settle(self, heard=None):
-        raise RolloutError("refused")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -89,6 +80,14 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
         filled_in.append([item.action_log_probs for item in buffer])
     assert all(len(item.action_log_probs) == len(item.action_mask) for item in buffer)
     assert all(torch.equal(left, right) for left, right in zip(*filled_in)) and filled_in[0][0].any()
+    if not packed:  # the deviation of the first samples is of those of this step
+        buffer.items[1].action_log_probs -= 0.5
+        for marked in (1, 0):
+            for place, item in enumerate(buffer.items):
+                item.info = {"replayed": place == marked}
+            found, apart = stepped(actor, buffer, batch, config), math.exp(0.5) - 1
+            assert found["ratio_max_dev"] == pytest.approx(apart, rel=1e-4)
+            assert found["ratio_max_dev_first"] == pytest.approx(0.0 if marked else apart, rel=1e-4)
 
 
 class RightAnswers(LossTerm):
@@ -115,25 +114,15 @@ def test_a_term_of_the_loss_reads_the_rewards(tmp_path, packed, monkeypatch):
     assert found["imitated"] > 0
 
 
-def test_the_first_deviation_is_of_the_samples_of_this_step(tmp_path):
-    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
-    actor, buffer = PlainEngine(actor_of(checkpoint)), filled(checkpoint, 2)
-    batch = planned(buffer, config)
-    PolicyUpdate(actor, config, RULE).score(buffer, [batch], RolloutCheck(None, None, 1.0))
-    buffer.items[1].action_log_probs -= 0.5
-    for marked in (1, 0):
-        for place, item in enumerate(buffer.items):
-            item.info = {"replayed": place == marked}
-        found = stepped(actor, buffer, batch, config)
-        assert found["ratio_max_dev"] == pytest.approx(math.exp(0.5) - 1, rel=1e-4)
-        assert found["ratio_max_dev_first"] == pytest.approx(0.0 if marked else math.exp(0.5) - 1, rel=1e-4)
+def test_what_the_check_refuses_is_not_stepped_on(tmp_path, monkeypatch):
+    def refused(check, heard=None):
+        raise RolloutError("refused")
 
-
-def test_what_the_check_refuses_is_not_stepped_on(tmp_path):
+    monkeypatch.setattr(RolloutCheck, "settle", refused)
     checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
     actor, buffer = PlainEngine(actor_of(checkpoint)), filled(checkpoint, 4)
     with pytest.raises(RolloutError, match="refused"):
-        stepped(actor, buffer, planned(buffer, config), config, check=Refusal(None, None, 1.0))
+        stepped(actor, buffer, planned(buffer, config), config, check=RolloutCheck(None, None, 1.0))
     assert not actor.stepped
 
 
@@ -141,39 +130,32 @@ def test_dropout_is_found_wherever_it_is_set(tmp_path):
     actor = actor_of(checkpoint_of(tmp_path, "qwen2_5_vl"))
     assert not has_dropout(actor)
     assert has_dropout(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)))
-    layer = actor.transformer.model.language_model.layers[0]
+    attention = actor.transformer.model.language_model.layers[0].self_attn
     for noise in ("attention_dropout", "router_jitter_noise"):
-        setattr(layer.self_attn, noise, 0.1)
+        setattr(attention, noise, 0.1)
         assert has_dropout(actor)
-        setattr(layer.self_attn, noise, 0.0)
-    assert not has_dropout(actor)
-
-
-def assert_same(left: tuple[float, dict], right: tuple[float, dict], tolerance: float) -> None:
-    assert left[0] == pytest.approx(right[0], abs=tolerance)
-    assert left[1].keys() == right[1].keys() and left[1]
-    largest = max(gradient.abs().max().item() for gradient in left[1].values())
-    assert largest > 1e-3
-    for name, gradient in left[1].items():
-        assert (gradient - right[1][name]).abs().max().item() <= tolerance * max(1.0, largest), name
+        setattr(attention, noise, 0.0)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_gradients_are_the_same_in_micro_batches_of_any_size_padded_and_packed(tmp_path, family):
     checkpoint = checkpoint_of(tmp_path, family)
-    whole = gradients(checkpoint, 8, False, eight_prompts())
+    loss, whole = gradients(checkpoint, 8, False)
+    largest = max(gradient.abs().max().item() for gradient in whole.values())
+    assert largest > 1e-3
     for micro_batch, packed, tolerance in ((1, False, 1e-6), (2, True, 1e-5), (8, True, 1e-5)):
-        assert_same(whole, gradients(checkpoint, micro_batch, packed, eight_prompts()), tolerance)
+        other, found = gradients(checkpoint, micro_batch, packed)
+        assert loss == pytest.approx(other, abs=tolerance) and whole.keys() == found.keys()
+        for name, gradient in whole.items():
+            assert (gradient - found[name]).abs().max().item() <= tolerance * max(1.0, largest), name
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_text_alone_gives_every_weight_of_the_vision_tower_a_zero_gradient(tmp_path, packed):
     """All ranks must reduce the same gradients, whether their micro-batch has an image or not."""
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    text = PromptBatch.of([eight_prompts().prompts[0]] * 2)
-    _, of_text = gradients(checkpoint, 2, packed, text)
-    _, of_images = gradients(checkpoint, 8, packed, eight_prompts())
-    assert of_text.keys() == of_images.keys()
+    _, of_text = gradients(checkpoint, 2, packed, PromptBatch.of([EIGHT.prompts[0]] * 2))
+    assert of_text.keys() == gradients(checkpoint, 8, packed)[1].keys()
     assert all(not gradient.any() for name, gradient in of_text.items() if ".visual." in name)
 
 
@@ -181,13 +163,9 @@ def test_text_alone_gives_every_weight_of_the_vision_tower_a_zero_gradient(tmp_p
 def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, packed):
     checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
     cut = {"truncated": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0])}
-    buffer = filled(
-        checkpoint, 4, packed, eight_prompts(), action_log_probs=lambda mask: torch.zeros(mask.shape), info=cut
-    )
+    buffer = filled(checkpoint, 4, packed, EIGHT, action_log_probs=lambda mask: torch.zeros(mask.shape), info=cut)
     lengths = torch.tensor([int(item.action_mask.sum()) for item in buffer])
-    (micro_batches,) = buffer.plan(0)
-    kept = plan_batch(buffer, micro_batches, AlgorithmConfig(mask_truncated=True), ONE_PART)
-    every = plan_batch(buffer, micro_batches, AlgorithmConfig(), ONE_PART)
+    kept, every = planned(buffer, AlgorithmConfig(mask_truncated=True)), planned(buffer, AlgorithmConfig())
     assert every.denominators.tokens == lengths.sum() and every.denominators.sequences == 8
     assert kept.denominators.tokens == lengths.sum() - lengths[0] - lengths[3] and kept.denominators.sequences == 6
     assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
@@ -207,26 +185,20 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
         assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("coefs", "own"), [((0.3, None), (0.3, 0.3)), ((0.3, 0.0), (0.3, 0.0)), ((0.0, 0.2), (0.0, 0.2))]
-)
-def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs, own):
-    checkpoint = checkpoint_of(tmp_path, "qwen2")
+@pytest.mark.parametrize("coefs", [(0.3, None), (0.3, 0.0), (0.0, 0.2)])
+def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs):
+    checkpoint, (own, drawing) = checkpoint_of(tmp_path, "qwen2"), coefs
     buffer = filled(checkpoint, 2, info={"loss_part": torch.tensor([0.0, 1.0, 0.0])})
-    config = AlgorithmConfig(entropy_coef=coefs[0], drawing_entropy_coef=coefs[1])
+    config = AlgorithmConfig(entropy_coef=own, drawing_entropy_coef=drawing)
     found = stepped(PlainEngine(actor_of(checkpoint)), buffer, planned(buffer, config, 6), config)
-    for kind, coef in zip(("answer", "drawing"), own):
+    for kind, coef in (("answer", own), ("drawing", own if drawing is None else drawing)):
         bonus = found[f"policy_loss_{kind}"] - found[f"loss_{kind}"]
         assert found[f"entropy_{kind}"] > 1 and bonus == pytest.approx(coef * found[f"entropy_{kind}"], abs=1e-5)
 
 
 def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2")
-    drawn, config, metrics = (
-        torch.tensor([0.0, 1.0, 0.0]),
-        AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0),
-        MetricsAccumulator(),
-    )
+    checkpoint, drawn, metrics = checkpoint_of(tmp_path, "qwen2"), torch.tensor([0.0, 1.0, 0.0]), MetricsAccumulator()
+    config = AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
     buffer = filled(
         checkpoint, 2, info={"loss_part": drawn}, values=lambda mask: torch.zeros(mask.shape),
         returns=lambda mask: (2.0 + drawn).unsqueeze(1).expand(mask.shape),
@@ -239,15 +211,15 @@ def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
 
 
 def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, "qwen2_5_vl")
-    drawn = torch.tensor([0.0, 1, 0, 1, 0, 1, 0, 1])
+    checkpoint, drawn = checkpoint_of(tmp_path, "qwen2_5_vl"), torch.tensor([0.0, 1, 0, 1, 0, 1, 0, 1])
 
     def entropies(mask):  # no answer's comes near to an image's
         return 0.01 * torch.arange(mask.numel()).view(mask.shape) + 5 * drawn.unsqueeze(1)
 
-    info = {"truncated": torch.zeros(8), "loss_part": drawn}
-    zeros = lambda mask: torch.zeros(mask.shape)  # noqa: E731
-    buffer = filled(checkpoint, 4, False, eight_prompts(), action_log_probs=zeros, action_entropy=entropies, info=info)
+    buffer = filled(
+        checkpoint, 4, False, EIGHT, action_log_probs=lambda mask: torch.zeros(mask.shape), action_entropy=entropies,
+        info={"truncated": torch.zeros(8), "loss_part": drawn},
+    )  # fmt: skip
     batch = planned(buffer, AlgorithmConfig(high_entropy_token_ratio=0.5), 6)
     for kind in batch.parts:
         chosen = sum(int((own & kept).sum()) for own, kept in zip(kind.token_masks, batch.policy_masks))
