@@ -1,6 +1,7 @@
 """The buffer: what goes in comes out, normalisation, order, limits, state, and two real ranks."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +40,8 @@ def test_padding_is_stripped_on_the_way_in():
     batch.layout = None  # as the experience maker builds it
     buffer = NaiveReplayBuffer(2)
     buffer.append(batch)
-    assert [len(item.sequences) for item in buffer] == [9, 4]
-    assert [len(item.advantages) for item in buffer] == [2, 3]
-    assert [item.image_counts.item() for item in buffer] == [2, 0]
-    assert batch.sequences.shape == (2, 10)
+    found = [(len(item.sequences), len(item.advantages), item.image_counts.item()) for item in buffer]
+    assert found == [(9, 2, 2), (4, 3, 0)] and batch.sequences.shape == (2, 10)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -63,24 +62,19 @@ def test_the_limit_drops_the_oldest():
 
 
 def test_sampling_draws_different_items():
-    buffer = filled(numbered(6), size=4, seed=3)
+    buffer, again = (filled(numbered(6), size=4, seed=3) for _ in range(2))
     drawn = [buffer.sample().sample_id.tolist() for _ in range(8)]
-    assert all(len(set(each)) == 4 for each in drawn)
-    assert len(set(map(tuple, drawn))) > 1
-    assert drawn == [filled(numbered(6), size=4, seed=3).sample().sample_id.tolist(), *drawn[1:]]
+    assert all(len(set(each)) == 4 for each in drawn) and len(set(map(tuple, drawn))) > 1
+    assert drawn[0] == again.sample().sample_id.tolist()
     with pytest.raises(DataError, match="cannot draw 4 samples, the buffer holds 2"):
         filled(numbered(2), size=4).sample()
 
 
-def test_a_torch_data_loader_can_read_it():
+def test_a_torch_data_loader_can_read_it_and_trajectories_have_the_same_buffer():
     buffer = filled(numbered(5))
     loader = torch.utils.data.DataLoader(buffer, batch_size=2, shuffle=True, collate_fn=buffer.collate_fn)
     assert sorted(sum(ids(loader), [])) == [0, 1, 2, 3, 4]
-
-
-def test_trajectories_have_the_same_buffer():
-    buffer = filled([diffusion_item(seed=index) for index in range(5)], size=2)
-    batches = list(buffer.batches(seed=1))
+    batches = list(filled([diffusion_item(seed=index) for index in range(5)]).batches(seed=1))
     assert all(isinstance(batch, ExperienceDiffusion) for batch in batches)
     assert sorted(sum([batch.info["reward"].tolist() for batch in batches], [])) == [0, 1, 2, 3, 4]
 
@@ -105,21 +99,16 @@ def test_steps_hold_their_share_of_samples():
 
 def test_token_budget_fills_packed_batches():
     items = [text_item(length, 2) for length in (3, 4, 5, 6, 7, 5)]
-    buffer = filled(items, packing_samples=True)
-    batches = list(buffer.batches(seed=1, token_budget=10))
+    batches = filled(items, packing_samples=True).batches(seed=1, token_budget=10)
     assert [batch.sequences.shape[1] for batch in batches] == [10, 10, 10]
     with pytest.raises(ConfigError, match="packing_samples"):
         filled(items).plan(1, token_budget=10)
 
 
-def test_fillers_are_invalid_copies():
+def test_fillers_are_invalid_copies_and_an_empty_buffer_cannot_train():
     buffer = filled(numbered(2))
     batch = buffer.load(MicroBatch([1], filler=True))
-    assert batch.valid.tolist() == [False] and batch.sample_id.tolist() == [1]
-    assert buffer[1].valid is None
-
-
-def test_an_empty_buffer_cannot_train():
+    assert batch.valid.tolist() == [False] and batch.sample_id.tolist() == [1] and buffer[1].valid is None
     with pytest.raises(DataError, match=r"without samples; samples by rank: \[0\]"):
         NaiveReplayBuffer(2).plan(1)
     with pytest.raises(ConfigError, match="at least 1"):
@@ -129,28 +118,17 @@ def test_an_empty_buffer_cannot_train():
 @pytest.mark.parametrize("packing", [False, True])
 def test_what_is_shared_changes_no_step(packing):
     """A run trains on the same samples in the same update whether prompts are computed once or not."""
-    items = [
-        text_item(6, 1 + index % 3, sample_id=torch.tensor(index), group_id=torch.tensor(index // 4))
-        for index in range(16)
-    ]
-    found = []
+    items, budget, found = numbered(16), 40 if packing else None, []
+    for index, item in enumerate(items):
+        item.group_id = torch.tensor(index // 4)
     for shared in (False, True):
-        buffer = filled(items, 3, packing_samples=packing, share_prefix=shared)
-        budget = 40 if packing else None
-        steps = [
-            sorted(index for batch in step for index in batch.indices)
-            for step in buffer.plan(7, step_size=6, token_budget=budget)
-        ]
-        found.append(steps)
+        plan = filled(items, 3, packing_samples=packing, share_prefix=shared).plan(7, step_size=6, token_budget=budget)
+        found.append([sorted(index for batch in step for index in batch.indices) for step in plan])
     assert found[0] == found[1] and [len(step) for step in found[0]] == [6, 6, 4]
     assert len({index // 4 for index in found[0][0]}) == 2
 
 
 # --- normalisation -------------------------------------------------------------------------------------------------
-
-
-def advantages(buffer: NaiveReplayBuffer) -> list[list[float]]:
-    return [item.advantages.tolist() for item in buffer]
 
 
 def test_masked_actions_count_neither_for_mean_nor_for_deviation():
@@ -163,33 +141,33 @@ def test_masked_actions_count_neither_for_mean_nor_for_deviation():
     buffer = filled(items)
     buffer.normalize("advantages", None)
     # counted: 1, 3, 5, 7; mean 4, population standard deviation sqrt(5)
-    expected = [-3 / 5**0.5, 95 / 5**0.5, -1 / 5**0.5]
-    assert advantages(filled([buffer[0]]))[0] == pytest.approx(expected)
+    assert buffer[0].advantages.tolist() == pytest.approx([-3 / 5**0.5, 95 / 5**0.5, -1 / 5**0.5])
     assert buffer[1].advantages.tolist() == pytest.approx([1 / 5**0.5, 3 / 5**0.5])
     assert buffer[3].advantages is None
+
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
     ("items", "expected"),
     [
+        ([text_item(6, n, advantages=torch.tensor([float(n)])) for n in (1, 2, 3)], [-(1.5**0.5), 0, 1.5**0.5]),
         (
-            [text_item(6, count, advantages=torch.tensor([float(count)])) for count in (1, 2, 3)],
-            [-(1.5**0.5), 0, 1.5**0.5],
-        ),
-        (
-            [
-                text_item(
-                    5,
-                    3,
-                    advantages=torch.tensor([float("nan"), 2.0, 4.0]),
-                    action_mask=torch.tensor([False, True, True]),
-                )
-            ],
+            [text_item(5, 3, advantages=torch.tensor([NAN, 2, 4]), action_mask=torch.tensor([False, True, True]))],
             [-1, 1],
         ),
         ([diffusion_item(advantages=torch.tensor(value)) for value in (1.0, 5.0)], [-1, 1]),
+        ([text_item(5, 3, advantages=torch.tensor([1, 2, 3]))], [-(1.5**0.5), 0, 1.5**0.5]),
+        ([text_item(5, 2, advantages=torch.tensor([3.0, 3.0]))], [0, 0]),
     ],
-    ids=["one number of a sample counts once", "masked NaN does no harm", "trajectories"],
+    ids=[
+        "one number of a sample counts once",
+        "masked NaN does no harm",
+        "trajectories",
+        "whole numbers",
+        "equal ones",
+    ],
 )
 def test_numbers_have_mean_0_and_deviation_1(items, expected):
     buffer = filled(items)
@@ -198,27 +176,11 @@ def test_numbers_have_mean_0_and_deviation_1(items, expected):
     assert found[~found.isnan()].tolist() == pytest.approx(expected)
 
 
-def test_whole_numbers_are_normalised_to_fractions():
-    buffer = filled([text_item(5, 3, advantages=torch.tensor([1, 2, 3]))])
-    buffer.normalize("advantages")
-    assert advantages(buffer) == [pytest.approx([-1.2247449, 0, 1.2247449])]
-
-
-def test_a_strategy_sums_over_its_ranks():
-    class TwoEqualRanks:
-        def all_reduce(self, data, op):
-            assert op == "sum"
-            return data * 2
-
+def test_a_strategy_sums_over_its_ranks_and_unknown_names_are_refused():
+    two_equal_ranks = SimpleNamespace(all_reduce=lambda data, op: {"sum": data * 2}[op])
     buffer = filled([text_item(5, 2, advantages=torch.tensor([1.0, 3.0]))])
-    buffer.normalize("advantages", TwoEqualRanks())
-    assert advantages(buffer) == [pytest.approx([-1, 1])]
-
-
-def test_equal_numbers_become_zero_and_unknown_names_are_refused():
-    buffer = filled([text_item(5, 2, returns=torch.tensor([3.0, 3.0]))])
-    buffer.normalize("returns")
-    assert buffer[0].returns.tolist() == [0, 0]
+    buffer.normalize("advantages", two_equal_ranks)
+    assert buffer[0].advantages.tolist() == pytest.approx([-1, 1])
     with pytest.raises(ConfigError, match="'advantage'"):
         buffer.normalize("advantage")
 
@@ -226,11 +188,15 @@ def test_equal_numbers_become_zero_and_unknown_names_are_refused():
 # --- state ---------------------------------------------------------------------------------------------------------
 
 
-def saved(buffer: NaiveReplayBuffer) -> dict:
+def loaded_again(buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
+    """By a file that holds nothing but tensors and plain values."""
     stream = io.BytesIO()
     torch.save(buffer.state_dict(), stream)
     stream.seek(0)
-    return torch.load(stream, weights_only=True)
+    again = NaiveReplayBuffer(1, seed=0)
+    again.load_state_dict(torch.load(stream, weights_only=True))
+    assert len(again) == len(buffer) and all(map(items_equal, buffer, again))
+    return again
 
 
 def test_state_is_exact_and_safe_to_load():
@@ -239,19 +205,11 @@ def test_state_is_exact_and_safe_to_load():
     items = [vision_item(2, raw_images=[image], info=info), vision_item(0, info=None), text_item(values=None)]
     buffer = filled(items, size=1)
     buffer.sample()
-    again = NaiveReplayBuffer(1, seed=0)
-    again.load_state_dict(saved(buffer))
-    assert len(again) == 3 and all(map(items_equal, buffer, again))
-    assert torch.equal(again.sample().sequences, buffer.sample().sequences)
-
-
-def test_state_of_trajectories_of_several_shapes():
-    buffer = NaiveReplayBuffer(1)
-    for steps in (3, 3, 4, 3):
-        buffer.append(make_experience_batch([diffusion_item(steps, seed=steps)]))
-    again = NaiveReplayBuffer(1)
-    again.load_state_dict(saved(buffer))
-    assert len(again) == 4 and all(map(items_equal, buffer, again))
+    assert torch.equal(loaded_again(buffer).sample().sequences, buffer.sample().sequences)
+    trajectories = NaiveReplayBuffer(1)
+    for steps in (3, 3, 4, 3):  # of several shapes
+        trajectories.append(make_experience_batch([diffusion_item(steps, seed=steps)]))
+    loaded_again(trajectories)
 
 
 def test_what_cannot_be_stored_is_named():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_cases import diffusion_item, diffusion_items, mixed_items, text_item, text_items, vision_item
 
 from lightrft_visual.errors import DataError
-from lightrft_visual.experience.fields import unpack_actions, zero_pad_sequences
+from lightrft_visual.experience.fields import Kind, unpack_actions, zero_pad_sequences
 from lightrft_visual.experience.items import (
     BufferItem,
     BufferItemVL,
@@ -19,10 +19,12 @@ from lightrft_visual.experience.items import (
     items_equal,
     make_experience_batch,
     remove_padding_in_sequences,
+    replay_fields,
     split_experience_batch,
     strip_padding,
 )
-from lightrft_visual.experience.types import Experience, ExperienceVL
+from lightrft_visual.experience.types import Experience, ExperienceVL, map_tensors
+from lightrft_visual.experience.vision import CONTRACT_NAMES
 
 FORMS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,10 +50,8 @@ def test_any_mix_comes_back_exactly(packed, items):
 @QUICK
 @given(items=st.lists(diffusion_items(), min_size=1, max_size=4))
 def test_trajectories_come_back_exactly(items):
-    by_shape = {tuple(item.advantages.shape) if item.advantages is not None else () for item in items}
-    if len(by_shape) > 1:
-        items = items[:1]
-    assert_round_trip(items, packed=False)
+    shapes = {tuple(item.advantages.shape) if item.advantages is not None else () for item in items}
+    assert_round_trip(items[:1] if len(shapes) > 1 else items, packed=False)
 
 
 @FORMS
@@ -59,13 +59,26 @@ def test_trajectories_come_back_exactly(items):
 def test_images_stay_with_their_sample(packed, counts):
     items = [vision_item(images=count, length=5 + index) for index, count in enumerate(counts)]
     batch = make_experience_batch(items, packed)
-    assert batch.image_counts is None if not any(counts) else batch.image_counts.tolist() == list(counts)
-    for item, count, index in zip(split_experience_batch(batch), counts, range(9)):
+    assert batch.image_counts.tolist() == list(counts)
+    for index, (item, count) in enumerate(zip(split_experience_batch(batch), counts)):
         assert (item.image_grid_thws is None) == (count == 0)
         if count:
             assert item.image_grid_thws.tolist() == [[1, 2, n + 1] for n in range(count)]
-            assert item.pixel_values.min() >= 1000 * (5 + index)
-            assert item.pixel_values.max() < 1000 * (6 + index)
+            assert 1000 * (5 + index) <= item.pixel_values.min() <= item.pixel_values.max() < 1000 * (6 + index)
+
+
+@FORMS
+def test_models_without_grids_own_one_row_per_image_and_fields_keep_their_dtype(packed):
+    typed = {
+        "attention_mask": torch.ones(5, dtype=torch.bool),
+        "action_log_probs": torch.rand(2, dtype=torch.bfloat16),
+    }
+    items = [
+        vision_item(images=0, pixel_values=torch.rand(count, 3, 4, 4) if count else None, **typed)
+        for count in (2, 0, 1)
+    ]
+    batch = make_experience_batch(items, packed)
+    assert batch.pixel_values.shape == (3, 3, 4, 4) and batch.image_counts.tolist() == [2, 0, 1]
     assert_round_trip(items, packed)
 
 
@@ -87,35 +100,12 @@ def test_seconds_stay_with_their_videos(packed):
 
 
 @FORMS
-def test_models_without_grids_own_one_row_per_image(packed):
-    items = [
-        vision_item(images=0, pixel_values=torch.rand(2, 3, 4, 4)),
-        vision_item(images=0),
-        vision_item(images=0, pixel_values=torch.rand(1, 3, 4, 4)),
-    ]
-    batch = make_experience_batch(items, packed)
-    assert batch.pixel_values.shape == (3, 3, 4, 4)
-    assert batch.image_counts.tolist() == [2, 0, 1]
-    assert_round_trip(items, packed)
-
-
-@FORMS
-def test_fields_keep_their_dtype(packed):
-    items = [
-        text_item(attention_mask=torch.ones(5, dtype=torch.bool), action_log_probs=torch.rand(2, dtype=torch.bfloat16))
-    ] * 2
-    assert_round_trip(items, packed)
-
-
-@FORMS
 def test_items_own_their_memory(packed):
     batch = make_experience_batch([vision_item(), vision_item(length=7)], packed)
     freed = [weakref.ref(value) for value in vars(batch).values() if isinstance(value, torch.Tensor)]
     items = split_experience_batch(batch)
-    for item in items:
-        for value in vars(item).values():
-            if isinstance(value, torch.Tensor):
-                assert value.untyped_storage().nbytes() == value.nbytes
+    own = [value for item in items for value in vars(item).values() if isinstance(value, torch.Tensor)]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in own)
     del batch
     gc.collect()
     assert not any(reference() is not None for reference in freed)
@@ -150,23 +140,20 @@ def test_padding_always_comes_with_masks():
     batch = make_experience_batch([text_item(5, 2, **bare), text_item(4, 3, **bare)])
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     assert batch.action_mask.tolist() == [[True, True, False], [True, True, True]]
-    even = make_experience_batch([text_item(5, 2, **bare), text_item(5, 2, **bare)])
+    even = make_experience_batch([text_item(5, 2, **bare)] * 2)
     assert even.attention_mask is None and even.action_mask is None
 
 
-def test_one_number_per_sample():
+def test_one_number_per_sample_and_what_is_lacking_is_filled_so_that_it_counts_for_nothing():
     items = [text_item(5, 2, advantages=torch.tensor([0.5])), text_item(4, 3, advantages=torch.tensor([-1.0]))]
     assert make_experience_batch(items).advantages.tolist() == [[0.5], [-1.0]]
     assert make_experience_batch(items, packing_samples=True).advantages.tolist() == [[0.5, 0.5, -1, -1, -1]]
     items[1].advantages = torch.tensor([1.0, 2.0, 3.0])
     assert make_experience_batch(items).advantages.tolist() == [[0.5, 0.5, 0], [1, 2, 3]]
-
-
-def test_what_is_lacking_is_filled_so_that_it_counts_for_nothing():
-    items = [text_item(group_id=torch.tensor(7), valid=torch.tensor(False), kl=torch.ones(2)), text_item()]
-    batch = make_experience_batch(items)
-    assert batch.group_id.tolist() == [7, -1]
-    assert batch.valid.tolist() == [False, True]
+    batch = make_experience_batch(
+        [text_item(group_id=torch.tensor(7), valid=torch.tensor(False), kl=torch.ones(2)), text_item()]
+    )
+    assert (batch.group_id.tolist(), batch.valid.tolist()) == ([7, -1], [False, True])
     assert batch.kl.tolist() == [[1, 1], [0, 0]]
 
 
@@ -215,66 +202,37 @@ def test_a_packed_batch_made_by_hand_is_split_by_its_lengths():
     assert first.values.tolist() == [8] and first.info is None
 
 
-def test_names_and_order_that_users_know():
-    text = "sequences action_log_probs base_action_log_probs values returns advantages attention_mask action_mask info"
-    vision = "pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images"
-    assert [each.name for each in fields(BufferItem)][:10] == [*text.split(), "action_entropy"]
-    expected = ["sequences", *vision.split(), *text.split()[1:], "action_entropy"]
-    assert [each.name for each in fields(BufferItemVL)][:15] == expected
-    item = BufferItem(torch.ones(2), *[torch.ones(1)] * 5, None, None, {})
-    assert item.action_entropy is None and item.group_id is None
-
-
 # --- padding -------------------------------------------------------------------------------------------------------
 
 
-def padded_item(tokens: list[int], mask: list[int] | None, actions: list[float], **fields) -> BufferItem:
-    return text_item(
-        len(tokens),
-        len(actions),
-        sequences=torch.tensor(tokens),
-        attention_mask=None if mask is None else torch.tensor(mask),
-        action_log_probs=torch.tensor(actions),
-        **fields,
-    )
+T, N = True, False
 
 
-def test_padding_is_stripped_at_both_ends():
-    item = padded_item([0, 0, 1, 2, 3, 0, 0], None, [2.0, 3.0, 0.0, 0.0], action_mask=None)
+@pytest.mark.parametrize(
+    ("tokens", "mask", "actions", "action_mask", "kept", "kept_actions"),
+    [
+        ([0, 0, 1, 2, 3, 0, 0], None, [2, 3, 0, 0], None, [1, 2, 3], [2, 3]),
+        ([9, 0, 0, 5, 0, 6, 0, 9], [0, 1, 1, 1, 1, 0, 1, 0], [1, 2, 3, 4], [T, N, T, N], [0, 0, 5, 0, 6, 0], [1, 2, 3]),
+        ([0, 7, 0, 0], None, [1, 2], [T, N], [7, 0], [1]),
+        ([3, 4, 5], [1, 1, 1], [1, 2], [T, N], [3, 4, 5], [1, 2]),
+        ([0, 7, 8, 0], [0, 1, 1, 0], [1, 0], [T, T], [7, 8], [1]),
+    ],
+    ids=["both ends", "the mask decides, not the token", "without a mask a sampled zero is a token",
+         "a masked tail of the response is no padding", "actions end with the tokens"],
+)  # fmt: skip
+def test_padding_is_stripped_and_what_is_sampled_is_kept(tokens, mask, actions, action_mask, kept, kept_actions):
+    masks = {"attention_mask": mask, "action_mask": action_mask}
+    item = text_item(
+        len(tokens), len(actions), sequences=torch.tensor(tokens), action_log_probs=torch.tensor(actions).float(),
+        returns=torch.tensor([0.5]), **{name: each and torch.tensor(each) for name, each in masks.items()},
+    )  # fmt: skip
     (stripped,) = remove_padding_in_sequences([item])
-    assert stripped is item
-    assert item.sequences.tolist() == [1, 2, 3]
-    assert item.action_log_probs.tolist() == [2, 3] and len(item.advantages) == 2
-
-
-def test_the_mask_decides_not_the_token():
-    action_mask = torch.tensor([True, False, True, False])
-    item = padded_item(
-        [9, 0, 0, 5, 0, 6, 0, 9], [0, 1, 1, 1, 1, 0, 1, 0], [1.0, 2.0, 3.0, 4.0], action_mask=action_mask
-    )
-    remove_padding_in_sequences([item])
-    assert item.sequences.tolist() == [0, 0, 5, 0, 6, 0]
-    assert item.attention_mask.tolist() == [1, 1, 1, 1, 0, 1]
-    assert item.action_log_probs.tolist() == [1, 2, 3]
-    assert item.action_mask.tolist() == [True, False, True]
-
-
-def test_without_a_mask_a_sampled_zero_is_a_token():
-    item = padded_item([0, 7, 0, 0], None, [1.0, 2.0], action_mask=torch.tensor([True, False]))
-    remove_padding_in_sequences([item])
-    assert item.sequences.tolist() == [7, 0] and item.action_log_probs.tolist() == [1]
-
-
-def test_masked_tail_of_the_response_is_not_padding():
-    item = padded_item([3, 4, 5], [1, 1, 1], [1.0, 2.0], action_mask=torch.tensor([True, False]))
-    remove_padding_in_sequences([item])
-    assert item.sequences.tolist() == [3, 4, 5] and item.action_mask.tolist() == [True, False]
-
-
-def test_one_number_per_sample_is_not_cut():
-    item = padded_item([0, 7, 8, 0], [0, 1, 1, 0], [1.0, 0.0], advantages=torch.tensor([0.5]))
-    remove_padding_in_sequences([item])
-    assert item.advantages.tolist() == [0.5] and item.action_log_probs.tolist() == [1]
+    assert stripped is item and item.sequences.tolist() == kept and item.action_log_probs.tolist() == kept_actions
+    assert len(item.advantages) == len(kept_actions) and item.returns.tolist() == [0.5]  # one number is not cut
+    if mask is not None:
+        start = mask.index(1)
+        assert item.attention_mask.tolist() == mask[start : start + len(kept)]
+        assert item.action_mask.tolist() == action_mask[: len(kept_actions)]
 
 
 @QUICK
@@ -309,17 +267,12 @@ def _actions(item: BufferItem) -> torch.Tensor:
     return next(value for value in (getattr(item, name) for name in names) if value is not None)
 
 
-@pytest.mark.parametrize("side,expected", [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])])
-def test_zero_pad_sequences(side, expected):
-    assert zero_pad_sequences([torch.tensor([1, 2]), torch.tensor([3])], side).tolist() == expected
-
-
-def test_zero_pad_sequences_refuses_other_sides():
+def test_zero_pad_sequences_pads_the_side_that_is_named():
+    parts = [torch.tensor([1, 2]), torch.tensor([3])]
+    assert zero_pad_sequences(parts, "left").tolist() == [[1, 2], [0, 3]]
+    assert zero_pad_sequences(parts, "right").tolist() == [[1, 2], [3, 0]]
     with pytest.raises(AssertionError, match="middle"):
-        zero_pad_sequences([torch.tensor([1])], "middle")
-
-
-# --- packed actions ------------------------------------------------------------------------------------------------
+        zero_pad_sequences(parts, "middle")
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (6,)])
@@ -329,19 +282,11 @@ def test_unpacking_actions_keeps_gradients(shape):
     assert padded.tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
     (padded * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
     assert flat.grad.reshape(-1).tolist() == [1, 2, 2, 2, 3, 3]
-
-
-def test_action_counts_must_add_up():
-    with pytest.raises(DataError, match="3 per-action values for 4 actions"):
-        unpack_actions(torch.zeros(3), [2, 2])
+    with pytest.raises(DataError, match="6 per-action values for 4 actions"):
+        unpack_actions(flat, [2, 2])
 
 
 # --- contradictions ------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_list_is_a_value_error():
-    with pytest.raises(ValueError, match="empty"):
-        make_experience_batch([])
 
 
 @pytest.mark.parametrize(
@@ -368,32 +313,70 @@ def test_contradictions_name_sample_and_field(item, message):
         make_experience_batch([first, item])
 
 
-def test_trajectories_of_different_shapes_are_refused():
-    with pytest.raises(DataError, match="sample 1: latents"):
-        make_experience_batch([diffusion_item(3), diffusion_item(4)])
-    with pytest.raises(DataError, match="sample 1: prompt_embeds has"):
-        make_experience_batch([diffusion_item(), diffusion_item(prompt_embeds={"text": torch.ones(6, 8)})])
-    with pytest.raises(DataError, match="cannot be packed"):
-        make_experience_batch([diffusion_item()], packing_samples=True)
+@pytest.mark.parametrize(
+    "items,packed,message",
+    [
+        ([], False, "empty"),
+        ([diffusion_item(3), diffusion_item(4)], False, "sample 1: latents"),
+        ([diffusion_item(), diffusion_item(prompt_embeds={"text": torch.ones(6, 8)})], False, "1: prompt_embeds has"),
+        ([diffusion_item()], True, "cannot be packed"),
+    ],
+)  # fmt: skip
+def test_no_items_and_trajectories_of_different_shapes_are_refused(items, packed, message):
+    with pytest.raises(ValueError, match=message):
+        make_experience_batch(items, packed)
 
 
-def test_images_of_unknown_owners_are_refused():
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"image_counts": None, "layout": None}, "no image_counts to say whose they are"),
+        ({"info": {"m": {"r": torch.ones(3)}}}, r"info\[m/r\] has shape \(3,\), but the batch has 2 samples"),
+        ({"advantages": torch.ones(2)}, r"advantages has shape \(2,\); a padded batch holds one row a sample"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused(changes, message):
     made = make_experience_batch([vision_item(2), vision_item(1)])
-    pixels, grids = made.pixel_values, made.image_grid_thws
-    batch = ExperienceVL(made.sequences, pixels, grids, action_log_probs=made.action_log_probs)
-    with pytest.raises(DataError, match="no image_counts to say whose they are"):
-        split_experience_batch(batch)
+    if "image_counts" in changes:
+        made = ExperienceVL(made.sequences, made.pixel_values, made.image_grid_thws, action_log_probs=made.values)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    with pytest.raises(DataError, match=message):
+        split_experience_batch(made)
 
 
-def test_info_of_another_batch_size_is_refused():
-    batch = make_experience_batch([text_item(), text_item()])
-    batch.info = {"m": {"reward": torch.ones(3)}}
-    with pytest.raises(DataError, match=r"info\[m/reward\] has shape \(3,\), but the batch has 2 samples"):
-        split_experience_batch(batch)
+# --- every tensor moves --------------------------------------------------------------------------------------------
+
+EVERY_TENSOR = {
+    **{name: torch.ones(2) for name in ("kl", "action_entropy", "rollout_log_probs", "teacher_log_probs")},
+    **{name: torch.tensor(1) for name in ("group_id", "sample_id", "policy_version")},
+    "token_versions": torch.ones(2, dtype=torch.long),
+    "valid": torch.tensor(True),
+    "info": {"reward": 1.0, "metrics": {"format": torch.tensor(1.0)}, "parts": torch.ones(2), "kind": "count"},
+}
 
 
-def test_one_number_a_sample_is_no_padded_row():
-    batch = make_experience_batch([text_item(5, 2), text_item(5, 2)])
-    batch.advantages = torch.ones(2)
-    with pytest.raises(DataError, match=r"advantages has shape \(2,\); a padded batch holds one row a sample"):
-        split_experience_batch(batch)
+def tensors_of(batch) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for each in fields(batch):
+        map_tensors(getattr(batch, each.name), lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        text_item(**EVERY_TENSOR),
+        vision_item(1, 1, video_seconds_per_grid=torch.ones(1), **EVERY_TENSOR),
+        diffusion_item(),
+    ],
+)
+def test_every_tensor_moves_and_the_vision_items_have_every_one(item):
+    batch = make_experience_batch([item, item])
+    if isinstance(item, BufferItemVL):
+        kinds = {name: spec.kind for name, spec in replay_fields(ExperienceVL).items()}
+        names = [name for name, kind in kinds.items() if kind is not Kind.OBJECTS]
+        assert [name for name in [*names, *CONTRACT_NAMES] if getattr(batch, name) is None] == []
+    moved = batch.to_device("meta")
+    assert moved is batch and len(tensors_of(batch)) > 5
+    assert all(tensor.device.type == "meta" for tensor in tensors_of(batch))

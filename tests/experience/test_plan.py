@@ -23,132 +23,15 @@ from lightrft_visual.experience.batch_plan import (
 
 BUDGET = 20
 steps_of_ranks = st.lists(st.lists(st.integers(1, BUDGET), max_size=12), min_size=1, max_size=4).filter(any)
-
-
-def references(tokens: list[list[int]]) -> list[SampleRef]:
-    return [SampleRef(rank, index, count) for rank, own in enumerate(tokens) for index, count in enumerate(own)]
-
-
-def assert_complete(plans, tokens) -> None:
-    assert len({len(plan) for plan in plans}) == 1
-    for rank, (plan, own) in enumerate(zip(plans, tokens)):
-        planned = sorted(sample.index for batch in plan for sample in batch)
-        assert planned == list(range(len(own)))
-        assert all(sample.rank == rank for batch in plan for sample in batch)
-
-
-def unused_share(plans, budget) -> float:
-    """Share of the token budget of all micro-batches that holds no token, 0 to 1."""
-    batches = [batch for plan in plans for batch in plan]
-    return 1 - sum(map(computed_tokens, batches)) / (budget * len(batches))
-
-
-def waiting_share(plans) -> float:
-    """Share of token slots that ranks spend waiting for the fullest micro-batch of their round, 0 to 1."""
-    loads = [[computed_tokens(batch) for batch in plan] for plan in plans]
-    slots = len(plans) * sum(max(round_) for round_ in zip(*loads))
-    return 1 - sum(map(sum, loads)) / slots
-
-
-@settings(deadline=None)
-@given(steps_of_ranks)
-def test_token_plans_hold_every_sample_once_within_the_budget(tokens):
-    plans = plan_by_tokens(references(tokens), len(tokens), BUDGET)
-    assert_complete(plans, tokens)
-    assert all(sum(sample.tokens for sample in batch) <= BUDGET for plan in plans for batch in plan)
-    assert sum(not batch for plan in plans for batch in plan) == sum(max(0, len(plans[0]) - len(own)) for own in tokens)
-
-
-@settings(deadline=None)
-@given(steps_of_ranks, st.integers(1, 5))
-def test_count_plans_hold_every_sample_once(tokens, size):
-    plans = plan_by_count(references(tokens), len(tokens), size)
-    assert_complete(plans, tokens)
-    assert len(plans[0]) == max(-(-len(own) // size) for own in tokens)
-    for plan in plans:
-        assert max(map(len, plan)) - min(map(len, plan)) <= 1
-        assert max(map(len, plan)) <= size
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_at_most_two_percent_of_the_budget_is_left_empty(ranks):
-    draw = random.Random(0)
-    tokens = [[min(4096, 350 + int(draw.lognormvariate(6, 0.8))) for _ in range(2048)] for _ in range(ranks)]
-    plans = plan_by_tokens(balanced(references(tokens), ranks), ranks, 16384)
-    assert unused_share(plans, 16384) < 0.02
-    assert waiting_share(plans) < 0.02
-
-
-def balanced(step: list[SampleRef], ranks: int, by_tokens: bool = True) -> list[SampleRef]:
-    targets = dict(moves_between_ranks(step, ranks, by_tokens))
-    return [replace(sample, rank=targets.get(sample, sample.rank)) for sample in step]
-
-
-@settings(deadline=None)
-@given(steps_of_ranks, st.booleans())
-def test_moves_never_widen_the_gap(tokens, by_tokens):
-    step = references(tokens)
-    shares = []
-    for each in (step, balanced(step, len(tokens), by_tokens)):
-        loads = [0] * len(tokens)
-        for sample in each:
-            loads[sample.rank] += sample.tokens if by_tokens else 1
-        shares.append(max(loads) - min(loads))
-    assert shares[1] <= shares[0]
-    assert by_tokens or shares[1] <= 1
-
-
-def test_few_samples_move():
-    draw = random.Random(0)
-    step = references([[draw.randint(100, 1000) for _ in range(200)] for _ in range(8)])
-    assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
-
-
-def test_full_bins_are_found():
-    plans = plan_by_tokens(references([[5, 5, 10, 1, 19, 20]]), 1, BUDGET)
-    assert unused_share(plans, BUDGET) == 0
-    assert [sorted(sample.tokens for sample in batch) for batch in plans[0]].count([20]) == 1
-
-
-def test_a_sample_longer_than_the_budget_is_named():
-    with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
-        plan_by_tokens(references([[3, 21]]), 1, BUDGET)
-
-
-def test_the_steps_do_not_depend_on_the_number_of_ranks():
-    one = [SampleRef(0, key, 1, key) for key in range(12)]
-    three = [SampleRef(key % 3, key // 3, 1, key) for key in (5, 3, 1, 0, 2, 4, 6, 11, 10, 9, 8, 7)]
-    keys = [[[sample.key for sample in step] for step in shuffled_steps(refs, 5, seed=7)] for refs in (one, three)]
-    assert keys[0] == keys[1]
-    assert [len(step) for step in keys[0]] == [5, 5, 2]
-
-
-def test_another_seed_is_another_order():
-    samples = references([[1] * 50])
-    orders = [[sample.index for sample in shuffled_steps(samples, None, seed)[0]] for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[2]) == list(range(50))
-
-
-def test_a_step_needs_samples():
-    with pytest.raises(ConfigError, match="at least 1"):
-        shuffled_steps(references([[1]]), 0, seed=1)
-
-
-def test_empty_micro_batches_get_a_filler():
-    plans = plan_by_count(references([[1, 1, 1], [1]]), 2, 1)
-    fillers = own_micro_batches(plans[1])
-    assert sorted(batch.filler for batch in fillers) == [False, True, True]
-    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
-
-
-# --- groups that share a prompt ------------------------------------------------------------------------------------
-
 groups_of_ranks = st.lists(
     st.lists(st.tuples(st.integers(1, 8), st.lists(st.integers(1, 12), min_size=1, max_size=6)), max_size=5),
     min_size=1,
     max_size=4,
 ).filter(any)
+
+
+def references(tokens: list[list[int]]) -> list[SampleRef]:
+    return [SampleRef(rank, index, count) for rank, own in enumerate(tokens) for index, count in enumerate(own)]
 
 
 def grouped(ranks) -> list[SampleRef]:
@@ -165,18 +48,116 @@ def grouped(ranks) -> list[SampleRef]:
 
 
 def computed(batch: list[SampleRef]) -> int:
+    """Tokens of a batch, in which a prompt counts once."""
     prompts = {sample.group: sample.prompt for sample in batch}
     return sum(sample.tokens - sample.prompt for sample in batch) + sum(prompts.values())
 
 
+# Samples that share nothing and samples of groups, with the number of ranks, some of which may have none.
+steps = steps_of_ranks.map(lambda ranks: (references(ranks), len(ranks)))
+steps |= groups_of_ranks.map(lambda ranks: (grouped(ranks), len(ranks)))
+
+
+def balanced(step: list[SampleRef], ranks: int, by_tokens: bool = True) -> list[SampleRef]:
+    targets = dict(moves_between_ranks(step, ranks, by_tokens))
+    return [replace(sample, rank=targets.get(sample, sample.rank)) for sample in step]
+
+
+def by_rank(step: list[SampleRef], ranks: int) -> list[list[SampleRef]]:
+    return [[sample for sample in step if sample.rank == rank] for rank in range(ranks)]
+
+
+def assert_complete(plans, tokens) -> None:
+    assert len({len(plan) for plan in plans}) == 1
+    for rank, (plan, own) in enumerate(zip(plans, tokens)):
+        planned = sorted(sample.index for batch in plan for sample in batch)
+        assert planned == list(range(len(own)))
+        assert all(sample.rank == rank for batch in plan for sample in batch)
+
+
 @settings(deadline=None)
-@given(groups_of_ranks)
-def test_plans_of_groups_hold_every_sample_once_and_a_prompt_counts_once(ranks):
-    step = grouped(ranks)
-    plans = plan_by_tokens(step, len(ranks), BUDGET)
-    assert_complete(plans, [[sample for sample in step if sample.rank == rank] for rank in range(len(ranks))])
+@given(steps)
+def test_token_plans_hold_every_sample_once_within_the_budget_where_a_prompt_counts_once(step_and_ranks):
+    step, ranks = step_and_ranks
+    plans, own = plan_by_tokens(step, ranks, BUDGET), by_rank(step, ranks)
+    assert_complete(plans, own)
+    assert all(computed(batch) <= BUDGET for plan in plans for batch in plan)
+    empty = sum(not batch for plan in plans for batch in plan)
+    assert step[0].group is not None or empty == sum(max(0, len(plans[0]) - len(each)) for each in own)
+
+
+@settings(deadline=None)
+@given(steps_of_ranks, st.integers(1, 5))
+def test_count_plans_hold_every_sample_once(tokens, size):
+    plans = plan_by_count(references(tokens), len(tokens), size)
+    assert_complete(plans, tokens)
+    assert len(plans[0]) == max(-(-len(own) // size) for own in tokens)
     for plan in plans:
-        assert all(computed(batch) <= BUDGET for batch in plan)
+        assert max(map(len, plan)) - min(map(len, plan)) <= 1
+        assert max(map(len, plan)) <= size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_at_most_two_percent_of_the_budget_is_left_empty_and_two_percent_of_the_time_spent_waiting(ranks):
+    draw, budget = random.Random(0), 16384
+    tokens = [[min(4096, 350 + int(draw.lognormvariate(6, 0.8))) for _ in range(2048)] for _ in range(ranks)]
+    plans = plan_by_tokens(balanced(references(tokens), ranks), ranks, budget)
+    loads = [[computed_tokens(batch) for batch in plan] for plan in plans]
+    whole = sum(map(sum, loads))
+    assert whole / (budget * sum(map(len, loads))) > 0.98
+    assert whole / (ranks * sum(max(each) for each in zip(*loads))) > 0.98  # of the fullest micro-batch of each round
+
+
+def test_full_bins_are_found():
+    (plan,) = plan_by_tokens(references([[5, 5, 10, 1, 19, 20]]), 1, BUDGET)
+    assert [computed_tokens(batch) for batch in plan] == [BUDGET] * 3
+    assert [sorted(sample.tokens for sample in batch) for batch in plan].count([20]) == 1
+
+
+@settings(deadline=None)
+@given(steps, st.booleans())
+def test_moves_never_widen_the_gap(step_and_ranks, by_tokens):
+    step, ranks = step_and_ranks
+    by_tokens = by_tokens or step[0].group is not None
+    gaps = []
+    for each in (step, balanced(step, ranks, by_tokens)):
+        loads = [computed(own) if by_tokens else len(own) for own in by_rank(each, ranks)]
+        gaps.append(max(loads) - min(loads))
+    assert gaps[1] <= gaps[0] and (by_tokens or gaps[1] <= 1)
+
+
+def test_few_samples_move():
+    draw = random.Random(0)
+    step = references([[draw.randint(100, 1000) for _ in range(200)] for _ in range(8)])
+    assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
+
+
+def test_a_sample_longer_than_the_budget_is_named():
+    with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
+        plan_by_tokens(references([[3, 21]]), 1, BUDGET)
+
+
+def test_the_steps_depend_on_the_seed_and_not_on_the_number_of_ranks():
+    one = [SampleRef(0, key, 1, key) for key in range(12)]
+    three = [SampleRef(key % 3, key // 3, 1, key) for key in (5, 3, 1, 0, 2, 4, 6, 11, 10, 9, 8, 7)]
+    first, same, again, other = (
+        [[sample.key for sample in step] for step in shuffled_steps(samples, 5, seed)]
+        for samples, seed in ((one, 7), (three, 7), (one, 7), (one, 8))
+    )
+    assert first == same == again != other and [len(step) for step in first] == [5, 5, 2]
+    assert sorted(sum(other, [])) == list(range(12))
+    with pytest.raises(ConfigError, match="at least 1"):
+        shuffled_steps(one, 0, seed=1)
+
+
+def test_empty_micro_batches_get_a_filler():
+    plans = plan_by_count(references([[1, 1, 1], [1]]), 2, 1)
+    fillers = own_micro_batches(plans[1])
+    assert sorted(batch.filler for batch in fillers) == [False, True, True]
+    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
+
+
+# --- groups that share a prompt ------------------------------------------------------------------------------------
 
 
 def test_groups_stay_together_and_large_ones_are_cut_evenly():
@@ -203,17 +184,6 @@ def test_steps_are_made_of_whole_groups():
         assert [len({sample.group for sample in each}) for each in steps] == [2, 2, 2]
     orders = [[sample.group for each in shuffled_steps(step, 8, seed) for sample in each] for seed in range(3)]
     assert len({tuple(order) for order in orders}) == 3
-
-
-@settings(deadline=None)
-@given(groups_of_ranks)
-def test_moves_of_groups_never_widen_the_gap(ranks):
-    step = grouped(ranks)
-    gaps = []
-    for each in (step, balanced(step, len(ranks))):
-        loads = [computed([sample for sample in each if sample.rank == rank]) for rank in range(len(ranks))]
-        gaps.append(max(loads) - min(loads))
-    assert gaps[1] <= gaps[0]
 
 
 def test_a_group_is_parted_only_where_a_rank_would_wait_for_it():

@@ -57,36 +57,31 @@ def test_sixteen_samples_of_a_prompt_hold_its_patches_once(packed):
     assert held([item.vision for item in again]) <= 1.2 * one
 
 
-def test_samples_sent_to_another_rank_carry_their_prompts_patches_once():
+def test_samples_sent_to_another_rank_or_device_carry_their_prompts_patches_once():
+    experience = experience_of([prompt(0), prompt(1)], G // 2)
     buffer = NaiveReplayBuffer(G)
-    buffer.append(experience_of([prompt(0), prompt(1)], G // 2))
+    buffer.append(experience)
     parcel = pickle.dumps(buffer.items)
     assert len(parcel) <= 1.2 * 2 * prompt().vision.nbytes()
     assert held([item.vision for item in pickle.loads(parcel)]) <= 1.2 * 2 * prompt().vision.nbytes()
-
-
-def test_moving_keeps_what_is_shared():
-    moved = experience_of([prompt(0), prompt(1)], 4).vision.to("meta")
+    moved = experience.vision.to("meta")
     assert len({id(sample) for sample in moved.samples}) == 2
-    assert moved.get("pixel_values").shape == (8 * PATCHES, DIM)
+    assert moved.get("pixel_values").shape == (G * PATCHES, DIM)
 
 
-def test_tensors_of_any_name_travel():
+def test_tensors_of_any_name_travel_and_a_sample_may_have_more_rows_than_images():
     own = VisionTensors.of(pixel_values=torch.rand(2, 3, 4, 4), pixel_attention_mask=torch.ones(2, 4, 4))
-    items = [BufferItemVL(torch.arange(3), vision=own, action_log_probs=torch.zeros(1)), vision_item(0)]
+    more = VisionTensors.of(pixel_values=torch.rand(5, 3, 4, 4), pixel_attention_mask=torch.ones(5, 4, 4))
+    items = [
+        BufferItemVL(torch.arange(3), vision=vision, image_counts=count, action_log_probs=torch.zeros(1))
+        for vision, count in ((own, None), (more, torch.tensor(2)), (VisionTensors(), None))
+    ]
     batch = make_experience_batch(items)
     assert ModelInputs.of(batch).vision.joined().keys() == {"pixel_values", "pixel_attention_mask"}
-    assert batch.image_counts.tolist() == [2, 0]
+    assert batch.image_counts.tolist() == [2, 2, 0] and batch.pixel_values.shape[0] == 7
     buffer = NaiveReplayBuffer(1)
     buffer.append(batch)
-    assert buffer[0].vision == own and buffer[1].vision == VisionTensors()
-
-
-def test_a_sample_may_take_more_rows_than_it_has_images():
-    own = VisionTensors.of(pixel_values=torch.rand(5, 3, 4, 4))
-    item = BufferItemVL(torch.arange(3), vision=own, image_counts=torch.tensor(2), action_log_probs=torch.zeros(1))
-    batch = make_experience_batch([item, vision_item(0)])
-    assert batch.image_counts.tolist() == [2, 0] and batch.pixel_values.shape[0] == 5
+    assert [item.vision for item in buffer] == [own, more, VisionTensors()]
 
 
 def test_names_of_the_contract_read_and_write():
@@ -102,13 +97,11 @@ def test_names_of_the_contract_read_and_write():
 
 def test_replacing_a_field_keeps_the_others():
     item = vision_item(1)
-    marked = replace(item, valid=torch.tensor(False))
-    assert marked.pixel_values is item.pixel_values
+    assert replace(item, valid=torch.tensor(False)).pixel_values is item.pixel_values
     swapped = replace(item, pixel_values=item.pixel_values * 2)
     assert torch.equal(swapped.pixel_values, item.pixel_values * 2)
     assert torch.equal(swapped.image_grid_thws, item.image_grid_thws)
-    batch = make_experience_batch([item, vision_item(2)])
-    assert len(replace(batch, valid=None).vision) == 2
+    assert len(replace(make_experience_batch([item, vision_item(2)]), valid=None).vision) == 2
 
 
 def test_rows_that_do_not_add_up_are_refused():

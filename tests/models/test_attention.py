@@ -1,5 +1,6 @@
 """Attention over packed rows by segments, equal to a dense mask's, which is never made; of towers, in a few calls."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -71,31 +72,31 @@ def test_segments_of_like_lengths_are_one_call_and_of_others_few_with_little_pad
     assert [tuple(own.shape) for own, _, _ in apart.batches(None)[0]] == [(3, 1000), (2, 100)]
 
 
+def stand_in(q, k, v, ends_q, ends_k, *_, scale=None, window_size, enable_gqa=False, first=False, causal=False):
+    """With the meaning that PyTorch documents for varlen_attn, where the last query sees the last key; or with faults:
+    the first query sees the first key, or nothing that follows it."""
+    made = []
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist())):
+        mask, more = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool), 0 if first else k1 - k0 - (q1 - q0)
+        mask = mask.tril(more) if causal or window_size[1] == 0 else mask
+        mask = mask if window_size[0] == -1 else mask.triu(more - window_size[0])
+        rows = (each.transpose(0, 1).unsqueeze(0) for each in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        made.append(F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+    return torch.cat(made)
+
+
 @pytest.mark.parametrize(("continues", "window", "old"), [(ALONE, None, True), (CONTINUED, 4, False)])
 def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, old, window, continues):
-    """A stand-in with the meaning that PyTorch documents for varlen_attn: the last query sees the last key."""
-
     def kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         assert ends_q.dtype == ends_k.dtype == torch.int32 and enable_gqa and window_size[1] == 0
         assert q.shape == (TOTAL, 4, 16) and k.shape == v.shape == (ends_k[-1], 2, 16)
         assert longest_q == ends_q.diff().max() and longest_k == ends_k.diff().max()
-        left, made = None if window_size[0] == -1 else window_size[0] + 1, []
-        for queries, keys, values in zip(
-            *(x.split(e.diff().tolist()) for x, e in ((q, ends_q), (k, ends_k), (v, ends_k)))
-        ):
-            mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
-            mask = mask if left is None else mask.triu(len(keys) - len(queries) + 1 - left)
-            rows = [each.transpose(0, 1).unsqueeze(0) for each in (queries, keys, values)]
-            made.append(F.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=True).squeeze(0))
-        return torch.cat(made, dim=1).transpose(0, 1)
+        return stand_in(q, k, v, ends_q, ends_k, scale=scale, window_size=window_size, enable_gqa=True)
 
-    def older(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+    def older(q, k, v, *ends, scale, window_size):
         """As up to PyTorch 2.11: without groups of queries to one key."""
-        assert q.shape == (TOTAL, 4, 16) and k.shape == v.shape == (ends_k[-1], 4, 16)
-        return kernel(
-            q, k[:, ::2], v[:, ::2], ends_q, ends_k, longest_q, longest_k, scale=scale, window_size=window_size,
-            enable_gqa=True,
-        )  # fmt: skip
+        assert k.shape == v.shape == (ends[1][-1], 4, 16)
+        return kernel(q, k[:, ::2], v[:, ::2], *ends, scale=scale, window_size=window_size, enable_gqa=True)
 
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda kind, dtype: True)
     monkeypatch.setattr(varlen, "varlen_attn", older if old else kernel)
@@ -104,12 +105,16 @@ def test_the_kernel_of_accelerators_is_given_what_it_takes(qkv, monkeypatch, old
     torch.testing.assert_close(ours, dense(*qkv, window, 0.3, continues), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("continues", [ALONE, CONTINUED])
+@pytest.mark.parametrize("continues", [ALONE, CONTINUED, "windows of a tower"])
 def test_pytorchs_own_kernel_takes_the_call_on_cuda(continues):
     """Shapes, types and names alone: tensors that say they are on a GPU and hold nothing."""
     with FakeTensorMode():
-        qkv = [torch.empty(1, heads, TOTAL, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)]
-        made = attention._varlen(*qkv, Segments(LENGTHS, torch.device("cuda"), continues), 0.3, 4)
+        tower = isinstance(continues, str)
+        qkv = [torch.empty(1, n, TOTAL, 64, dtype=torch.bfloat16, device="cuda") for n in (4, *[4 if tower else 2] * 2)]
+        if tower:
+            made = attention.attend_to_all(*qkv, torch.empty(6, dtype=torch.int32, device="cuda"), 5, 0.3)
+        else:
+            made = attention._varlen(*qkv, Segments(LENGTHS, torch.device("cuda"), continues), 0.3, 4)
     assert made.shape == (1, TOTAL, 4, 64) and made.dtype == torch.bfloat16 and made.device.type == "cuda"
 
 
@@ -129,32 +134,16 @@ def test_a_device_without_that_kernel_is_given_as_many_heads_of_keys_as_of_queri
     assert made.shape == (1, TOTAL, 4, 16)
 
 
-@pytest.mark.parametrize("wrong", [None, "aligned to the first key", "causal in the tower"])
-def test_a_kernel_that_hides_keys_is_not_used(monkeypatch, wrong):
-    """A kernel may let the first query see the first key alone, however many keys there are, or hide what follows a
-    token where nothing is to be hidden."""
-
-    def kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa=False):
-        causal, made = window_size[1] == 0 or wrong == "causal in the tower", []
-        for (q0, q1), (k0, k1) in zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist())):
-            mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
-            if causal:
-                mask = mask.tril(0 if wrong == "aligned to the first key" else k1 - k0 - (q1 - q0))
-            rows = (q[q0:q1].transpose(0, 1), k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1))
-            made.append(F.scaled_dot_product_attention(*rows, mask, enable_gqa=enable_gqa).transpose(0, 1))
-        return torch.cat(made)
-
+@pytest.mark.parametrize("wrong", [{}, {"first": True}, {"causal": True}], ids=str)
+def test_a_kernel_that_hides_keys_is_not_used_nor_one_on_the_host_or_in_float32(monkeypatch, wrong):
     attention.has_varlen_kernel.cache_clear()
-    monkeypatch.setattr(torch, "device", lambda kind: torch._C.device("cpu"))
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    answer = attention.has_varlen_kernel("cuda", torch.bfloat16)
-    attention.has_varlen_kernel.cache_clear()
-    assert answer is (wrong is None)
-
-
-def test_the_host_and_float32_have_no_kernel():
     assert not attention.has_varlen_kernel("cpu", torch.bfloat16)
     assert not attention.has_varlen_kernel("cuda", torch.float32)
+    monkeypatch.setattr(torch, "device", lambda kind: torch._C.device("cpu"))
+    monkeypatch.setattr(varlen, "varlen_attn", partial(stand_in, **wrong))
+    answer = attention.has_varlen_kernel("cuda", torch.bfloat16)
+    attention.has_varlen_kernel.cache_clear()
+    assert answer is (not wrong)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
@@ -214,26 +203,3 @@ def test_a_tower_gives_the_same_in_fewer_calls(family, tmp_path, monkeypatch):
     found = outputs_and_gradients(ours, *inputs)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
     assert len(calls) - by_parts < by_parts
-
-
-def test_parts_of_several_lengths_attend_to_themselves_alone():
-    lengths, ends = [3, 5, 3, 1, 5], torch.tensor([0, 3, 8, 11, 12, 17])
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 17, 8, requires_grad=True) for _ in range(3))
-    parts = zip(*(each.split(lengths, dim=2) for each in (q, k, v)))
-    wanted = torch.cat([F.scaled_dot_product_attention(*part, scale=0.3) for part in parts], dim=2).transpose(1, 2)
-    found, _ = attention.window_attention(None, q, k, v, None, 0.3, cu_seq_lens_q=ends, max_length_q=5)
-    torch.testing.assert_close(found, wanted)
-    weights = torch.randn_like(wanted)
-    torch.testing.assert_close(
-        *(torch.autograd.grad((made * weights).sum(), (q, k, v)) for made in (found, wanted)), atol=1e-6, rtol=1e-5
-    )
-
-
-def test_the_kernel_of_accelerators_takes_the_call():
-    """Shapes, types and names alone: tensors that say they are on a GPU and hold nothing."""
-    with FakeTensorMode():
-        qkv = [torch.empty(1, 4, 17, 80, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-        ends = torch.empty(6, dtype=torch.int32, device="cuda")
-        made = attention.attend_to_all(*qkv, ends, 5, 0.3)
-    assert made.shape == (1, 17, 4, 80) and made.dtype == torch.bfloat16 and made.device.type == "cuda"

@@ -65,14 +65,6 @@ class TestValues:
         assert log_probs.item() == pytest.approx(math.log(p))
         assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
 
-    def test_without_entropy(self):
-        hidden, weight, _, targets = problem()
-        log_probs, entropy = linear_log_probs(hidden, weight, targets, with_entropy=False)
-        wanted, _ = plain_log_probs(hidden, weight, targets)
-        assert entropy is None
-        torch.testing.assert_close(log_probs, wanted)
-        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), hidden) for each in (log_probs, wanted)))
-
     def test_no_rows(self):
         hidden, weight, _, _ = problem()
         log_probs, entropy = linear_log_probs(hidden[:0], weight, torch.zeros(0, dtype=torch.long))
@@ -191,7 +183,9 @@ class TestLogProbLinear:
         expected = (head(hidden) / 2).log_softmax(-1)
         torch.testing.assert_close(log_probs, expected.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
         torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
-        assert head(hidden, targets, with_entropy=False)[1] is None
+        alone, none = head(hidden, targets, temperature=temperature, with_entropy=False)
+        assert none is None and torch.equal(alone, log_probs)
+        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), head.weight) for each in (alone, log_probs)))
 
 
 @pytest.mark.parametrize(

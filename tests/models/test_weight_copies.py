@@ -24,12 +24,17 @@ def layer():
     return nn.Linear(3, 2)
 
 
+def moved(parameters, by=1.0):
+    with torch.no_grad():
+        for each in parameters:
+            each.add_(by)
+
+
 def test_update_by_hand_and_interval():
     model = layer()
     before = model.weight.detach().clone()
     average = WeightAverage(model.parameters(), decay=0.75, interval=2)
-    with torch.no_grad():
-        model.weight.add_(1.0)
+    moved(model.parameters())
     average.step()
     assert torch.equal(average.copies[0], before)
     average.step()
@@ -40,8 +45,7 @@ def test_warm_up_forgets_the_start_soon():
     model = layer()
     before = model.weight.detach().clone()
     average = WeightAverage(model.parameters(), decay=0.9, interval=2, warmup=True)
-    with torch.no_grad():
-        model.weight.add_(1.0)
+    moved(model.parameters())
     average.step(), average.step()
     torch.testing.assert_close(average.copies[0], before + 1 - 3 / 12)  # (1 + 2) / (10 + 2) is below 0.9
     average.steps = 999
@@ -49,33 +53,20 @@ def test_warm_up_forgets_the_start_soon():
     torch.testing.assert_close(average.copies[0], before + 1 - 0.9 * 3 / 12)
 
 
-def test_swapped_lends_the_copy_and_gives_the_weights_back_bit_for_bit():
-    model = layer()
+def test_swapped_lends_the_copy_and_gives_the_weights_back_bit_for_bit_and_gradients_are_theirs():
+    model, inputs = layer(), torch.randn(4, 3)
     copy = WeightCopy(model.parameters())
     before = copy.copies[0].clone()
-    with torch.no_grad():
-        model.weight.mul_(1.1)
+    moved(model.parameters(), 0.1)
     after = model.weight.detach().clone()
     assert torch.equal(copy.copies[0], before)  # it has memory of its own, on a CPU too
-    with pytest.raises(RuntimeError), copy.swapped():
+    wanted = torch.autograd.grad(model(inputs).square().sum(), model.weight)
+    loss = model(inputs).square().sum()
+    with pytest.raises(RuntimeError), torch.no_grad(), copy.swapped():
         assert torch.equal(model.weight, before)
         raise RuntimeError
     assert torch.equal(model.weight, after) and torch.equal(copy.copies[0], before)
-
-
-def test_gradients_across_a_swap_are_those_of_the_weights():
-    model, inputs = layer(), torch.randn(4, 3)
-    copy = WeightCopy(model.parameters())
-    with torch.no_grad():
-        model.weight.add_(0.5)
-    loss = model(inputs).square().sum()
-    with torch.no_grad(), copy.swapped():
-        model(inputs)
-    loss.backward()
-    swapped = model.weight.grad.clone()
-    model.zero_grad()
-    model(inputs).square().sum().backward()
-    assert torch.equal(swapped, model.weight.grad)
+    assert torch.equal(*torch.autograd.grad(loss, model.weight), *wanted)
 
 
 def test_state_round_trip_and_mismatch():
@@ -131,15 +122,12 @@ def test_two_ranks_save_each_tensor_once_and_both_have_all_of_them_again():
 
 def test_an_average_of_bf16_weights_keeps_small_moves_also_across_a_swap():
     model = layer().bfloat16()
-    with torch.no_grad():
-        model.weight.fill_(1.0)
+    nn.init.constant_(model.weight, 1.0)
     average = WeightAverage(model.parameters(), 0.9)
-    with torch.no_grad():
-        model.weight.fill_(1.0078125)  # the next bf16 number
+    nn.init.constant_(model.weight, 1.0078125)  # the next bf16 number
     weights = model.weight.detach().clone()
     average.step()
     wanted = torch.full((2, 3), 1 + 0.1 * 0.0078125)
-    torch.testing.assert_close(average.copies[0], wanted, atol=1e-7, rtol=0)
     with average.swapped():
         assert model.weight.dtype == torch.bfloat16 and torch.equal(model.weight, wanted.bfloat16())
     assert torch.equal(model.weight, weights)
@@ -151,8 +139,7 @@ def test_a_reference_follows_every_few_steps_by_the_formula_of_tr_dpo():
     model, frozen = layer(), layer()
     start = frozen.weight.detach().clone()
     following = FollowingWeights(frozen, model.parameters, every=3, mixup=0.6)
-    with torch.no_grad():
-        model.weight.add_(1.0)
+    moved(model.parameters())
     assert [following.step(number) for number in (1, 2, 3, 4)] == [False, False, True, False]
     torch.testing.assert_close(frozen.weight, start + 0.6)
     saved = {name: value.clone() for name, value in following.state_dict().items()}
@@ -188,19 +175,15 @@ def passed(made, x):
 @pytest.mark.parametrize(("scaling_of", "shape"), [((4, 8), (5, 24)), ((4, 7), (2, 3, 5, 24))])
 def test_output_and_gradients_are_those_of_peft(scaling_of, shape):
     x = torch.randn(*shape)
-    for one, other in zip(
-        passed(lora_layer(PeftLinear, scaling_of), x), passed(lora_layer(AddedLoraLinear, scaling_of), x)
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    found, wanted = (passed(lora_layer(kind, scaling_of), x) for kind in (AddedLoraLinear, PeftLinear))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision_is_nearer_to_the_exact_result_than_peft():
-    x = torch.randn(64, 24)
+    x, half = torch.randn(64, 24), torch.bfloat16
     exact = lora_layer(PeftLinear)(x)
-    errors = [
-        (lora_layer(kind, dtype=torch.bfloat16)(x.bfloat16()) - exact).norm() for kind in (AddedLoraLinear, PeftLinear)
-    ]
-    assert errors[0] <= errors[1]
+    ours, pefts = ((lora_layer(kind, dtype=half)(x.to(half)) - exact).norm() for kind in (AddedLoraLinear, PeftLinear))
+    assert ours <= pefts
 
 
 VIEWS = ("aten::view", "aten::t", "aten::_unsafe_view", "aten::expand")
@@ -229,23 +212,20 @@ def test_what_is_not_plain_lora_goes_through_peft(settings, monkeypatch):
     assert asked == [made] and torch.equal(got, forward(made, x))
 
 
+def add_second(made):
+    made.unmerge()
+    made.update_layer("second", 2, lora_alpha=2, config=LoraConfig(r=2, init_lora_weights=False))
+    made.set_adapter(["default", "second"])
+
+
 def test_switched_off_merged_and_of_two_adapters_it_is_peft():
-    made, plain = lora_layer(AddedLoraLinear), lora_layer(PeftLinear)
-    x = torch.randn(3, 24)
-    for change in (
-        lambda each: each.enable_adapters(False),
-        lambda each: (each.enable_adapters(True), each.merge()),
-        lambda each: (
-            each.unmerge(),
-            each.update_layer("second", 2, lora_alpha=2, config=LoraConfig(r=2, init_lora_weights=False)),
-            each.set_adapter(["default", "second"]),
-        ),
-    ):
-        torch.manual_seed(3)
-        change(made)
-        torch.manual_seed(3)
-        change(plain)
-        torch.testing.assert_close(made(x), plain(x))
+    both, x = (lora_layer(AddedLoraLinear), lora_layer(PeftLinear)), torch.randn(3, 24)
+    off, merged = lambda made: made.enable_adapters(False), lambda made: (made.enable_adapters(True), made.merge())
+    for change in (off, merged, add_second):
+        for made in both:
+            torch.manual_seed(3)
+            change(made)
+        torch.testing.assert_close(*(made(x) for made in both))
 
 
 def test_policies_have_it_under_the_names_that_checkpoints_and_pipelines_know():

@@ -1,4 +1,6 @@
-"""Packed equals padded, alone equals together, and both equal transformers' own forward."""
+"""Actor and critic: packed equals padded, alone equals together, both equal transformers' own forward; refusals."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,19 +8,23 @@ from equality import PLAIN, adapters, assert_same, loss_and_gradients
 from tiny_models import (
     actor_of,
     checkpoint_of,
+    grouped_rollouts,
     inputs_of,
+    load,
     mixed_prompts,
+    perturb,
     prompts_for,
     rollouts_of,
     text_prompts,
 )  # fmt: skip
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from watched import Operations
 
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import freeze
-from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.models.vlm.actor import Actor, Critic
 
 EVERY = None  # the prompts
 
@@ -39,24 +45,40 @@ def test_packed_equals_padded_with_and_without_images(root, kind, lora, chosen):
     actor = actor_of(checkpoint, wrap=adapters if lora else lambda model: model)
     prompts = prompts_for(checkpoint)
     rollouts = rollouts_of(checkpoint, prompts if chosen is EVERY else prompts.select(chosen))
-    padded, packed = (inputs_of(checkpoint, rollouts, packed) for packed in (False, True))
+    padded, packed = both_forms(checkpoint, rollouts)
     assert packed.is_packed and packed.sequences.shape[0] == 1
     assert_same(loss_and_gradients(actor, [padded]), loss_and_gradients(actor, [packed]), 1e-5)
 
 
-def test_backward_of_log_probs_reads_no_mask_as_a_device_would_be_waited_for(root):
-    class Asked(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            asked.add(operation.name())
-            return operation(*args, **(kwargs or {}))
+def both_forms(checkpoint, rollouts):
+    return [inputs_of(checkpoint, rollouts, packed) for packed in (False, True)]
 
-    asked: set[str] = set()
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
+def test_a_critic_has_a_value_for_each_action_packed_padded_and_with_shared_prompts(root, kind):
+    checkpoint = checkpoint_of(root, kind)
+    critic = Critic(load(checkpoint.path, checkpoint.vision))
+    padded, packed = both_forms(checkpoint, grouped_rollouts(checkpoint, prompts_for(checkpoint)))
+    assert not critic(padded).any()
+    perturb(critic.value_head, 0, 0.1)
+    values = critic(padded)
+    assert values.shape == padded.action_mask.shape and values.dtype == torch.float32
+    assert not values[~padded.action_mask].any() and values[padded.action_mask].abs().min() > 0
+    torch.testing.assert_close(critic(packed), values, atol=1e-5, rtol=0)
+    values.sum().backward()
+    assert critic.value_head.weight.grad.any()
+    assert not any("lm_head" in name for name, _ in critic.named_parameters())
+    critic.backbone.share_prefix = True
+    torch.testing.assert_close(critic(padded), values, atol=1e-5, rtol=0)
+
+
+def test_backward_of_log_probs_reads_no_mask_as_a_device_would_be_waited_for(root):
     checkpoint = checkpoint_of(root, "qwen2")
     inputs = inputs_of(checkpoint, rollouts_of(checkpoint, text_prompts()), packed=True)
     output = actor_of(checkpoint)(inputs, PLAIN)
-    with Asked():
+    with Operations() as asked:
         (output.log_probs.sum() + output.entropy.sum()).backward()
-    assert not [name for name in asked if "mask" in name or "nonzero" in name]
+    assert asked.calls and not [name for name in asked.calls if "mask" in name or "nonzero" in name]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -77,17 +99,16 @@ def test_log_probs_are_those_of_transformers_own_forward(root, kind):
     actor = actor_of(checkpoint, banned=[])
     rollouts = rollouts_of(checkpoint, prompts_for(checkpoint, videos=False))
     ours = actor(inputs_of(checkpoint, rollouts), PLAIN)
-    for row, rollout in enumerate(rollouts):
-        ids = torch.tensor([rollout.prompt.token_ids + rollout.token_ids])
+    for log_probs, entropy, rollout in zip(ours.log_probs, ours.entropy, rollouts):
+        ids, count = torch.tensor([rollout.prompt.token_ids + rollout.token_ids]), len(rollout.token_ids)
         media = {"mm_token_type_ids": checkpoint.family.token_types(ids)} if checkpoint.vision else {}
         media |= rollout.prompt.vision.joined()
         logits = actor.model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
-        table = logits[-len(rollout.token_ids) - 1 : -1].log_softmax(dim=-1)
+        table = logits[-count - 1 : -1].log_softmax(dim=-1)
         theirs = table.gather(1, torch.tensor(rollout.token_ids).unsqueeze(1)).squeeze(1)
-        count = len(rollout.token_ids)
-        torch.testing.assert_close(ours.log_probs[row, :count], theirs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(ours.entropy[row, :count], -(table.exp() * table).sum(1), atol=1e-5, rtol=0)
-        assert not ours.log_probs[row, count:].any() and not ours.entropy[row, count:].any()
+        torch.testing.assert_close(log_probs[:count], theirs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy[:count], -(table.exp() * table).sum(1), atol=1e-5, rtol=0)
+        assert not log_probs[count:].any() and not entropy[count:].any()
 
 
 @torch.no_grad()
@@ -128,3 +149,43 @@ def test_a_model_without_a_plain_language_model_head_is_refused_by_name():
     model.cls.predictions.decoder = torch.nn.Identity()
     with pytest.raises(ConfigError, match="'bert' cannot be trained: its language-model head is a Ident"):
         Actor(model, [], [])
+
+
+def test_banned_tokens_are_the_vision_tokens_and_the_rows_without_text(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    banned = checkpoint.family.banned_ids(checkpoint.tokenizer)
+    names = [checkpoint.tokenizer.convert_ids_to_tokens(token) for token in banned]
+    wanted = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+    assert [name for name in names if name is not None] == wanted
+    assert len(names) - 5 == checkpoint.config.get_text_config().vocab_size - len(checkpoint.tokenizer)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_images_that_do_not_match_their_placeholders_are_an_error_that_names_the_sample(root, packed):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    actor = actor_of(checkpoint)
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts()), packed)
+    for token, change, message in (
+        (checkpoint.config.image_token_id, 1, r"sample 10\d has \d+ image tokens, its images have \d+ features"),
+        (checkpoint.config.image_token_id, -1, r"sample 10\d has \d+ image tokens|no placeholder tokens"),
+        (checkpoint.config.video_token_id, 1, r"sample 10\d has \d+ video tokens, its videos have \d+ features"),
+    ):
+        broken = inputs.sequences.clone()
+        positions = (broken == token).nonzero()
+        row, column = positions[0] if change < 0 else positions[-1]
+        broken[row, column if change < 0 else column + 1] = 5 if change < 0 else token
+        with pytest.raises(DataError, match=message):
+            actor(replace(inputs, sequences=broken), PLAIN)
+
+
+def test_an_image_too_many_and_no_images_at_all_are_errors(root):
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts(videos=False)))
+    grids = inputs.vision.get("image_grid_thw")
+    more = inputs.vision.replaced("image_grid_thw", torch.cat([grids, grids[-1:]]))
+    for vision, message in (
+        (more, r"1 image\(s\) of the batch have no placeholder tokens"),
+        (VisionTensors(), "sample 101 has 4 image tokens, its images have 0 features"),
+    ):
+        with pytest.raises(DataError, match=message):
+            actor_of(checkpoint)(replace(inputs, vision=vision), PLAIN)

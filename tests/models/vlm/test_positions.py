@@ -42,44 +42,37 @@ def test_token_types_name_text_images_and_videos():
     assert VLMFamily.token_types(family, torch.tensor([[7, 8]])).tolist() == [[0, 0]]
 
 
-def test_an_image_of_two_by_three_by_hand():
-    positions = MRopePositions(base_of("qwen2_vl"))
-    types = torch.tensor([0, 0, *[1] * 6, 0, 0])
-    assert positions(types, grid([1, 4, 6]), None).tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
-    ]
+VIDEO = [0, 2, 2, 2, 0, 0]
+FRAMES = [
+    ("qwen2_vl", None, [1, 2, 3], 4),
+    ("qwen2_vl", 5.0, [1, 2, 3], 4),  # does not place frames by time
+    ("qwen2_5_vl", None, [1, 3, 5], 6),  # two positions a second, one second apart
+    ("qwen2_5_vl", 2.0, [1, 5, 9], 10),
+    ("qwen2_5_vl", 0.75, [1, 2, 4], 5),  # 0, 1.5 and 3, cut to whole positions
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "seconds", "times", "after"),
+    ("family", "types", "images", "videos", "seconds", "wanted"),
     [
-        ("qwen2_vl", None, [1, 2, 3], 4),
-        ("qwen2_vl", 5.0, [1, 2, 3], 4),  # does not place frames by time
-        ("qwen2_5_vl", None, [1, 3, 5], 6),  # two positions a second, one second apart
-        ("qwen2_5_vl", 2.0, [1, 5, 9], 10),
-        ("qwen2_5_vl", 0.75, [1, 2, 4], 5),  # 0, 1.5 and 3, cut to whole positions
+        (  # an image of two by three tokens
+            "qwen2_vl", [0, 0, *[1] * 6, 0, 0], grid([1, 4, 6]), None, None,
+            [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]],
+        ),
+        (  # frames between the tokens of their times
+            "qwen3_vl", [0, 2, 2, 0, 2, 2, 0], None, grid([2, 2, 4]), None,
+            [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]],
+        ),
+        *(  # text goes on above the last frame
+            (family, VIDEO, None, grid([3, 2, 2]), seconds and torch.tensor([seconds]),
+             [[0, *times, after, after + 1], *[[0, 1, 1, 1, after, after + 1]] * 2])
+            for family, seconds, times, after in FRAMES
+        ),
     ],
-)
-def test_text_goes_on_above_the_last_frame_of_a_video(family, seconds, times, after):
-    positions = MRopePositions(base_of(family))
-    types = torch.tensor([0, 2, 2, 2, 0, 0])
-    timing = None if seconds is None else torch.tensor([seconds])
-    got = positions(types, None, grid([3, 2, 2]), timing)
-    assert got.tolist() == [[0, *times, after, after + 1], [0, 1, 1, 1, after, after + 1]] + [
-        [0, 1, 1, 1, after, after + 1]
-    ]
-
-
-def test_qwen3_splits_a_video_into_frames_between_timestamps():
-    positions = MRopePositions(base_of("qwen3_vl"))
-    types = torch.tensor([0, 2, 2, 0, 2, 2, 0])
-    assert positions(types, None, grid([2, 2, 4])).tolist() == [
-        [0, 1, 1, 3, 4, 4, 6],
-        [0, 1, 1, 3, 4, 4, 6],
-        [0, 1, 2, 3, 4, 5, 6],
-    ]
+)  # fmt: skip
+def test_positions_in_time_height_and_width_by_hand(family, types, images, videos, seconds, wanted):
+    found = MRopePositions(base_of(family))(torch.tensor(types), images, videos, seconds)
+    assert found.tolist() == wanted
 
 
 def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time():
@@ -149,14 +142,11 @@ def test_a_product_equals_the_convolution():
         torch.testing.assert_close(*found)
 
 
-def test_only_a_plain_convolution_is_changed():
+def test_only_a_plain_convolution_is_changed(root):
     for layer in (nn.Conv3d(4, 8, KERNEL, groups=2), nn.Conv3d(3, 8, KERNEL, padding=1), nn.Linear(3, 3)):
         kind = type(layer)
         PatchConv3d.adopt(layer)
         assert type(layer) is kind
-
-
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
-def test_the_towers_use_it(root, family):
-    actor = actor_of(checkpoint_of(root, family))
-    assert isinstance(actor.backbone.base.visual.patch_embed.proj, PatchConv3d)
+    for family in QWEN_FAMILIES:
+        tower = actor_of(checkpoint_of(root, family)).backbone.base.visual
+        assert isinstance(tower.patch_embed.proj, PatchConv3d)
