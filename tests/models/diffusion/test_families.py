@@ -7,17 +7,14 @@ from functools import partial
 import pytest
 import tiny_families
 import torch
+from equality import with_adapters
 from PIL import Image
 from tiny_families import after_a_step, pipeline_of
 from watched import Operations
 
-from lightrft_visual.algorithms.diffusion.awm import AWM
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of, samples_at, trainable_steps
-from lightrft_visual.algorithms.diffusion.dgpo import group_preference
-from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
-from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig, SamplingResult
@@ -42,41 +39,50 @@ CASES = {name: (IMAGE, 3.0) for name in tiny_families.FAMILIES if name != "ltx23
     "qwen_image21": ((64, 64, 1), 3.0),
 }
 VIDEOS = ("wan", "wan_i2v", "wan_two_experts", "hunyuan_video15", "ltx2")
-TEXT_LENGTHS = {
-    "hunyuan_video15": 400,
-    "ltx2": 32,
-    "qwen_image21": None,
-    "qwen_image_edit": None,
-    "qwen_image_edit_plus": None,
-}  # others: 5
+OF_THEIR_OWN = ("qwen_image21", "qwen_image_edit", "qwen_image_edit_plus")
+TEXT_LENGTHS = {"hunyuan_video15": 400, "ltx2": 32, "ltx23": 32} | dict.fromkeys(OF_THEIR_OWN)  # others: 5
 
 
-def policy_of(name):
-    family = family_of(pipeline_of(name), TEXT_LENGTHS.get(name, 5))
+def policy_of(name, lora=2, length=0):
+    family = family_of(pipeline_of(name), length or TEXT_LENGTHS.get(name, 5))
     family.source_pixels = SOURCE_PIXELS
     family.guidance_scale_2 = 2.0 if name == "wan_two_experts" else None
-    return DiffusionPolicy(family, LoraSettings(rank=2, alpha=4))
+    return DiffusionPolicy(family, LoraSettings(rank=lora, alpha=4))
 
 
-def sources_of(name):
-    """Of both prompts, in one size or in two."""
-    red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "blue")
-    return [[red], [red, blue]] if name.endswith("plus") else [[red], [blue]]
+def stock_of(name):
+    pipeline = pipeline_of(name)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def shared_of(policy, name):
-    """What samples refer to, for models that edit."""
-    return policy.encode_edits(PROMPTS, sources_of(name), "") if policy.family.most_source_images else None
+    """What samples refer to, for models that edit: source images of both prompts, in one size or in two."""
+    if not policy.family.most_source_images:
+        return None
+    red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (80, 20), "blue")
+    return policy.encode_edits(PROMPTS, [[red], [red, blue] if name.endswith("plus") else [blue]], "")
 
 
 def conditions_of(policy, name, negative=""):
-    if policy.family.most_source_images:
-        return stacked(shared_of(policy, name), policy.device)
+    if (shared := shared_of(policy, name)) is not None:
+        return stacked(shared, policy.device)
     conditions = policy.encode_prompts(PROMPTS, negative if policy.family.uses_negative else None)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
         conditions |= policy.encode_first_frames(frames, *CASES[name][0])
     return conditions
+
+
+def latents_of(policy, conditions, start, guidance, **sampling):
+    """What the sampler makes of given noise."""
+    batch = DiffusionBatch(conditions, start.shape[1:], len(start), guidance, start)
+    return DiffusionSampler(SamplingConfig(**sampling)).sample(policy, batch, generator=torch.Generator()).latents
+
+
+def velocities(model, latents, timesteps, conditions, guidance=1.0):
+    with torch.no_grad():
+        return model.velocity(latents, torch.as_tensor(timesteps).expand(len(latents)), conditions, guidance)
 
 
 def rollout(policy, name):
@@ -92,9 +98,7 @@ def rollout(policy, name):
 
 @pytest.mark.parametrize("name", ["sd15", "qwen_image", "z_image"])
 def test_attention_that_is_kept_does_not_run_in_backward_and_changes_nothing(name):
-    policy, (size, guidance), found = policy_of(name), CASES[name], []
-    for weight in policy.trainable_parameters():  # LoRA's begin as zeros
-        torch.nn.init.normal_(weight, std=0.1)
+    policy, (size, guidance), found = with_adapters(policy_of(name)), CASES[name], []
     latents, times = torch.randn(2, *policy.latent_shape(*size)), torch.tensor([950.0, 300.0])
     conditions = conditions_of(policy, name)
     policy.train()
@@ -143,8 +147,7 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     def velocity_in(pipeline):
         read = family_of(pipeline, policy.family.text_length)
         read.guidance_scale_2 = policy.family.guidance_scale_2
-        with torch.no_grad():
-            return read.velocity(rows.x, rows.timesteps, rows.conditions, guidance)
+        return velocities(read, rows.x, rows.timesteps, rows.conditions, guidance)
 
     policy.save_lora(tmp_path)
     stock, joined = pipeline_of(name), pipeline_of(name)
@@ -221,95 +224,51 @@ def test_all_trained_weights_draw_the_same_images_in_the_stock_pipeline(name, tm
     assert any(not torch.equal(value, untrained[key]) for key, value in stock.transformer.state_dict().items())
 
 
-class Copied:
-    """In the place of the rollout policy's weights: the present ones."""
-
-    def swapped(self):
-        return nullcontext()
+def test_each_expert_of_wan_is_guided_by_its_own_scale_as_in_the_stock_pipeline():
+    policy, pipeline = policy_of("wan_two_experts"), stock_of("wan_two_experts")
+    start = torch.randn(1, *policy.latent_shape(32, 32, 5))
+    asked = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "max_sequence_length": 5}
+    asked |= {"guidance_scale": 3.0, "guidance_scale_2": 30.0, "latents": start, "output_type": "latent"}
+    theirs = pipeline(PROMPTS[0], "", **asked).frames
+    sigmas, conditions = pipeline.scheduler.sigmas[:-1].tolist(), policy.encode_prompts(PROMPTS[:1], "")
+    assert sigmas[0] > policy.family.boundary / 1000 > sigmas[-1]
+    policy.family.guidance_scale_2 = 30.0
+    ours = latents_of(policy, conditions, start, 3.0, num_steps=4, sigmas=sigmas)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    policy.family.guidance_scale_2 = None
+    assert (latents_of(policy, conditions, start, 3.0, num_steps=4, sigmas=sigmas) - theirs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"),
-    (
-        ("flux", AWM(beta=0.1)), ("sd15", RewardWeighted()), ("flux", group_preference(10.0, 2)),
-        ("sd15", pair_preference(10.0)),
-    ),
-    ids=("awm", "rwr", "dgpo", "dpo"),
-)  # fmt: skip
-def test_losses_on_finished_samples_train_it(name, loss):
-    """One step down the gradient lowers each loss where it is computed again with the same noise."""
-    policy = policy_of(name)
-    size, guidance = CASES[name]
-    conditions = conditions_of(policy, name)
-    sampler = DiffusionSampler(SamplingConfig(3))
-    batch = DiffusionBatch(conditions, policy.latent_shape(*size), 2, guidance)
-    result = sampler.sample(policy, batch, generator=sample_generators(0, 0, range(2)))
-    experience = experience_of(result, conditions, group_id=torch.zeros(2, dtype=torch.long), sample_id=torch.arange(2))
-    experience.advantages = torch.tensor([1.0, -1.0])
-    rows, context = samples_at(experience, torch.tensor([1, 1])), LossContext(policy, policy, Copied(), seed=3)
-    before = loss.loss(context, rows, 2.0).loss
-    before.backward()
-    norm = sum(float(each.grad.square().sum()) for each in policy.trainable_parameters()) ** 0.5
-    assert norm > 0
-    with torch.no_grad():
-        for each in policy.trainable_parameters():
-            each -= 1e-2 / norm * each.grad
-        if isinstance(loss, AWM):  # whose ratio is to the weights of the copy, which has moved along
-            return
-        assert loss.loss(context, rows, 2.0).loss < before
-
-
-def test_each_expert_of_wan_is_guided_by_its_own_scale_as_in_the_stock_pipeline():
-    policy = policy_of("wan_two_experts")
-    pipeline = pipeline_of("wan_two_experts")
-    pipeline.set_progress_bar_config(disable=True)
-    start = torch.randn(1, *policy.latent_shape(32, 32, 5))
-    asked = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "max_sequence_length": 5}
-    theirs = pipeline(
-        PROMPTS[0], "", **asked, guidance_scale=3.0, guidance_scale_2=30.0, latents=start, output_type="latent"
-    ).frames
-    policy.family.guidance_scale_2 = 30.0
-    sigmas = pipeline.scheduler.sigmas[:-1].tolist()
-    assert sigmas[0] > policy.family.boundary / 1000 > sigmas[-1]
-    batch = DiffusionBatch(policy.encode_prompts(PROMPTS[:1], ""), start.shape[1:], 1, 3.0, start)
-    sampler = DiffusionSampler(SamplingConfig(4, sigmas=sigmas))
-    ours = sampler.sample(policy, batch, generator=torch.Generator()).latents
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    policy.family.guidance_scale_2 = None
-    same = sampler.sample(policy, batch, generator=torch.Generator()).latents
-    assert (same - theirs).abs().max() > 1e-3
-
-
-def test_a_second_guidance_scale_is_refused_where_there_is_one_expert():
+    ("name", "setting", "told"),
+    [
+        ("wan_two_experts", {"guidance_scale_2": 2.0}, None),
+        ("wan", {"guidance_scale_2": 2.0}, "this model has one network"),
+        ("wan", {"frame_rate": 12.0}, "frame_rate is read by LTX-2"),
+    ],
+)
+def test_settings_that_a_model_does_not_read_are_refused(name, setting, told):
     config = DiffusionRunConfig()
-    config.sampling.guidance_scale_2 = 2.0
-    policy_of("wan_two_experts").family.follow(config)
-    with pytest.raises(ConfigError, match="this model has one network"):
-        policy_of("wan").family.follow(config)
+    vars(config.sampling).update(setting)
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        policy_of(name).family.follow(config)
 
 
-def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds_and_else_refused():
-    config = DiffusionRunConfig()
+def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds():
+    policy, config = policy_of("ltx2"), DiffusionRunConfig()
+    asked = torch.randn(2, 4, 3, 2, 3), [800.0, 300.0], policy.encode_prompts(PROMPTS)
+    usual = velocities(policy, *asked)
     config.sampling.frame_rate = 12.0
-    with pytest.raises(ConfigError, match="frame_rate is read by LTX-2"):
-        policy_of("wan").family.follow(config)
-    policy, start = policy_of("ltx2"), torch.randn(2, 4, 3, 2, 3)
-    conditions, timesteps = policy.encode_prompts(PROMPTS), torch.tensor([800.0, 300.0])
-    with torch.no_grad():
-        usual = policy(start, timesteps, conditions, 1.0)
-        policy.family.follow(config)
-        slower = policy(start, timesteps, conditions, 1.0)
-    assert policy.family.frame_rate == 12 and (usual - slower).abs().max() > 1e-4
+    policy.family.follow(config)
+    assert policy.family.frame_rate == 12 and (usual - velocities(policy, *asked)).abs().max() > 1e-4
 
 
 def test_samples_of_both_experts_in_one_batch_have_each_their_own_scale():
     policy = policy_of("wan_two_experts")
-    conditions = policy.encode_prompts(PROMPTS, "")
-    latents, timesteps = torch.randn(2, *policy.latent_shape(32, 32, 5)), torch.tensor([700.0, 500.0])
-    with torch.no_grad():
-        mixed = policy(latents, timesteps, conditions, 3.0)
-        policy.family.guidance_scale_2 = None
-        high, low = (policy(latents, timesteps, conditions, scale) for scale in (3.0, 2.0))
+    asked = torch.randn(2, *policy.latent_shape(*VIDEO)), [700.0, 500.0], policy.encode_prompts(PROMPTS, "")
+    mixed = velocities(policy, *asked, 3.0)
+    policy.family.guidance_scale_2 = None
+    high, low = (velocities(policy, *asked, scale) for scale in (3.0, 2.0))
     torch.testing.assert_close(mixed, torch.stack([high[0], low[1]]))
 
 
@@ -339,50 +298,37 @@ def test_an_expert_that_only_another_rank_needs_runs_and_changes_nothing(monkeyp
      ("qwen_image", {"use_dynamic_shifting": True, "shift_terminal": 0.02}), ("sd3", {"use_dynamic_shifting": True})],
 )  # fmt: skip
 def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts(name, settings):
-    pipeline = pipeline_of(name)
+    pipeline = stock_of(name)
     pipeline.scheduler = tiny_families.euler(**settings)
     family = family_of(pipeline, 5)
-    found = family.default_schedule(3, family.latent_shape(32, 32, 1), None)
-    pipeline.set_progress_bar_config(disable=True)
+    shape = family.latent_shape(*IMAGE)
+    found = family.default_schedule(3, shape, None)
     pipeline(PROMPTS[0], height=32, width=32, num_inference_steps=3, max_sequence_length=5, output_type="latent")
     torch.testing.assert_close(found[0], pipeline.scheduler.timesteps)
     torch.testing.assert_close(found[1], pipeline.scheduler.sigmas[:-1])
-    shape = family.latent_shape(32, 32, 1)
+    if "shift_terminal" in settings:  # stretched to its last sigma, one step is 0 / 0
+        with pytest.raises(ConfigError, match="num_steps 1: FlowMatchEulerDiscreteScheduler has no such schedule"):
+            family.default_schedule(1, shape, None)
     given = family.default_schedule(3, shape, 4.0)
     pipeline.scheduler = tiny_families.euler(**settings | {"shift": 4.0, "use_dynamic_shifting": False})
     if family.names_sigmas:  # a scheduler that does not shift by size shifts its own ends too
         torch.testing.assert_close(given, family.default_schedule(3, shape, None))
 
 
-def test_a_number_of_steps_for_which_the_scheduler_has_no_schedule_is_refused():
-    """Stretched to its last sigma, one step is 0 / 0."""
-    pipeline = pipeline_of("qwen_image")
-    pipeline.scheduler = tiny_families.euler(use_dynamic_shifting=True, shift_terminal=0.02)
-    family = family_of(pipeline, 5)
-    assert torch.isfinite(family.default_schedule(2, family.latent_shape(32, 32, 1), None)[1]).all()
-    with pytest.raises(ConfigError, match="num_steps 1: FlowMatchEulerDiscreteScheduler has no such schedule"):
-        family.default_schedule(1, family.latent_shape(32, 32, 1), None)
-
-
 def test_the_cosmos_ode_matches_the_stock_pipeline_from_its_first_noise_on():
-    policy, start = DiffusionPolicy(family_of(pipeline_of("cosmos"), 5)), torch.randn(1, 16, 1, 4, 4)
+    policy, start = policy_of("cosmos", lora=0), torch.randn(1, 16, 1, 4, 4)
     timesteps, sigmas = policy.default_schedule(4, start.shape[1:], None)
     assert sigmas[0].item() == pytest.approx(80 / 81)
     conditions, x = policy.encode_prompts(PROMPTS[:1], "a dog"), start * policy.starting_scale(float(sigmas[0]))
     for step in range(3):  # the pipeline ends at its smallest sigma, ours goes on to 0
-        with torch.no_grad():
-            v = policy.velocity(x, timesteps[step].expand(1), conditions, 3.0)
-        x = euler_step(x, v, sigmas[step], sigmas[step + 1])
-    pipeline = pipeline_of("cosmos")
-    pipeline.set_progress_bar_config(disable=True)
+        x = euler_step(x, velocities(policy, x, timesteps[step], conditions, 3.0), sigmas[step], sigmas[step + 1])
     settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 5, "guidance_scale": 2.0}
-    theirs = pipeline(PROMPTS[0], negative_prompt="a dog", latents=start, output_type="latent", **settings).images
+    settings |= {"negative_prompt": "a dog", "latents": start, "output_type": "latent"}
+    theirs = stock_of("cosmos")(PROMPTS[0], **settings).images
     torch.testing.assert_close((x / (1 - sigmas[3]))[:, :, 0], theirs, rtol=1e-4, atol=1e-4)
-    batch = DiffusionBatch(conditions, start.shape[1:], 1, 3.0, start)
-    ours = DiffusionSampler(SamplingConfig(4)).sample(policy, batch, generator=torch.Generator()).latents
-    with torch.no_grad():
-        v = policy.velocity(x, timesteps[3].expand(1), conditions, 3.0)
-    torch.testing.assert_close(ours, euler_step(x, v, sigmas[3], 0.0), rtol=1e-4, atol=1e-4)
+    ours = latents_of(policy, conditions, start, 3.0, num_steps=4)
+    end = euler_step(x, velocities(policy, x, timesteps[3], conditions, 3.0), sigmas[3], 0.0)
+    torch.testing.assert_close(ours, end, rtol=1e-4, atol=1e-4)
 
 
 def test_cosmos_loads_without_its_safety_checker(tmp_path):
@@ -397,13 +343,11 @@ def test_cosmos_loads_without_its_safety_checker(tmp_path):
 
 def test_each_step_of_ltx23_is_the_stock_pipelines_where_it_keeps_sound_out():
     """Its guidance by modality, turned to 0 for videos, is the forward in which they do not hear the sound."""
-    policy = DiffusionPolicy(family_of(pipeline_of("ltx23"), 32))
+    policy, pipeline, steps, theirs = policy_of("ltx23", lora=0), stock_of("ltx23"), [], []
     start = torch.randn(2, *policy.latent_shape(64, 96, 17))
     policy.family.frame_rate = 12.0
-    pipeline, steps, velocities = pipeline_of("ltx23"), [], []
-    pipeline.set_progress_bar_config(disable=True)
     pipeline.transformer.register_forward_hook(
-        lambda module, arguments, named, found: velocities.append(found[0]) if named["isolate_modalities"] else None,
+        lambda module, arguments, named, found: theirs.append(found[0]) if named["isolate_modalities"] else None,
         with_kwargs=True,
     )
 
@@ -419,14 +363,12 @@ def test_each_step_of_ltx23_is_the_stock_pipelines_where_it_keeps_sound_out():
     )  # fmt: skip
     timesteps, sigmas = policy.default_schedule(3, start.shape[1:], None)
     conditions, x = policy.encode_prompts(PROMPTS), start
-    ends = [*sigmas[1:], 0.0]
     assert torch.equal(timesteps, torch.stack([timestep for timestep, _ in steps]))
-    for (timestep, latents), velocity, sigma, end in zip(steps, velocities, sigmas, ends, strict=True):
-        with torch.no_grad():
-            found = policy.velocity(x, timestep.expand(2), conditions)
-        torch.testing.assert_close(found.flatten(2).transpose(1, 2), velocity, rtol=0, atol=1e-5)
+    for (timestep, latents), velocity, sigma, end in zip(steps, theirs, sigmas, [*sigmas[1:], 0.0], strict=True):
+        found = velocities(policy, x, timestep, conditions)
         x = euler_step(x, found, sigma, end)
-        torch.testing.assert_close(x.flatten(2).transpose(1, 2), latents, rtol=0, atol=1e-5)
+        for one, other in ((found, velocity), (x, latents)):
+            torch.testing.assert_close(one.flatten(2).transpose(1, 2), other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -434,18 +376,13 @@ def test_each_step_of_ltx23_is_the_stock_pipelines_where_it_keeps_sound_out():
     [("ltx23", LoraSettings()), ("ltx2", LoraSettings(rank=2, target_modules=("to_q", "to_k", "net.2")))],
 )
 def test_ltx2_trains_what_draws_videos_and_no_more(name, lora):
-    policy = DiffusionPolicy(family_of(pipeline_of(name), 32), lora)
+    policy = with_adapters(DiffusionPolicy(family_of(pipeline_of(name), 32), lora), 1.0)
     latents, timesteps = torch.randn(2, *policy.latent_shape(64, 96, 17)), torch.tensor([800.0, 300.0])
-    if lora.rank:
-        with torch.no_grad():
-            for weight in policy.trainable_parameters():
-                weight.normal_()
     policy(latents, timesteps, policy.encode_prompts(PROMPTS, ""), 3.0).square().sum().backward()
-    trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
-    assert trained and not [name for name in trained if "audio" in name]
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    hears = {name for name, _ in policy.named_parameters() if "audio" in name}
+    assert trained and hears and not trained & hears
     assert all(weight.grad is not None and weight.grad.any() for weight in policy.trainable_parameters())
-    hears = [weight for name, weight in policy.named_parameters() if "audio" in name]
-    assert hears and not any(weight.requires_grad for weight in hears)
 
 
 def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
@@ -456,23 +393,22 @@ def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
 
 
 def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):
-    policy = DiffusionPolicy(family_of(tiny_families.qwen_image(), 200))
-    conditions = policy.encode_prompts(["a red circle", "a blue cross"])
-    latents, lengths = torch.randn(2, *policy.latent_shape(32, 32)), []
+    policy, lengths = policy_of("qwen_image", lora=0, length=200), []
+    conditions = policy.encode_prompts(PROMPTS)
+    asked = torch.randn(2, *policy.latent_shape(32, 32)), [500.0, 300.0], conditions
     policy.family.pipeline.transformer.register_forward_pre_hook(
         lambda module, arguments, named: lengths.append(named["encoder_hidden_states"].shape[1]), with_kwargs=True
     )
-    short = policy.velocity(latents, torch.tensor([500.0, 300.0]), conditions)
+    short = velocities(policy, *asked)
     monkeypatch.setattr(qwen_image, "TEXT_STEP", 200)
-    whole = policy.velocity(latents, torch.tensor([500.0, 300.0]), conditions)
+    torch.testing.assert_close(short, velocities(policy, *asked), atol=1e-5, rtol=1e-5)
     longest = int(conditions["mask"].sum(dim=1).max())
     assert conditions["context"].shape[1] == longest and lengths == [-(-longest // 64) * 64, 200] and lengths[0] < 200
-    torch.testing.assert_close(short, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_texts_are_kept_by_their_own_lengths():
     """In the cache of prompts and as items of the replay buffer; another neighbour changes nothing in the numbers."""
-    policy = DiffusionPolicy(family_of(pipeline_of("z_image"), 200))
+    policy = policy_of("z_image", lora=0, length=200)
     lengths = [policy.remember_prompts([text])[text]["mask"].shape[1] for text in PROMPTS]
     result = SamplingResult(torch.zeros(2, *policy.latent_shape(32, 32)), torch.ones(1), torch.ones(1))
     ids = {"group_id": torch.arange(2), "sample_id": torch.arange(2)}
@@ -488,23 +424,18 @@ def test_texts_are_kept_by_their_own_lengths():
 
 
 def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():
-    policy = DiffusionPolicy(family_of(pipeline_of("sd15"), 5))
+    policy = policy_of("sd15", lora=0)
     timesteps, sigmas = policy.default_schedule(5, (4, 16, 16), None)
     scheduler = policy.family.pipeline.scheduler
     scheduler.set_timesteps(5)
     assert timesteps.tolist() == scheduler.timesteps.tolist()
     start, conditions = torch.randn(2, 4, 16, 16), policy.encode_prompts(PROMPTS)
     x = start
-    with torch.no_grad():
-        for step in timesteps[:-1]:
-            x = scheduler.step(policy(x, step.expand(2), conditions, 1.0), int(step), x).prev_sample
-    config = SamplingConfig(5, trajectory="ode")
-    batch = DiffusionBatch(conditions, (4, 16, 16), 2, 1.0, start)
-    ours = DiffusionSampler(config).sample(policy, batch, generator=torch.Generator())
-    with torch.no_grad():
-        noise = policy(x, timesteps[-1].expand(2), conditions, 1.0)
-    data = (x - sigmas[-1] * noise) / (1 - sigmas[-1] ** 2).sqrt()
-    torch.testing.assert_close(ours.latents, data, rtol=1e-4, atol=1e-4)
+    for step in timesteps[:-1]:
+        x = scheduler.step(velocities(policy, x, step, conditions), int(step), x).prev_sample
+    data = (x - sigmas[-1] * velocities(policy, x, timesteps[-1], conditions)) / (1 - sigmas[-1] ** 2).sqrt()
+    ours = latents_of(policy, conditions, start, 1.0, num_steps=5, trajectory="ode")
+    torch.testing.assert_close(ours, data, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_that_serve_no_trained_step_are_frozen():
@@ -512,9 +443,8 @@ def test_experts_that_serve_no_trained_step_are_frozen():
     assert policy.family.serving(torch.tensor([950.0, 400.0])) == {"transformer", "transformer_2"}
     assert policy.family.serving(torch.tensor([400.0, 300.0])) == {"transformer_2"}
     policy.train_only({"transformer_2"})
-    assert policy.trainable == ("transformer_2",)
     trained = {name.split(".")[1] for name, weight in policy.named_parameters() if weight.requires_grad}
-    assert trained == {"transformer_2"}
+    assert policy.trainable == ("transformer_2",) and trained == {"transformer_2"}
     with pytest.raises(ConfigError, match="trainable_models leaves out"):
         policy.train_only({"transformer"})
 
@@ -532,7 +462,10 @@ def test_image_to_video_is_known_before_loading(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux2", "cosmos", "qwen_image", "qwen_image21"])
-def test_images_are_encoded_as_they_are_decoded(name):
+def test_images_are_encoded_as_they_are_decoded_and_a_model_of_videos_encodes_none(name):
+    if name == "sd3":
+        with pytest.raises(ConfigError, match="draws videos"):
+            policy_of("wan").encode_images([Image.new("RGB", (32, 32))], 32, 32)
     policy, (height, width, frames) = policy_of(name), CASES[name][0]
     image = Image.new("RGB", (64, 64), (200, 30, 60))
     latents = policy.encode_images([image, image.resize((20, 20))], height, width)
@@ -547,11 +480,6 @@ def test_images_are_encoded_as_they_are_decoded(name):
         expected = vae.decode(stock.latent_dist.mode()).sample[:, :3] / 2 + 0.5
         found = policy.decode(latents[:1])
     torch.testing.assert_close(found, expected[:, :, 0] if expected.dim() == 5 else expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_of_videos_encodes_no_images():
-    with pytest.raises(ConfigError, match="draws videos"):
-        policy_of("wan").encode_images([Image.new("RGB", (32, 32))], 32, 32)
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd15", "wan", "ltx2", "qwen_image", "qwen_image21", "z_image", "flux2"])

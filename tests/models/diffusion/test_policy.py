@@ -1,4 +1,4 @@
-"""The SD3 policy on a tiny pipeline: replay, guidance, reference, LoRA in the stock pipeline."""
+"""The SD3 policy on a tiny pipeline: replay, guidance, schedules, reference, LoRA, and layers of its own."""
 
 import shutil
 from functools import partial
@@ -8,9 +8,12 @@ import torch
 from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
 )
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.normalization import RMSNorm
 from equality import with_adapters
 from safetensors.torch import load_file, save_file
 from watched import kept_for_backward
@@ -22,6 +25,7 @@ from lightrft_visual.config.diffusion import DiffusionModelConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.inference import Checkpoint
+from lightrft_visual.models.diffusion.layers import FrozenRMSNorm, JointAttention, use_frozen_norms
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
@@ -91,66 +95,33 @@ def test_a_first_update_has_ratio_one_whatever_the_rounding_of_other_batch_sizes
     assert all(torch.equal(one, other) for one, other in zip(*gradients))
 
 
-def test_repeated_prompts_get_equal_conditions_and_guidance_is_the_formula(folder):
-    policy = policy_of(folder)
-    conditions = policy.encode_prompts(PROMPTS, "")
-    assert torch.equal(conditions["context"][0], conditions["context"][2])
-    latents, timesteps = torch.randn(3, *policy.latent_shape(32, 32)), torch.full((3,), 500.0)
-    positive = {name: conditions[name] for name in ("context", "pooled")}
-    negative = {name: conditions[f"negative_{name}"] for name in ("context", "pooled")}
-    with torch.no_grad():
-        guided = policy.velocity(latents, timesteps, conditions, 3.0)
-        with_prompt, without = (
-            policy.velocity(latents, timesteps, positive),
-            policy.velocity(latents, timesteps, negative),
-        )
-    torch.testing.assert_close(guided, without + 3 * (with_prompt - without), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("scale,negative,branches", [(3.0, "", 2), (1.0, "", 1), (3.0, None, 1)])
-def test_the_unguided_branch_runs_where_there_is_guidance(folder, monkeypatch, scale, negative, branches):
+@pytest.mark.parametrize("scale,negative,guided", [(3.0, "", True), (1.0, "", False), (3.0, None, False)])
+def test_guidance_is_the_formula_and_its_other_branch_runs_for_it_alone(folder, monkeypatch, scale, negative, guided):
     policy, counts = policy_of(folder), []
-    own = policy.family.predict
-
-    def predict(latents, *rest):
-        counts.append(len(latents))
-        return own(latents, *rest)
-
-    monkeypatch.setattr(policy.family, "predict", predict)
-    conditions = policy.encode_prompts(PROMPTS, negative)
+    conditions, own = policy.encode_prompts(PROMPTS, negative), policy.family.predict
+    assert torch.equal(conditions["context"][0], conditions["context"][2])  # of equal prompts
+    inputs = torch.randn(3, *policy.latent_shape(32, 32)), torch.full((3,), 500.0)
     with torch.no_grad():
-        policy.velocity(torch.zeros(3, *policy.latent_shape(32, 32)), torch.full((3,), 500.0), conditions, scale)
-    assert counts == [3 * branches]
+        with_prompt, without = (policy.velocity(*inputs, policy.encode_prompts(each)) for each in (PROMPTS, [""] * 3))
+        monkeypatch.setattr(policy.family, "predict", lambda x, *rest: counts.append(len(x)) or own(x, *rest))
+        found = policy.velocity(*inputs, conditions, scale)
+    assert counts == [6 if guided else 3]
+    wanted = without + scale * (with_prompt - without) if guided else with_prompt
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_detached_guidance_carries_the_gradient_of_the_guided_branch_alone(folder):
     policy = policy_of(folder)
     latents, conditions = torch.randn(2, *policy.latent_shape(32, 32)), policy.encode_prompts(PROMPTS[:2], "")
     inputs = latents, torch.full((2,), 300.0), conditions
-    whole = policy(*inputs, 3.0)
-    with_prompt = policy(*inputs, 1.0)  # guided = (1 - 3) without + 3 with
-    expected = torch.autograd.grad(3 * with_prompt.sum(), policy.trainable_parameters(), retain_graph=True)
+    whole, with_prompt = policy(*inputs, 3.0), policy(*inputs, 1.0)  # guided = (1 - 3) without + 3 with
     policy.family.detach_guidance = True
     detached = policy(*inputs, 3.0)
     assert torch.equal(detached, whole)
-    found = torch.autograd.grad(detached.sum(), policy.trainable_parameters())
-    for one, other in zip(expected, found):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    assert any(
-        not torch.allclose(one, other, rtol=1e-2, atol=1e-3)
-        for one, other in zip(found, torch.autograd.grad(whole.sum(), policy.trainable_parameters()))
-    )
-
-
-def test_a_given_shift_is_the_stock_schedule_of_that_shift(folder):
-    family = policy_of(folder).family
-    stock = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    stock.set_timesteps(4)
-    _, sigmas = family.default_schedule(4, (8, 8, 8), 3.0)
-    torch.testing.assert_close(sigmas, stock.sigmas[:-1])
-    assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
-    assert family.flow_shift((8, 8, 8)) == 1.0
-    assert type(family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=stock)).flow_shift((8,)) == 3.0
+    weights = policy.trainable_parameters()
+    expected, found, other = (torch.autograd.grad(each.sum(), weights) for each in (3 * with_prompt, detached, whole))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert any(not torch.allclose(*each, rtol=1e-2, atol=1e-3) for each in zip(found, other))
 
 
 @pytest.mark.parametrize(
@@ -172,10 +143,12 @@ def test_a_pipeline_without_some_of_its_weights_is_refused(folder, tmp_path, par
     assert name.removeprefix("text_model.") in str(refused.value)
 
 
-def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):
+def test_lora_is_on_every_module_that_is_named_and_on_no_other_and_trains_alone(folder):
     def adapted(names):
         lora = LoraSettings.from_config(DiffusionModelConfig(lora_rank=2, target_modules=names))
         policy = DiffusionPolicy.from_pretrained(str(folder), lora=lora)
+        assert {name.split(".")[0] for name, _ in policy.named_parameters()} == {"denoisers"}
+        assert all(weight.requires_grad == ("lora_" in name) for name, weight in policy.named_parameters())
         return {name.split(".lora_")[0].split(".attn.")[-1] for name, _ in policy.named_parameters() if "lora_" in name}
 
     assert adapted("to_q, to_k") == {"to_q", "to_k"}
@@ -185,20 +158,26 @@ def test_lora_is_on_every_module_that_is_named_and_on_no_other(folder):
         adapted("attn")
 
 
-def test_a_given_shift_reaches_a_scheduler_that_calls_it_flow_shift(folder):
+def test_a_given_shift_is_the_stock_schedule_of_that_shift_by_whatever_name_and_other_schedulers_are_refused(folder):
+    def family_with(scheduler):
+        return type(policy_of(folder).family)(StableDiffusion3Pipeline.from_pretrained(folder, scheduler=scheduler))
+
+    def sigmas_of(family, shift=None):
+        return family.default_schedule(4, (8, 8, 8), shift)[1]
+
+    stock = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    stock.set_timesteps(4)
+    family = policy_of(folder).family
+    sigmas = sigmas_of(family, 3.0)
+    torch.testing.assert_close(sigmas, stock.sigmas[:-1])
+    assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
+    assert family.flow_shift((8, 8, 8)) == 1.0 and family_with(stock).flow_shift((8,)) == 3.0
     kind = partial(UniPCMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction")
-    family, other = (
-        type(policy_of(folder).family)(
-            StableDiffusion3Pipeline.from_pretrained(folder, scheduler=kind(flow_shift=shift))
-        )
-        for shift in (1.0, 5.0)
-    )
-    found = family.default_schedule(4, (8, 8, 8), 5.0)[1]
-    torch.testing.assert_close(found, other.default_schedule(4, (8, 8, 8), None)[1])
-    assert not torch.equal(found, family.default_schedule(4, (8, 8, 8), None)[1])
-    family.pipeline.scheduler = EulerDiscreteScheduler()
+    one, five = family_with(kind(flow_shift=1.0)), family_with(kind(flow_shift=5.0))
+    torch.testing.assert_close(sigmas_of(one, 5.0), sigmas_of(five))
+    assert not torch.equal(sigmas_of(one, 5.0), sigmas_of(one))
     with pytest.raises(ConfigError, match="EulerDiscreteScheduler begins at sigma"):
-        family.default_schedule(4, (8, 8, 8), None)
+        sigmas_of(family_with(EulerDiscreteScheduler()))
 
 
 @pytest.mark.parametrize("rank", (0, 4))
@@ -214,12 +193,6 @@ def test_reference_is_the_policy_before_training(folder, rank):
         with policy.reference():
             assert torch.allclose(policy(*inputs), base(*inputs), atol=1e-6)
         assert torch.equal(policy(*inputs), trained) and not torch.allclose(trained, base(*inputs), atol=1e-6)
-
-
-def test_only_the_denoiser_is_registered_and_only_lora_trains(folder):
-    policy = policy_of(folder)
-    assert {name.split(".")[0] for name, _ in policy.named_parameters()} == {"denoisers"}
-    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
 
 
 @pytest.mark.parametrize("offload", (False, True))
@@ -239,12 +212,60 @@ def test_gradient_checkpointing_changes_no_gradient_and_keeps_a_third_at_most(fo
     torch.testing.assert_close(found[1][1], found[0][1])
 
 
-def test_refusals(folder):
-    with pytest.raises(ConfigError, match="multiples"):
-        policy_of(folder).latent_shape(30, 32)
-    with pytest.raises(ConfigError, match="at most 64 pixels"):
-        policy_of(folder).latent_shape(32, 72)
+def test_sizes_and_parts_that_do_not_fit_are_refused(folder):
+    for size, told in ((30, "multiples"), (72, "at most 64 pixels")):
+        with pytest.raises(ConfigError, match=told):
+            policy_of(folder).latent_shape(32, size)
     with pytest.raises(ConfigError, match="trainable_models"):
         DiffusionPolicy.from_pretrained(str(folder), trainable=("unet",))
     with pytest.raises(ConfigError, match="trains all weights"):
         policy_of(folder, 0).save_lora("nowhere")
+
+
+# --- layers in the place of diffusers': their values, bit for bit in fp32, and their gradients ---
+
+
+def test_joint_attention_is_that_of_diffusers():
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=10, out_channels=4,
+        pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    inputs = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 12), torch.randn(2, 10), torch.tensor([900.0, 100.0])
+    found = []
+    for processor in (JointAttnProcessor2_0(), JointAttention()):
+        model.set_attn_processor(processor)
+        output = model(*inputs, return_dict=False)[0]
+        weights = [*model.parameters()]
+        gradients = torch.autograd.grad(output.square().sum(), weights, allow_unused=True)
+        found.append((output, [each for each in gradients if each is not None]))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
+    assert len(found[0][1]) > 50
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("half", [(), ("x",), ("x", "weight")])
+def test_a_frozen_norm_is_that_of_diffusers_and_one_that_trains_keeps_its_gradient(half):
+    torch.manual_seed(0)
+    dtype, weight_dtype = (torch.bfloat16 if name in half else torch.float32 for name in ("x", "weight"))
+    norm = RMSNorm(32, eps=1e-6).to(weight_dtype).requires_grad_(False)
+    norm.weight.normal_()
+    x, grad = torch.randn(3, 5, 32).mul(3).to(dtype).requires_grad_(), torch.randn(3, 5, 32)
+    expected = norm(x)
+    use_frozen_norms(norm)
+    output = norm(x)
+    assert type(norm) is FrozenRMSNorm and torch.equal(output, expected) and output.dtype == expected.dtype
+    found, wanted = (torch.autograd.grad(each, x, grad.to(each.dtype)) for each in (output, expected))
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+    norm.weight.requires_grad_()
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None
+
+
+def test_a_policy_uses_both(folder):
+    transformer = policy_of(folder).denoisers["transformer"]
+    assert {type(each) for each in transformer.attn_processors.values()} == {JointAttention}
+    assert [each for each in transformer.modules() if isinstance(each, FrozenRMSNorm)]
+    assert not [each for each in transformer.modules() if type(each) is RMSNorm]

@@ -32,22 +32,25 @@ def test_encoded_once_and_the_oldest_goes_first():
     assert ask("d")["context"].shape == (1, 4) and len(cache) == 1  # larger than the limit
 
 
-def test_prompts_and_the_negative_one_are_encoded_once_and_several_in_one_call(monkeypatch):
-    policy, texts, calls = sd3_policy(), [], []
-    pipeline, encode = policy.family.pipeline, policy.family.encode_prompts
-    encode_prompt = pipeline.encode_prompt
-    monkeypatch.setattr(policy.family, "encode_prompts", lambda prompts: texts.extend(prompts) or encode(prompts))
+def recorded(monkeypatch, owner, name: str, note=len) -> list:
+    """What `note` says of the first argument of each call."""
+    found, own = [], getattr(owner, name)
     monkeypatch.setattr(
-        pipeline,
-        "encode_prompt",
-        lambda prompts, *a, **k: calls.append(len(prompts)) or encode_prompt(prompts, *a, **k),
+        owner, name, lambda first, *rest, **named: found.append(note(first)) or own(first, *rest, **named)
     )
+    return found
+
+
+def test_prompts_and_the_negative_one_are_encoded_once_and_several_in_one_call(monkeypatch):
+    policy = sd3_policy()
+    texts = recorded(monkeypatch, policy.family, "encode_prompts", list)
+    calls = recorded(monkeypatch, policy.family.pipeline, "encode_prompt")
     given = [f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "cross", "ring")]
     conditions = policy.encode_prompts(given * 2, "a dog")  # 9 texts and the negative one
-    assert calls == [8, 8] and len(conditions["context"]) == len(conditions["negative_context"]) == 18
-    assert sorted(texts) == sorted([*given, "a dog"])
-    assert torch.equal(conditions["negative_context"][:1], policy.encode_prompts(["a dog"])["context"])
-    assert torch.equal(conditions["negative_context"][0], conditions["negative_context"][1]) and len(texts) == 10
+    negative = conditions["negative_context"]
+    assert calls == [8, 8] and len(conditions["context"]) == len(negative) == 18
+    assert torch.equal(negative[:1], policy.encode_prompts(["a dog"])["context"])
+    assert torch.equal(negative[0], negative[1]) and sorted(sum(texts, [])) == sorted([*given, "a dog"])
     one = policy.remember_prompts(given)[given[3]]["context"]
     assert one.untyped_storage().nbytes() == one.nbytes  # and not that of all that were encoded beside it
 
@@ -75,19 +78,16 @@ def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeyp
 
 
 def test_a_first_frame_is_encoded_once_however_often_it_is_asked_for(monkeypatch):
-    policy, seen = DiffusionPolicy(family_of(tiny_families.wan_i2v(), 5)), []
-    encode = policy.family.encode_first_frames
-    monkeypatch.setattr(
-        policy.family, "encode_first_frames", lambda images, *size: seen.extend(images) or encode(images, *size)
-    )
+    policy = DiffusionPolicy(family_of(tiny_families.wan_i2v(), 5))
+    seen = recorded(monkeypatch, policy.family, "encode_first_frames")
     red, blue = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
     both = policy.encode_first_frames([red, blue, red.copy()], 32, 32, 5)
-    assert len(seen) == 2 and torch.equal(both["first_frame"][0], both["first_frame"][2])
+    assert torch.equal(both["first_frame"][0], both["first_frame"][2])
     assert not torch.equal(both["first_frame"][0], both["first_frame"][1])
     later = policy.encode_first_frames([blue.copy()], 32, 32, 5)
-    assert len(seen) == 2 and all(torch.equal(later[name], both[name][1:2]) for name in both)
+    assert sum(seen) == 2 and all(torch.equal(later[name], both[name][1:2]) for name in both)
     policy.encode_first_frames([blue], 32, 32, 9)
-    assert len(seen) == 3  # of another length of video
+    assert sum(seen) == 3  # of another length of video
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -110,12 +110,18 @@ def decoded(policy: DiffusionPolicy, frames: int) -> tuple[torch.Tensor, torch.T
     return media.detach(), latents.grad, sum(kept.values())
 
 
-@pytest.mark.parametrize("name,frames,share", (("wan", 9, 0.25), ("flux", 1, 0.5)))
-def test_checkpointing_keeps_a_part_and_changes_nothing(name, frames, share):
+@pytest.mark.parametrize(
+    "name,frames,share,offload", (("wan", 9, 0.25, False), ("flux", 1, 0.5, False), ("wan", 5, 0, True))
+)
+def test_checkpointing_keeps_a_part_or_copies_all_to_the_host_and_changes_nothing(
+    monkeypatch, name, frames, share, offload
+):
     media, gradient, whole = decoded(policy_of(name), frames)
-    again, same, parts = decoded(policy_of(name, True), frames)
+    copies, packed = [], torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda: copies.append(1) or packed())
+    again, same, kept = decoded(policy_of(name, True, offload=offload), frames)
     assert torch.allclose(media, again, atol=1e-6) and torch.allclose(gradient, same, rtol=1e-5, atol=1e-7)
-    assert 0 < parts < share * whole
+    assert len(copies) == offload and (kept == 0) is offload and kept <= share * whole
 
 
 def test_a_part_that_runs_again_keeps_only_what_goes_into_its_blocks(monkeypatch):
@@ -136,21 +142,9 @@ def test_a_part_that_runs_again_keeps_only_what_goes_into_its_blocks(monkeypatch
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_offload_copies_all_that_is_kept_to_the_host(monkeypatch):
-    media, gradient, _ = decoded(policy_of("wan"), 5)
-    offloaded, copies = policy_of("wan", True, offload=True), []
-    packed = torch.autograd.graph.save_on_cpu
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda: copies.append(1) or packed())
-    again, same, kept = decoded(offloaded, 5)
-    assert torch.allclose(media, again, atol=1e-6) and torch.allclose(gradient, same, rtol=1e-5, atol=1e-7)
-    assert copies == [1] and kept == 0  # nothing reaches the hooks outside
-
-
 def test_a_large_batch_is_decoded_in_parts(monkeypatch):
-    policy, sizes = policy_of("flux"), []
-    decode = policy.family.decode
-    monkeypatch.setattr(policy.family, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
-    latents = torch.randn(5, *policy.latent_shape(32, 32))
+    policy = policy_of("flux")
+    sizes, latents = recorded(monkeypatch, policy.family, "decode"), torch.randn(5, *policy.latent_shape(32, 32))
     with torch.no_grad():
         whole = policy.decode(latents)
         monkeypatch.setattr(prompt_cache, "LATENTS_AT_ONCE", 2 * latents[0].numel())
