@@ -43,12 +43,6 @@ def falling(images):
     counts["falling"] += 1
     return [1 / counts["falling"]] * len(images)
 
-def broken(images):
-    return [float("nan")] * len(images)
-
-def nothing(images):
-    return [None] * len(images)
-
 def smooth(media, prompts, metadata, valid=1):
     scores = -(media[..., 1:] - media[..., :-1]).square().flatten(1).mean(dim=1)
     return scores, scores.isfinite() & (media.new_tensor([index % 4 < valid for index in range(len(media))]) > 0)
@@ -66,11 +60,11 @@ VRL = (
     "rollout.rollout_batch_size=2 rollout.sample_batch_size=4 actor.gradient_accumulation_steps=1 "
     "eval.num_steps=2 eval.max_prompts=2 eval.use_ema=true trainer.total_epochs=2 trainer.save_freq=1"
 )
-NOTHING = "--reward_fn {folder}/scores.py:nothing --reward_max_invalid 1 --max_eval_samples 0"
 REWARD_FL = "--diffusion_algorithm reward_fl --mid_timestep 1 --final_timestep 2 --warmup_steps 0 --max_steps 1"
 # Its reward: of four samples one is valid, or none; or it has no gradient; or it knows other prompts.
 PULLED = f"{REWARD_FL} --reward_fn {{folder}}/scores.py:some --max_eval_samples 0"
 UNLOADED = f"{PULLED} --pretrain {{folder}}/hollow"  # whose weights are not there: loading it fails
+RESUMED = "--reward_fn {folder}/scores.py:some --max_steps 2 --resume_from {folder}/some"
 RUNS = {
     "vrl": f"{VRL} eval.seed=7",
     "vrl_resumed": f"{VRL} eval.seed=7 trainer.resume_from={{folder}}/vrl/checkpoint-1",
@@ -78,25 +72,15 @@ RUNS = {
     "plain": f"--reward_fn {{folder}}/scores.py:red {EMA} --eval_ema false",
     "averaged": f"--reward_fn {{folder}}/scores.py:red {EMA}",
     "some": "--reward_fn {folder}/scores.py:some --max_steps 1 --save_steps 1",
-    **{
-        name: f"--reward_fn {{folder}}/scores.py:some --max_steps 2 --resume_from {{folder}}/some {flags}"
-        for name, flags in {
-            "moved": "--pretrain {folder}/moved",
-            "other_model": "--pretrain {folder}/other",
-            "other_seed": "--seed 7",
-            "other_model_allowed": "--pretrain {folder}/other --resume_other_model true",
-        }.items()
-    },
+    "moved": f"{RESUMED} --pretrain {{folder}}/moved",
+    "other_model": f"{RESUMED} --pretrain {{folder}}/other",
+    "other_seed": f"{RESUMED} --seed 7",
+    "other_model_allowed": f"{RESUMED} --pretrain {{folder}}/other --resume_other_model true",
     "rolled": f"{HACKED} --guard.policy rollback",
-    "no_gold": "--reward_fn {folder}/scores.py:red --guard.policy rollback",
-    "nan": "--no_reward_probe --reward_fn {folder}/scores.py:broken",
-    "indivisible": "--reward_fn {folder}/scores.py:red --train_batch_size 3",
     "few_prompts": "--reward_fn {folder}/scores.py:red --rollout_batch_size 4 --train_batch_size 16 --max_steps 1",
     "odd_size": "--reward_fn {folder}/scores.py:red --height 30",
     "frames": "--reward_fn {folder}/scores.py:red --num_frames 5 --max_steps 1",
-    "all_invalid_flow_grpo": f"{NOTHING} --diffusion_algorithm flow_grpo",
-    "all_invalid_reward_fl": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere "
-    "--reward_max_invalid 1",
+    "all_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere --reward_max_invalid 1",
     "most_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth",
     "most_invalid_allowed": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth --reward_max_invalid 0.75",
     "no_training_reward": UNLOADED,
