@@ -83,16 +83,12 @@ def test_adapters_and_checkpointed_blocks_are_compiled_too(text):
     torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
 
 
-def test_a_generation_stays_as_it_is(text):
-    actor = Actor(load(text.path, text.vision), [], text.eos_ids)
+def test_a_critic_is_compiled_and_a_generation_stays_as_it_is(text):
+    actor, critic = Actor(load(text.path, False), [], text.eos_ids), Critic(load(text.path, False))
     assert compile_blocks(actor, "eager") == 2
     prompts = [replace(each, group_id=place) for place, each in enumerate(features_of(text, text_prompts()))]
     TransformersEngine(actor, text.tokenizer).generate(prompts, SamplingSettings(n=1, max_new_tokens=4))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
-
-
-def test_a_critic_is_compiled(text):
-    critic = Critic(load(text.path, text.vision))
     inputs = inputs_of(text, grouped_rollouts(text, text_prompts()))
     with torch.no_grad():
         critic.value_head.weight.normal_()

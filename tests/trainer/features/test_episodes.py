@@ -43,12 +43,11 @@ class WithoutText:
 
 def test_what_an_environment_tells_besides_ends_no_run():
     told = {"odd": WithoutText(), "long": 10**6000, "tool_errors": 10**400, "at": 3}
-    own = Episode([Turn("a", info=told)], [0] * 6)
+    own, metrics = Episode([Turn("a", info=told)], [0] * 6), MetricsAccumulator()
     (record,) = records_from_rollouts([rollout(episode=own)])
     info = record["turns"][0]["info"]
     assert "raised RuntimeError: no text" in info["odd"] and "ValueError" in info["long"] and info["at"] == 3
     json.dumps(info)
-    metrics = MetricsAccumulator()
     add_episode_metrics(metrics, [own])
     assert metrics.reduce()["tool_errors"] == 10**6
 
@@ -69,17 +68,12 @@ def test_a_record_holds_the_conversation_with_its_images_and_the_report_shows_it
     assert record["turns"][0]["calls"] == [["zoom", None], ["crop", "no such tool"]]
     assert record["turns"][0]["info"]["at"] == 3 and isinstance(record["turns"][0]["info"]["odd"], str)
     assert spoken(record) == "zoom in ⏎ (image) <b>closer</b> ⏎ a dog"
-    shown = card(
-        {**record, "images": [save_image(tmp_path, each) for each in record["images"]]},
-        Thumbnails(10**6),
-        tmp_path,
-        0.0,
-        2.0,
-    )
-    assert [said["who"] for said in shown["conversation"]] == ["answer", "tool", "answer"]
-    assert len(shown["images"]) == 1 and len(shown["conversation"][1]["images"]) == 1
-    assert shown["conversation"][1]["images"][0]["uri"] != shown["images"][0]["uri"]
-    assert shown["conversation"][0]["notes"] == ["zoom", "crop: no such tool"]
+    saved = {**record, "images": [save_image(tmp_path, each) for each in record["images"]]}
+    shown = card(saved, Thumbnails(10**6), tmp_path, 0.0, 2.0)
+    (own,), (first, seen, last) = shown["images"], shown["conversation"]
+    assert [said["who"] for said in (first, seen, last)] == ["answer", "tool", "answer"]
+    assert len(seen["images"]) == 1 and seen["images"][0]["uri"] != own["uri"]
+    assert first["notes"] == ["zoom", "crop: no such tool"]
     assert shown["response"] is None and "2 turns" in shown["facts"]
 
 

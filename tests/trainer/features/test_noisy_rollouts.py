@@ -8,7 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.experience.rollouts import Completion, PromptBatch, SamplingSettings, collate
+from lightrft_visual.experience.rollouts import (
+    Completion,
+    PromptBatch,
+    PromptFeatures,
+    Rollout,
+    SamplingSettings,
+    collate,
+)
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.engine import RolloutStage
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
@@ -52,12 +59,11 @@ class Asked:
     def __init__(self, streams: bool):
         self.streams, self.calls = streams, []
 
-    def generate(self, prompts, settings, finished=None):
+    def generate(self, prompts, settings, finished=lambda number, responses: None):
         self.calls.append((prompts, settings.n))
         made = [[Completion([5], [-0.5], "x", False, list(each.token_ids))] * settings.n for each in prompts]
-        if finished is not None:
-            for number, responses in enumerate(made):
-                finished(number, responses)
+        for number, responses in enumerate(made):
+            finished(number, responses)
         return made
 
 
@@ -75,12 +81,8 @@ def test_only_generation_sees_the_noisy_image(data, streams):
     stage = RolloutStage(engine, data, run_seed=3)
     hook = NoisyRolloutsHook(HALF, 4, data)
     hook.setup(SimpleNamespace(step=lambda: 40))
-    rollouts = stage.draw(
-        hook.on_prompts(stage.requests(batch)),
-        SamplingSettings(n=4),
-        policy_version=40,
-        finished=lambda first, made: told.append((first, len(made))),
-    )
+    asked, noted = hook.on_prompts(stage.requests(batch)), lambda first, made: told.append((first, len(made)))
+    rollouts = stage.draw(asked, SamplingSettings(n=4), policy_version=40, finished=noted)
     (clean, clean_n), (copies, noisy_n) = engine.calls
     assert (clean_n, noisy_n) == (2, 2) and told == [(0, 4), (4, 4)]
     assert copies[0].images[0].tobytes() != image.tobytes() == clean[0].images[0].tobytes()
@@ -94,13 +96,10 @@ def test_only_generation_sees_the_noisy_image(data, streams):
 
 
 def test_the_engines_word_for_a_noisy_image_is_not_held_against_the_trainer():
-    prompt = SimpleNamespace(token_ids=[1], loss_part=0, group_id=0, vision=None, images=[], videos=[])
-    from lightrft_visual.experience.rollouts import Rollout
-
+    prompt = PromptFeatures("", [1], 0)
     rollouts = [Rollout(prompt, [2, 3], [-1.0, -1.0], "", False, k, distorted=k == 1) for k in range(2)]
-    batch = collate(rollouts, 0, vision=False)
+    batch, check = collate(rollouts, 0, vision=False), RolloutCheck(None, None, 1.0)
     ours = torch.tensor([[-1.0, -1.0], [-4.0, -4.0]])
-    check = RolloutCheck(None, None, 1.0)
     check.add(ours, batch.rollout_log_probs, comparable(batch, batch.action_mask))
     assert check.compared and check.largest == 0.0
     check.add(ours, batch.rollout_log_probs, batch.action_mask)

@@ -70,14 +70,10 @@ class Step:
 
 def test_replayed_rollouts_have_a_first_ratio_of_exactly_one_and_fit_the_engine_better(checkpoint):
     off, replayed = Step(checkpoint, "off"), Step(checkpoint, "rollout")
-    assert replayed.deviation == 0.0
-    assert 0 < off.share < 0.1 and 0 < replayed.share < 0.1
+    packed = Step(checkpoint, "rollout", packed=True, scored=False)
+    assert replayed.deviation == packed.deviation == 0.0
+    assert all(0 < each.share < 0.1 for each in (off, replayed, packed))
     assert replayed.difference < 0.2 * off.difference
-
-
-def test_packed_samples_keep_their_record(checkpoint):
-    step = Step(checkpoint, "rollout", packed=True, scored=False)
-    assert step.deviation == 0.0 and 0 < step.share < 0.1
 
 
 def test_old_records_in_the_scoring_pass(checkpoint):
@@ -93,27 +89,19 @@ def test_without_replay_the_first_rollouts_alone_are_compared(checkpoint):
     assert kept == [True] * MEASURED + [False] * (20 - MEASURED) and step.share > 0
 
 
-def parts_of(routers, mode: str, sp_size: int = 1) -> SimpleNamespace:
-    config = RunConfig(algorithm=AlgorithmConfig(routing_replay=mode))
-    config.distributed.sp_size = sp_size
-    actor = SimpleNamespace(module=SimpleNamespace(backbone=SimpleNamespace(routers=routers)))
-    return SimpleNamespace(config=config, actor=actor)
+def test_what_cannot_be_replayed_is_refused_by_name(checkpoint):
+    def built(routers, mode: str, sp_size: int = 1):
+        config = RunConfig(algorithm=AlgorithmConfig(routing_replay=mode))
+        config.distributed.sp_size = sp_size
+        actor = SimpleNamespace(module=SimpleNamespace(backbone=SimpleNamespace(routers=routers)))
+        return build(SimpleNamespace(config=config, actor=actor))
 
-
-def test_a_model_without_routers_is_refused_by_name_and_else_left_alone():
-    assert build(parts_of(None, "off")) is None
-    with pytest.raises(ConfigError, match="routing_replay old is for mixtures of experts"):
-        build(parts_of(None, "old"))
-
-
-def test_old_is_refused_where_ranks_divide_sequences(checkpoint):
     routers = actor_of(checkpoint).backbone.routers
+    assert built(None, "off") is None
+    with pytest.raises(ConfigError, match="routing_replay old is for mixtures of experts"):
+        built(None, "old")
     with pytest.raises(ConfigError, match="sp_size"):
-        build(parts_of(routers, "old", sp_size=2))
-    assert isinstance(build(parts_of(routers, "rollout", sp_size=2)), RoutingHook)
-
-
-def test_rollouts_without_a_record_cannot_be_replayed(checkpoint):
-    hook = RoutingHook(actor_of(checkpoint).backbone.routers, "rollout")
+        built(routers, "old", sp_size=2)
+    hook = built(routers, "rollout", sp_size=2)
     with pytest.raises(RolloutError, match="does not say which experts"):
         hook.on_rollouts(Rollouts([SimpleNamespace(experts=None, valid=True, distorted=False)]))

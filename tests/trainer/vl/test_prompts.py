@@ -44,9 +44,10 @@ def ids(number: int) -> torch.Tensor:
 
 
 def test_batches_are_the_same_and_the_sampler_counts_only_those_taken(path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     plain, features = prompts_of(path, None), Preparing()
-    ahead = prompts_of(path, features)
-    prepared = 0
+    ahead, prepared = prompts_of(path, features), 0
     for number in range(7):
         ahead.prepare_next()
         ahead.prepare_next()  # one batch ahead, whoever asks
@@ -60,27 +61,16 @@ def test_batches_are_the_same_and_the_sampler_counts_only_those_taken(path):
     # Where a row turns out bad, its batch is not prepared ahead; once all are known, every batch is.
     assert 7 - len(BAD) <= prepared == len(features.calls) < 7
     assert ahead.supply.dataset.bad.causes == plain.supply.dataset.bad.causes == {"image damaged": 3}
-
-
-def test_it_is_prepared_beside_the_step_and_leaves_parallel_operations_to_it(path):
-    features = Preparing()
-    ahead = prompts_of(path, features)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for number in range(3):
-            ahead.prepare_next()
-            ahead.next(number)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    # Beside the step, to which parallel operations are left.
     assert set(features.parallel) == {1} and all(name.startswith("prompts") for name in features.threads)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
 
 
 def test_an_error_is_raised_by_the_batch_it_belongs_to(path):
     order = prompts_of(path, None)
     batches = [order.next(number).prompts for number in range(5)]
-    ahead = prompts_of(path, Preparing(refused=14))
+    ahead, strict = prompts_of(path, Preparing(refused=14)), prompts_of(path, Preparing(), on_bad_row="error")
     for number in range(3):
         ahead.prepare_next()
         assert ahead.next(number).prompts == batches[number]
@@ -88,38 +78,27 @@ def test_an_error_is_raised_by_the_batch_it_belongs_to(path):
     with pytest.raises(DataError, match="number 14 is refused"):
         ahead.next(3)
     assert ahead.next(4).prompts == batches[4]
-
-
-def test_a_row_that_ends_the_run_does_so_where_its_batch_is_taken(path):
-    ahead = prompts_of(path, Preparing(), on_bad_row="error")
-    taken = 0
+    taken, stream = 0, PromptSampler([12], 1, seed=3).take(12)
     with pytest.raises(DataError, match="is damaged"):  # of the twelve rows three are bad
         for number in range(3):
-            ahead.prepare_next()
-            ahead.next(number)
+            strict.prepare_next()
+            strict.next(number)
             taken += SIZE
-    stream = PromptSampler([12], 1, seed=3).take(12)
     assert not set(stream[:taken]) & set(BAD) and set(stream[taken : taken + SIZE]) & set(BAD)
 
 
-def test_numbers_other_than_those_it_was_begun_with_are_not_taken_over(path):
-    """As after a resume, which moves the source behind what was begun."""
-    features = Preparing()
-    ahead = prompts_of(path, features)
-    ahead.prepare_next()
-    ahead.load_state_dict(ahead.state_dict() | {"rounds": 1})
-    batch = ahead.next(0)
-    assert batch.prepared is None and torch.equal(batch.ids, ids(1))
-
-
 def test_batches_are_numbered_over_the_run_and_a_resumed_source_goes_on(path):
-    source, again = prompts_of(path, None), prompts_of(path, None)
+    source, again, begun = prompts_of(path, None), prompts_of(path, None), prompts_of(path, Preparing())
     first = source.next(0)
     again.load_state_dict(source.state_dict())
     assert torch.equal(first.ids, ids(0)) and source.rounds == again.rounds == 1
     second, resumed = source.next(1), again.next(1)
     assert torch.equal(second.ids, ids(1)) and torch.equal(resumed.ids, ids(1))
     assert second.prompts == resumed.prompts != first.prompts
+    begun.prepare_next()  # and a resume moves the source behind what was begun
+    begun.load_state_dict(begun.state_dict() | {"rounds": 1})
+    batch = begun.next(0)
+    assert batch.prepared is None and torch.equal(batch.ids, ids(1))
 
 
 def test_a_further_batch_of_a_step_is_prepared_where_makers_may_ask_for_it(path):

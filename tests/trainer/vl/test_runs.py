@@ -60,12 +60,9 @@ def folder(tmp_path_factory, cache_root) -> Path:
     model = build_tiny_checkpoint(folder / "model", "qwen2_5_vl")
     for name, colour in COLOURS.items():
         write_clip(folder / f"{name}.mp4", colour)
-    lines = [
-        json.dumps({"prompt": "<video>what colour is it?", "videos": [f"{name}.mp4"], "reference": name}) + "\n"
-        for name in COLOURS
-    ]
-    data = folder / "clips.jsonl"
-    data.write_text("".join(lines))
+    data, asked = folder / "clips.jsonl", "<video>what colour is it?"
+    lines = (json.dumps({"prompt": asked, "videos": [f"{name}.mp4"], "reference": name}) for name in COLOURS)
+    data.write_text("\n".join(lines))
     (folder / "score.py").write_text(SCORE)
     given = f"{SIZE} --pretrain {model} --prompt_data {data} --eval_data {data} --reward_fn {folder}/score.py:score"
     runs = {"vllm": f"{given} --engine_type vllm"}
@@ -85,9 +82,8 @@ def test_a_run_on_mp4_files_scores_records_and_shows_them(folder):
         assert strip.width > 3 * strip.height  # four square frames side by side
         assert colour_of(strip) == record["reference"]
     page = (run / "report.html").read_text()
-    shown = [
-        Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"data:image/\w+;base64,([\w+/=]+)", page)
-    ]
+    found = re.findall(r"data:image/\w+;base64,([\w+/=]+)", page)
+    shown = [Image.open(io.BytesIO(base64.b64decode(data))) for data in found]
     assert {colour_of(image) for image in shown if image.width > 3 * image.height} == set(COLOURS)
 
 
