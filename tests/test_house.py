@@ -24,7 +24,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2130, "experience": 3009, "config": 4683, "runtime": 5514, "data": 3092,
+    "": 2130, "experience": 3108, "config": 4683, "runtime": 5514, "data": 3092,
     "models": 5666, "rollout": 4876, "rewards": 3799, "algorithms": 1739, "trainer": 7030, "observe": 3326,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

@@ -54,8 +54,13 @@ def have_keys(samples: Sequence[SampleRef]) -> bool:
 def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: int) -> list[list[SampleRef]]:
     """Samples of each optimizer step, all ranks together; the last step may be smaller.
 
-    The order is a permutation, drawn by `seed`, of the samples, or of those that belong together, sorted by key. So
-    with keys on all samples the steps do not depend on the number of ranks. step_size None: one step.
+    The order is a permutation of the samples, or of those that belong together, sorted by key. So with keys on all
+    samples the steps do not depend on the number of ranks.
+
+    Args:
+        samples: of all ranks, in the same order on each of them.
+        step_size: samples of a step over all ranks, at least 1, else ConfigError; None: one step of all samples.
+        seed: of the permutation; another one for each epoch.
     """
     if step_size is not None and step_size < 1:
         raise ConfigError(f"the samples of a step must be at least 1, not {step_size}")
@@ -71,10 +76,14 @@ def shuffled_steps(samples: Sequence[SampleRef], step_size: int | None, seed: in
 def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) -> list[tuple[SampleRef, int]]:
     """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
 
-    Shares count tokens, or else samples. Each move takes from the fullest rank to the emptiest the sample that comes
-    nearest to halving their gap, until the gap is at most BALANCED of a share, or one sample, or no sample narrows it.
-    Samples that share a prompt move together, and count by the tokens that are computed; they are parted only where
-    the ranks still lie further apart than the prompt's second computation costs.
+    Each move takes from the fullest rank to the emptiest the sample that comes nearest to halving their gap, until the
+    gap is at most BALANCED of a share, or one sample, or no sample narrows it. Samples that share a prompt move
+    together; they are parted only where the ranks still lie further apart than the prompt's second computation costs.
+
+    Args:
+        step: samples of one optimizer step, of all ranks.
+        ranks: how many there are; a group of ranks that hold the same samples is one.
+        by_tokens: whether shares count computed tokens, as they always do where samples share prompts; else samples.
     """
     grouped = any(sample.group is not None for sample in step)
     cost = computed_tokens if by_tokens or grouped else len
@@ -121,22 +130,40 @@ def _nearest(numbers: list[int], target: float) -> int | None:
 def micro_batches(
     step: Sequence[SampleRef], ranks: int, micro_batch_size: int, token_budget: int | None = None
 ) -> list[list[list[SampleRef]]]:
-    """Each rank's micro-batches of one step: by tokens where there is a budget of them, else by samples."""
+    """Each rank's micro-batches of one step: by tokens where there is a budget of them, else by samples.
+
+    Args:
+        step: samples of one optimizer step, of all ranks.
+        ranks: how many there are; a group of ranks that hold the same samples is one.
+        micro_batch_size: see `plan_by_count`; not read where there is a token budget.
+        token_budget: of a micro-batch, see `plan_by_tokens`; None for none.
+    """
     if token_budget is None:
         return plan_by_count(step, ranks, micro_batch_size)
     return plan_by_tokens(step, ranks, token_budget)
 
 
 def most_tokens(samples: Sequence[SampleRef], micro_batch_size: int, token_budget: int | None = None) -> int:
-    """Tokens that `micro_batches` puts into one micro-batch at most, of these samples of a rank or of shorter ones."""
+    """Tokens that `micro_batches` puts into one micro-batch at most.
+
+    Args:
+        samples: those of a rank, or others of which its own are no longer.
+        micro_batch_size: as of `micro_batches`.
+        token_budget: as of `micro_batches`.
+    """
     return min(computed_tokens(samples), token_budget or micro_batch_size * max(sample.tokens for sample in samples))
 
 
 def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:
-    """Micro-batches of each rank with at most `micro_batch_size` samples and sizes that differ by one at most.
+    """Micro-batches of each rank with sizes that differ by one sample at most.
 
-    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples. Where samples
-    share prompts, a micro-batch takes more of them, up to the tokens of `micro_batch_size` samples that share nothing.
+    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples.
+
+    Args:
+        step: samples of one optimizer step, of all ranks.
+        ranks: how many there are.
+        micro_batch_size: most samples of a micro-batch. Where samples share prompts it takes more of them, up to the
+            tokens of so many samples that share nothing.
     """
     if any(sample.group is not None for sample in step):
         return plan_by_tokens(step, ranks, micro_batch_size * max(sample.tokens for sample in step))
@@ -147,12 +174,16 @@ def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) 
 
 
 def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[list[list[SampleRef]]]:
-    """Micro-batches of each rank with at most `budget` tokens, as few as they fit in, the same number on all ranks.
+    """Micro-batches of each rank, as few as the samples fit in, the same number on all ranks.
 
     Best fit decreasing finds how many are needed; the samples are then dealt longest first to the emptiest of them,
     which makes them equally full, and sorted fullest first, so that ranks that meet at each micro-batch wait little.
     Samples that share a prompt, which counts once, stay together; a group above the budget is cut into several.
-    Raises DataError on a sample longer than the budget.
+
+    Args:
+        step: samples of one optimizer step, of all ranks.
+        ranks: how many there are.
+        budget: most computed tokens of a micro-batch; DataError on a sample that is longer.
     """
     for sample in step:
         if sample.tokens > budget:

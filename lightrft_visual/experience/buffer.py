@@ -238,17 +238,21 @@ class NaiveReplayBuffer:
     ) -> list[list[MicroBatch]]:
         """Shuffled micro-batches of this rank for each optimizer step of one epoch. All ranks must call it.
 
-        step_size: samples of one step over all ranks (None: all in one step). Micro-batches hold `sample_batch_size`
-        samples, or with `token_budget` as many as fit into that many tokens, packed. Every rank gets the same number
-        of micro-batches in every step: for `load`, one after the other. With sample ids, which samples make up a step
-        does not depend on the number of ranks, and some samples change ranks so that each has an equal share of every
-        step (only if samples are held on the CPU); the indices are valid until the next change of the buffer.
-        Pass another seed for each epoch. Steps of responses are made of whole groups where they fit. With
-        `share_prefix`, which changes no step, micro-batches are too, and a prompt's tokens count once (see
-        `plan.plan_by_count`).
+        Every rank gets the same number of micro-batches in every step: for `load`, one after the other. With sample
+        ids, which samples make up a step does not depend on the number of ranks, and some samples change ranks so that
+        each has an equal share of every step (only if samples are held on the CPU); the indices are valid until the
+        next change of the buffer. Steps of responses are made of whole groups where they fit. With `share_prefix`,
+        which changes no step, micro-batches are too, and a prompt's tokens count once (see `batch_plan.plan_by_count`).
 
-        Raises ConfigError for a token budget without packing, DataError if a rank holds no sample at all, or a sample
-        is longer than the budget.
+        Args:
+            seed: of the order; pass another one for each epoch.
+            step_size: samples of one step over all ranks; None: all in one step.
+            token_budget: a micro-batch holds as many samples as fit into that many tokens, packed; None:
+                `sample_batch_size`.
+
+        Raises:
+            ConfigError: a token budget without packing.
+            DataError: a rank holds no sample at all, or a sample is longer than the budget.
         """
         if token_budget is not None and not self.packing_samples:
             raise ConfigError("a token budget needs packing_samples")

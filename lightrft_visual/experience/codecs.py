@@ -74,22 +74,32 @@ class KeepRange:
 
 
 class Codec:
-    """How one kind of field is batched.
-
-    make: the batch's value of a column, None where no sample has the field. split: the samples' values, each owning its
-    memory. strip: one sample's value without padding, the same object where there is none to strip.
-    """
+    """How one kind of field is batched."""
 
     def make(self, column: Column, name: str, spec: FieldSpec, context: BatchingContext) -> Any:
-        """The batch's value of a field from the samples' values; None stands for a sample that lacks it."""
+        """The batch's value of a field from the samples' values; None where no sample has the field.
+
+        Args:
+            column: one value a sample; None stands for a sample that lacks it.
+            name: of the field, for errors and for what the layout takes down.
+            spec: of the field, for what fills in for missing values.
+            context: of the whole batch; its layout takes down what `split` cannot see in the value.
+        """
         raise NotImplementedError
 
     def split(self, value: Any, name: str, spec: FieldSpec, context: Splitting) -> Column:
-        """The samples' values of a field from the batch's value; the inverse of `make`."""
+        """The samples' values of a field, in memory of their own but for vision; the inverse of `make`.
+
+        Args:
+            value: of the batch, never None.
+            name: of the field, for errors and for what the layout has taken down.
+            spec: of the field.
+            context: of the whole batch, with the layout that `make` has filled.
+        """
         raise NotImplementedError
 
     def strip(self, value: Any, keep: KeepRange) -> Any:
-        """One sample's value without the positions that `keep` leaves out."""
+        """One sample's value without the positions that `keep` leaves out; the same object where the kind has none."""
         return value
 
 
@@ -289,7 +299,13 @@ CODECS: dict[Kind, Codec] = {
 
 
 def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
-    """The batch's value of every field of the items' class; `layout` takes down what the values cannot show."""
+    """The batch's value of every field of the items' class.
+
+    Args:
+        items: the samples, at least one, all of one class.
+        packed: whether they lie behind each other in one row, (1, total); else padded, (B, S).
+        layout: takes down what the values cannot show, for `split_fields`.
+    """
     specs = replay_fields(type(items[0]))
     context = BatchingContext(items, packed, layout)
     if "sequences" in specs:
@@ -312,7 +328,10 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
 def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -> dict[str, list]:
     """{field: its value for each sample}; None where the batch or, by `layout`, the sample lacks the field.
 
-    Raises DataError on a packed batch that does not say how many actions its samples have.
+    Args:
+        batch: of B samples, padded or packed; DataError on a packed one that does not say how many actions they have.
+        specs: the fields to split, by name.
+        layout: what `make_fields` took down of it; an empty one for a batch that was made otherwise.
     """
     context = Splitting(batch, layout, batch.batch_size, getattr(batch, "is_packed", False))
     if context.packed and len(batch.num_actions or ()) != len(batch.packed_seq_lens):

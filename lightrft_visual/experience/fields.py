@@ -114,7 +114,7 @@ def zero_pad_sequences(sequences: Sequence[T], side: str = "left") -> T:
     return torch.stack([F.pad(sequence, pad) for sequence, pad in zip(sequences, pads)])
 
 
-def span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device | None = None) -> T:
+def _span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device | None = None) -> T:
     """(B, width) bool: true in columns start <= column < stop of each sample's span."""
     bounds = torch.tensor(spans, dtype=torch.long, device=device).reshape(-1, 2)
     column = torch.arange(width, device=device)
@@ -122,8 +122,14 @@ def span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device
 
 
 def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
-    """flat (sum of lengths, ...) to (B, width, ...): each sample's rows in its span, zeros elsewhere."""
-    where = span_mask(spans, width).flatten().nonzero().squeeze(1)  # on the host: a device's would be waited for
+    """The samples' values to (B, width, ...): each sample's in its span, zeros elsewhere.
+
+    Args:
+        flat: (sum of lengths, ...), one sample behind the other.
+        spans: of each sample (start, stop) columns, as many as it has values.
+        width: columns of the result.
+    """
+    where = _span_mask(spans, width).flatten().nonzero().squeeze(1)  # on the host: a device's would be waited for
     padded = flat.new_zeros((len(spans) * width, *flat.shape[1:])).index_copy(0, to_device(where, flat.device), flat)
     return padded.view(len(spans), width, *flat.shape[1:])
 
@@ -132,7 +138,7 @@ def gather_samples(padded: T, spans: Sequence[tuple[int, int]]) -> T:
     """padded (B, width, ...) to flat (sum of lengths, ...): the inverse of `scatter_samples`."""
     if all(span == (0, padded.shape[1]) for span in spans):
         return padded.flatten(0, 1)
-    return padded[span_mask(spans, padded.shape[1], padded.device)]
+    return padded[_span_mask(spans, padded.shape[1], padded.device)]
 
 
 def unpack_actions(flat: T, num_actions: Sequence[int]) -> T:
@@ -196,7 +202,11 @@ def split_info(info: dict, size: int, layout: InfoLayout, path: KeyPath = ()) ->
     """One dict per sample. Tensors (B, ...) and lists of B go by sample, dicts are split key by key, anything else
     (scalars, strings, lists of another length) goes to all samples.
 
-    Raises DataError on a tensor whose first dimension is not B.
+    Args:
+        info: as from `batch_info`; keys may have come since. DataError on a tensor whose first dimension is not B.
+        size: B.
+        layout: what `batch_info` took down: missing keys, and numbers, which come back as Python numbers.
+        path: of keys to this dict, where it is part of a larger one.
     """
     items: list[dict] = [{} for _ in range(size)]
     for key, value in info.items():

@@ -162,8 +162,20 @@ class PromptBatch:
         captions: list[str | None] | None = None,
         messages: list[list[dict[str, Any]] | None] | None = None,
     ) -> PromptBatch:
-        """A batch from plain lists; None stands for nothing of the kind. Raises DataError for unequal lengths, and as
-        `check_texts`."""
+        """A batch of P prompts from plain lists with an entry for each; DataError for another length, and as
+        `check_texts`.
+
+        Args:
+            prompts: strings after the chat template, one placeholder per image or video.
+            images: of each prompt a list of sources, a single source, or None.
+            videos: likewise.
+            references: what rewards compare a response with; None: none.
+            labels: what kind of question each is, for rewards and metrics; None: none.
+            metadata: further columns of the data, a dict each; None: empty dicts.
+            ids: (P) long, which no other prompt of the run has; None: 0 to P - 1, for batches that stand alone.
+            captions: what is to be drawn, None for prompts that ask for text; None: for all.
+            messages: what each prompt was rendered of; None: unknown.
+        """
         check_texts(prompts)
         count = len(prompts)
         columns = {"images": images, "videos": videos, "references": references, "labels": labels, "metadata": metadata}
@@ -415,13 +427,18 @@ def release_media(rollouts: list[Rollout], shown: set[int]) -> int:
 
 
 def collate(rollouts: list[Rollout], pad_id: int, vision: bool) -> Experience | ExperienceVL:
-    """A padded micro-batch of B rollouts, in order; ExperienceVL for vision models, also without any image.
+    """A padded micro-batch of B rollouts, in order.
 
     Log-probs, values and advantages of the trainer are still to come. info: response_length, total_length, truncated,
     loss_part, distorted (B) float32; experts of each sample, where they are known; of episodes turns and turn_gamma
     (B), turn_ids (A_i) and, where they are scored, turn_rewards (turns) of each sample; and, where the rollouts are
     scored, reward (B) and reward_metrics {name: (B)}, NaN where a component did not apply; reward_weights {name: (B)}
     where their weighted sum is the reward. Vision tensors are referred to, not copied; the images stay behind.
+
+    Args:
+        rollouts: at least one; either all of them are scored, or none.
+        pad_id: token id left of prompts and right of responses; the masks leave it out.
+        vision: whether the model sees: then an ExperienceVL, also without any image.
     """
     sequences, attention_mask, action_mask = pad_rollouts(
         [rollout.prompt.token_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], pad_id
@@ -509,7 +526,13 @@ def _padded(lists: list[list | None], action_mask: T, fill: float) -> T | None:
 
 
 def samples_of(rollouts: list[Rollout], pad_id: int, vision: bool) -> Samples | SamplesVL:
-    """The same micro-batch with its texts and images, for those who score samples by themselves."""
+    """The same micro-batch with its texts and images, for those who score samples by themselves.
+
+    Args:
+        rollouts: as of `collate`; the policy version is that of the first.
+        pad_id: as of `collate`.
+        vision: whether the model sees: then a SamplesVL, with decoded images and videos.
+    """
     batch, prompts = collate(rollouts, pad_id, vision), [rollout.prompt for rollout in rollouts]
     same = ("sequences", "attention_mask", "action_mask", "rollout_log_probs", "token_versions")
     fields: dict[str, Any] = {name: getattr(batch, name) for name in same} | {

@@ -306,7 +306,13 @@ def pad_rollouts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Prompts left-padded, responses right-padded, so that the last A columns are the actions.
 
-    Returns (sequences (B, S) long, attention_mask (B, S) long, action_mask (B, A) bool).
+    Args:
+        prompt_ids: token ids of B prompts.
+        response_ids: token ids of their responses; where all are empty A is still 1.
+        pad_id: token id of padding.
+
+    Returns:
+        sequences (B, S) long, attention_mask (B, S) long, action_mask (B, A) bool.
     """
     width = max(len(ids) for ids in prompt_ids)
     actions = max(1, *(len(ids) for ids in response_ids))

@@ -334,7 +334,13 @@ MASK = "mask"
 
 
 def widened(value: T, length: int, fill: float = 0) -> T:
-    """(B, L, ...) to (B, length, ...), with `fill` behind what is there; length is at least L."""
+    """The value with its second axis made longer, filled up behind what is there.
+
+    Args:
+        value: (B, L, ...).
+        length: of the second axis, at least L.
+        fill: what stands behind.
+    """
     missing = length - value.shape[1]
     return pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill) if missing else value
 
