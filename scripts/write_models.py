@@ -13,7 +13,7 @@ COLUMNS = {
     "video": "video", "LoRA": "LoRA", "ZeRO-3": "ZeRO-3", "export": "export", "hf": "engine hf", "vllm": "engine vllm",
     "sglang": "engine sglang",
 }  # fmt: skip
-# What the general adapter runs right; tests/models/plain_families.py builds them.
+# What the general adapter runs right; tests/models/stock_families.py builds them.
 GENERAL = (
     "deepseek_vl", "exaone4_5", "idefics2", "lfm2_vl", "lighton_ocr", "llava_next_video", "ovis2", "video_llama_3",
 )  # fmt: skip

@@ -55,19 +55,6 @@ def test_trajectories_come_back_exactly(items):
 
 
 @FORMS
-@pytest.mark.parametrize("counts", [(2, 0), (0, 2), (1, 1), (0, 0, 3), (3, 1, 0, 2)])
-def test_images_stay_with_their_sample(packed, counts):
-    items = [vision_item(images=count, length=5 + index) for index, count in enumerate(counts)]
-    batch = make_experience_batch(items, packed)
-    assert batch.image_counts.tolist() == list(counts)
-    for index, (item, count) in enumerate(zip(split_experience_batch(batch), counts)):
-        assert (item.image_grid_thws is None) == (count == 0)
-        if count:
-            assert item.image_grid_thws.tolist() == [[1, 2, n + 1] for n in range(count)]
-            assert 1000 * (5 + index) <= item.pixel_values.min() <= item.pixel_values.max() < 1000 * (6 + index)
-
-
-@FORMS
 def test_models_without_grids_own_one_row_per_image_and_fields_keep_their_dtype(packed):
     typed = {
         "attention_mask": torch.ones(5, dtype=torch.bool),

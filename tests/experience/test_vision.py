@@ -1,8 +1,10 @@
 """Vision tensors: held once a prompt on their whole way, joined in order, read and written by the contract's names."""
 
 import copy
+import importlib.util
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +113,24 @@ def test_rows_that_do_not_add_up_are_refused():
         joined.shared_out(2, {"image": [2, 1]})
     with pytest.raises(DataError, match="vision inputs of 2 samples, the batch has 3"):
         VisionTensors([{}, {}]).shared_out(3, {})
+
+
+# --- host memory from rollouts to micro-batches --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench():
+    file = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "memory.py"
+    spec = importlib.util.spec_from_file_location("bench_memory", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_batch_holds_its_images_once_and_a_second_copy_would_be_seen(bench):
+    prompts = bench.prompts_of(128, patches=80, length=24)
+    images = 128 * 80 * bench.PATCH_WIDTH * 4
+    held = bench.through_the_stages(prompts, samples=4, tokens=8, peaks=bench.Peaks())
+    assert images < held <= bench.LIMIT * images
+    first, second = (bench.prompts_of(2, patches=40, length=12) for _ in range(2))
+    assert sum(bench.storages([first, second]).values()) == 2 * sum(bench.storages([first, first]).values())

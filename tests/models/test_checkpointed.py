@@ -73,10 +73,10 @@ def test_losses_and_gradients_are_the_same_and_attention_runs_once_where_it_is_k
     compare({how: actor_of(checkpoint, how, adapted, share) for how in HOW}, inputs)
 
 
-def test_programs_of_compiled_blocks_keep_attention_too(tmp_path):
+def test_programs_of_compiled_blocks_keep_attention_too(root):
     """Of padded samples: attention is inside of them."""
     torch._dynamo.reset()
-    text = checkpoint_of(tmp_path, "qwen2")
+    text = checkpoint_of(root, "qwen2")
     made = {how: actor_of(text, how, True) for how in HOW[:2]}
     for actor in made.values():
         compile_blocks(actor, "eager")
@@ -113,26 +113,20 @@ def x() -> torch.Tensor:
     return torch.randn(2, 7, 15, generator=torch.Generator().manual_seed(4))
 
 
-def test_operations_that_only_the_second_run_makes_are_let_through(x):
+def test_operations_that_only_the_second_run_makes_are_let_through_and_a_graph_may_run_backward_twice(x):
     """As those that gather weights under ZeRO-3."""
     block = Block()
     torch.manual_seed(2)
     wanted = gradient(block(x), block)
     output = checkpointed(block, x)
     block.extra = lambda: torch.arange(7).roll(3)
-    torch.testing.assert_close(gradient(output, block), wanted)
-
-
-def test_a_graph_may_run_backward_twice(x):
-    block = Block()
-    output = checkpointed(block, x)
     first = gradient(output, block, retain_graph=True)
+    torch.testing.assert_close(first, wanted)
     assert torch.equal(gradient(output, block), first)
 
 
 def test_what_is_kept_leaves_with_the_graph_without_a_collection(x):
-    block, kept = Block(), []
-    model = KeptAttention("a tiny model")
+    block, kept, model = Block(), [], KeptAttention("a tiny model")
 
     def contexts():
         keep, give = model()
@@ -152,23 +146,17 @@ def test_what_is_kept_leaves_with_the_graph_without_a_collection(x):
         gc.enable()
 
 
-def test_attention_with_dropout_is_run_again_with_its_own_numbers(x):
-    """Left out of the second run it would not draw, and the dropout behind it would draw others."""
-    calls = [torch.ops.aten._scaled_dot_product_flash_attention.default, (x, x, x, 0.25), {}]
-    assert keeps(calls[0]) and dropped_out(*calls) and not dropped_out(calls[0], (x, x, x, 0.0), None)
-    assert dropped_out(calls[0], (x, x, x), {"dropout_p": 0.1})
-
-
-def test_operations_are_attention_by_their_name_and_not_where_they_write_into_what_they_are_given():
-    ops = torch.ops
-    assert all(map(keeps, (
-        ops.aten._scaled_dot_product_efficient_attention.default, ops.aten._flash_attention_forward.default,
-        ops.aten._scaled_dot_product_cudnn_attention.default, ops.torch_attn._varlen_attn.default,
-    )))  # fmt: skip
-    assert not any(map(keeps, (
-        ops.aten.mm.default, ops.aten._scaled_dot_product_flash_attention_backward.default,
-        ops.torch_attn._varlen_attn_backward.default, ops.torch_attn._varlen_attn_out.default,
-    )))  # fmt: skip
+def test_operations_are_attention_by_their_name_and_not_where_they_write_or_draw():
+    """Left out of the second run dropout would not draw, and the one behind it would draw others."""
+    aten, varlen = torch.ops.aten, torch.ops.torch_attn
+    flash, x = aten._scaled_dot_product_flash_attention.default, torch.ones(1)
+    kept = aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention
+    kept += aten._flash_attention_forward, varlen._varlen_attn
+    left = aten.mm, aten._scaled_dot_product_flash_attention_backward, varlen._varlen_attn_backward
+    assert keeps(flash) and all(keeps(each.default) for each in kept)
+    assert not any(keeps(each.default) for each in (*left, varlen._varlen_attn_out))
+    assert dropped_out(flash, (x, x, x, 0.25), {}) and dropped_out(flash, (x, x, x), {"dropout_p": 0.1})
+    assert not dropped_out(flash, (x, x, x, 0.0), None)
 
 
 def test_a_model_without_attention_as_one_operation_is_refused_in_its_first_backward(checkpoint):
@@ -179,7 +167,7 @@ def test_a_model_without_attention_as_one_operation_is_refused_in_its_first_back
         loss_and_gradients(actor, [inputs])
 
 
-def test_code_that_checkpoints_its_blocks_itself_is_refused(checkpoint):
+def test_code_that_checkpoints_its_blocks_itself_or_has_none_is_refused(checkpoint):
     model = load_transformer(checkpoint.path, ModelConfig(), torch.float32)
     model._set_gradient_checkpointing = lambda module, value=False: None
     with pytest.raises(ConfigError, match="own code checkpoints whole blocks"):

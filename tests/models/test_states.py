@@ -58,23 +58,8 @@ def test_packed_and_shared_losses_and_gradients_are_those_of_padded_samples(chec
     wanted = loss_and_gradients(actor_of("qwen3_5", wrap=wrap), [padded])
     assert any("linear_attn" in name and gradient.any() for name, gradient in wanted[1].items())
     actor = actor_of("qwen3_5", how, wrap=wrap)
-    assert_same(wanted, loss_and_gradients(actor, [packed]), 1e-5)
-    actor.backbone.share_prefix = True
-    assert_same(wanted, loss_and_gradients(actor, [packed]), 1e-5)
-
-
-def test_a_model_that_two_hold_divides_its_rows_once():
-    model = stock("qwen3_5").model
-    assert all(Backbone(model).by_segments for _ in range(2))
-    divide_segments(model.base_model.language_model)
-    (state,) = (layer.linear_attn for layer in model.base_model.language_model.layers if hasattr(layer, "linear_attn"))
-    assert len(state._forward_pre_hooks) == len(state._forward_hooks) == 1
-
-
-@pytest.mark.parametrize("wanted,shared", [(None, False), (True, True)])
-def test_prompts_are_shared_where_it_is_asked_for_as_layers_with_a_state_share_none(wanted, shared):
-    family = family_of(stock("qwen3_5").model.config)
-    assert family.shares_prompts(wanted, True, "auto") is shared and family.sharing_refused("auto") is None
+    for actor.backbone.share_prefix in (False, True):
+        assert_same(wanted, loss_and_gradients(actor, [packed]), 1e-5)
 
 
 def test_samples_hold_each_segment_behind_the_one_that_it_continues():
@@ -86,8 +71,15 @@ def test_samples_hold_each_segment_behind_the_one_that_it_continues():
     assert real.tolist() == [[True, False, False], [True] * 3] and back.tolist() == [0, 3, 4, 5]
 
 
-def test_a_row_over_ranks_and_compiled_blocks_are_refused():
+def test_prompts_are_shared_where_asked_for_rows_are_divided_once_and_other_divisions_are_refused():
     model = stock("qwen3_5").model
+    family = family_of(model.config)
+    assert [family.shares_prompts(wanted, True, "auto") for wanted in (None, True)] == [False, True]
+    assert family.sharing_refused("auto") is None
+    assert all(Backbone(model).by_segments for _ in range(2))  # one model that two hold
+    divide_segments(model.base_model.language_model)
+    (state,) = (layer.linear_attn for layer in model.base_model.language_model.layers if hasattr(layer, "linear_attn"))
+    assert len(state._forward_pre_hooks) == len(state._forward_hooks) == 1
     with pytest.raises(ConfigError, match="sp_size: linear attention carries a state along the whole row"):
         Actor(model, [], [], sequence=SequenceGroup(2, 0, None, None))
     with pytest.raises(ConfigError, match="PyTorch's attention alone, without experts, not a qwen3_5"):

@@ -12,17 +12,16 @@ from safetensors.torch import save_file
 
 # Names in Wan's code (wan/modules/model.py and t5.py) of the tensors of diffusers and transformers.
 TRANSFORMER = [
-    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
-    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
-    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
-    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    *(
+        (f"condition_embedder.{kind}_embedder.linear_{i}", f"{kind}_embedding.{2 * i - 2}")
+        for kind in ("time", "text")
+        for i in (1, 2)
+    ),
     ("condition_embedder.time_proj", "time_projection.1"),
     ("attn1", "self_attn"),
     ("attn2", "cross_attn"),
     ("to_out.0", "o"),
-    ("to_q", "q"),
-    ("to_k", "k"),
-    ("to_v", "v"),
+    *((f"to_{name}", name) for name in "qkv"),
     ("proj_out", "head.head"),
     ("ffn.net.0.proj", "ffn.0"),
     ("ffn.net.2", "ffn.2"),

@@ -110,25 +110,26 @@ def test_samples_of_a_prompt_hold_one_copy_of_their_images_and_text():
 
 
 def test_texts_without_images_and_text_lengths_are_refused():
-    policy = policy_of("qwen_image_edit")
-    with pytest.raises(ConfigError, match="at least one beside each text"):
-        policy.encode_prompts(["a red circle"])
-    with pytest.raises(ConfigError, match="leave max_sequence_length out"):
-        family_of(policy.family.pipeline, 20)
-    with pytest.raises(ConfigError, match="edits no images"):
-        DiffusionPolicy(family_of(tiny_families.flux(), 5)).encode_edits(["a"], [[SQUARE]])
+    edit, kontext = policy_of("qwen_image_edit"), policy_of("flux_kontext")
+    for told, refused in (
+        ("at least one beside each text", lambda: edit.encode_prompts(["a red circle"])),
+        ("at least one beside each text", lambda: kontext.encode_prompts(["a red circle"])),
+        ("reads no negative prompt", lambda: kontext.encode_edits(["red"], [[SQUARE]], "a dog")),
+        ("leave max_sequence_length out", lambda: family_of(edit.family.pipeline, 20)),
+        (
+            "edits no images",
+            lambda: DiffusionPolicy(family_of(tiny_families.flux(), 5)).encode_edits(["a"], [[SQUARE]]),
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            refused()
+    assert not any("negative" in name for name in kontext.encode_edits(["red"], [[SQUARE]], "")[0])
 
 
-def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions_and_reads_no_text_alone():
-    policy = policy_of("flux_kontext")
-    policy.family.source_pixels = None
-    assert policy.family._scaled(SQUARE, SOURCE_PIXELS).size == (1024, 1024)
-    assert policy.family._scaled(WIDE, SOURCE_PIXELS).size == (1568, 672)
-    # As in the stock pipeline proportions are those of the sides in whole tokens.
-    assert policy.family._scaled(SQUARE.resize((7, 10)), SOURCE_PIXELS).size == (720, 1456)  # 4 by 8
-    assert policy.family._scaled(SQUARE.resize((3, 10)), SOURCE_PIXELS).size == (672, 1568)
-    with pytest.raises(ConfigError, match="at least one beside each text"):
-        policy.encode_prompts(["a red circle"])
-    with pytest.raises(ConfigError, match="reads no negative prompt"):
-        policy.encode_edits(["red"], [[SQUARE]], "a dog")
-    assert not any("negative" in name for name in policy.encode_edits(["red"], [[SQUARE]], "")[0])
+def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions():
+    """As in the stock pipeline proportions are those of the sides in whole tokens."""
+    family = policy_of("flux_kontext").family
+    family.source_pixels = None
+    narrow, narrower = SQUARE.resize((7, 10)), SQUARE.resize((3, 10))  # 4 by 8 and less
+    found = [family._scaled(each, SOURCE_PIXELS).size for each in (SQUARE, WIDE, narrow, narrower)]
+    assert found == [(1024, 1024), (1568, 672), (720, 1456), (672, 1568)]

@@ -23,7 +23,7 @@ def load(folder: Path, name: str, **settings) -> DiffusionPolicy:
     return DiffusionPolicy.from_pretrained(str(folder / name), text_length=5, tokenizer=tokenizer, **settings)
 
 
-def test_it_is_the_model_of_the_diffusers_folder(folder: Path) -> None:
+def test_it_is_the_model_of_the_diffusers_folder(folder):
     parts, whole = load(folder, "paths.json"), load(folder, "pipeline")
     for name in ("transformer", "transformer_2", "text_encoder", "vae"):
         here, there = (getattr(each.family.pipeline, name).state_dict() for each in (parts, whole))
@@ -40,19 +40,14 @@ def test_it_is_the_model_of_the_diffusers_folder(folder: Path) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # kernels round by where in memory weights lie
 
 
-def test_the_kind_of_model_is_known_before_it_is_loaded(folder: Path) -> None:
-    assert pipeline_class(str(folder / "paths.json")) == "WanImageToVideoPipeline"
-    assert adapter_of(str(folder / "paths.json")).takes_first_frame
-
-
-def test_half_precision_keeps_what_diffusers_keeps(folder: Path) -> None:
+def test_half_precision_keeps_what_diffusers_keeps(folder):
     weights = load(folder, "paths.json", dtype=torch.bfloat16).family.pipeline.transformer.state_dict()
     kept = {key for key, value in weights.items() if value.dtype == torch.float32}
     assert weights["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
     assert "scale_shift_table" in kept and any("time_embedder" in key for key in kept)
 
 
-def test_lora_by_the_names_of_wans_code(folder: Path) -> None:
+def test_lora_by_the_names_of_wans_code(folder):
     lora = LoraSettings(2, 4, ("q", "k", "v", "o", "ffn.0", "ffn.2"))
     policy = load(folder, "paths.json", lora=lora, trainable=("transformer_2",))
     adapted = {name for name, weight in policy.named_parameters() if weight.requires_grad}
@@ -60,21 +55,19 @@ def test_lora_by_the_names_of_wans_code(folder: Path) -> None:
     assert any("ffn.net.0.proj" in name for name in adapted) and any("to_out.0" in name for name in adapted)
 
 
-def test_a_mapping_shards_and_relative_paths(folder: Path) -> None:
+def test_a_mapping_shards_and_relative_paths(folder):
     weights = torch.load(folder / "models_t5_umt5-xxl-enc-bf16.pth", weights_only=True)
     keys = sorted(weights)
     for number, part in enumerate((keys[:5], keys[5:])):
         torch.save({key: weights[key] for key in part}, folder / f"t5_{number}.pth")
-    named = {
-        "vae": "Wan2.1_VAE.pth",
-        "text_encoder": ["t5_0.pth", "t5_1.pth"],
-        "low_noise_model": "low_noise_model",
-        "high_noise_model": "high_noise_model",
-    }
+    named = {name: name for name in ("low_noise_model", "high_noise_model")}
+    named |= {"vae": "Wan2.1_VAE.pth", "text_encoder": ["t5_0.pth", "t5_1.pth"]}
     (folder / "named.json").write_text(json.dumps(named))
-    assert torch.equal(
-        load(folder, "named.json").family.pipeline.text_encoder.shared.weight, weights["token_embedding.weight"]
-    )
+    found = load(folder, "named.json").family.pipeline.text_encoder.shared.weight
+    assert torch.equal(found, weights["token_embedding.weight"])
+
+
+PARTS = '["high_noise_model/diffusion_pytorch_model.safetensors", "low_noise_model/diffusion_pytorch_model.safetensors"'
 
 
 @pytest.mark.parametrize(
@@ -85,21 +78,17 @@ def test_a_mapping_shards_and_relative_paths(folder: Path) -> None:
         ("[1, 2", "cannot be read as JSON"),
         ('["a.safetensors", "b.safetensors", "c.pth", "d.pth"]', "high_noise_model: there is no file"),
         ('["paths.json", "paths.json", "paths.json", "paths.json"]', "cannot be read as weights"),
+        (PARTS + ', "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"]', "text_encoder is not Wan's UMT5"),
     ],
 )
-def test_wrong_files_are_named(folder: Path, content: str, told: str) -> None:
+def test_wrong_files_and_those_in_another_order_are_named(folder, content, told):
     (folder / "wrong.json").write_text(content)
     with pytest.raises(ConfigError, match=told):
         load(folder, "wrong.json")
 
 
-def test_parts_in_another_order_are_told_apart(folder: Path) -> None:
-    files = json.loads((folder / "paths.json").read_text())
-    (folder / "swapped.json").write_text(json.dumps([*files[:2], files[3], files[2]]))
-    with pytest.raises(ConfigError, match="text_encoder is not Wan's UMT5"):
-        load(folder, "swapped.json")
-
-
-def test_a_missing_tokenizer_is_named(folder: Path) -> None:
+def test_a_missing_tokenizer_is_named_and_the_kind_of_model_is_known_before_it_is_loaded(folder):
     with pytest.raises(ConfigError, match="tokenizer_path: no tokenizer in .*nowhere"):
         DiffusionPolicy.from_pretrained(str(folder / "paths.json"), tokenizer=str(folder / "nowhere"))
+    assert pipeline_class(str(folder / "paths.json")) == "WanImageToVideoPipeline"
+    assert adapter_of(str(folder / "paths.json")).takes_first_frame

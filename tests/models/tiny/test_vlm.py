@@ -1,5 +1,7 @@
 """Tiny checkpoints, and the tiny SD3: ordinary ones that load, round-trip text, and come out the same from one seed."""
 
+import unicodedata
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,16 +28,17 @@ def tokenizer():
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_every_string_round_trips(tokenizer, text):
-    import unicodedata
-
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
 
 
-def test_special_tokens_are_single_tokens(tokenizer):
-    for name in SPECIAL_TOKENS:
-        assert len(tokenizer.encode(name, add_special_tokens=False)) == 1
+def test_special_tokens_are_single_tokens_unknown_words_are_spelt_and_unknown_families_are_an_error(tokenizer):
+    assert all(len(tokenizer.encode(name, add_special_tokens=False)) == 1 for name in SPECIAL_TOKENS)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    clip = build_clip_tokenizer()
+    assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
+    with pytest.raises(ValueError, match="unknown family 'gpt'; known: qwen2_vl, "):
+        tiny_config("gpt", tokenizer, tie_embeddings=False)
 
 
 def test_the_chat_template_places_media_where_they_are_said(tokenizer):
@@ -66,19 +69,9 @@ def test_checkpoints_load_through_the_auto_classes(root, family):
 
 
 def test_one_seed_one_model(tmp_path):
-    states = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        folder = build_tiny_checkpoint(tmp_path / name, "qwen2", seed=seed)
-        states.append(load(folder, False).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
-
-
-def test_an_unknown_family_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="unknown family 'gpt'; known: qwen2_vl, "):
-        tiny_config("gpt", tokenizer, tie_embeddings=False)
-
-
-def test_unknown_words_are_spelt():
-    clip = build_clip_tokenizer()
-    assert clip.decode(clip("zebra").input_ids, skip_special_tokens=True) == "zebra"
+    first, same, other = (
+        load(build_tiny_checkpoint(tmp_path / name, "qwen2", seed=seed), False).state_dict()
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)

@@ -161,21 +161,25 @@ def test_banned_tokens_are_the_vision_tokens_and_the_rows_without_text(root):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_images_that_do_not_match_their_placeholders_are_an_error_that_names_the_sample(root, packed):
-    checkpoint = checkpoint_of(root, "qwen2_5_vl")
-    actor = actor_of(checkpoint)
-    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts()), packed)
-    for token, change, message in (
-        (checkpoint.config.image_token_id, 1, r"sample 10\d has \d+ image tokens, its images have \d+ features"),
-        (checkpoint.config.image_token_id, -1, r"sample 10\d has \d+ image tokens|no placeholder tokens"),
-        (checkpoint.config.video_token_id, 1, r"sample 10\d has \d+ video tokens, its videos have \d+ features"),
-    ):
-        broken = inputs.sequences.clone()
-        positions = (broken == token).nonzero()
-        row, column = positions[0] if change < 0 else positions[-1]
-        broken[row, column if change < 0 else column + 1] = 5 if change < 0 else token
-        with pytest.raises(DataError, match=message):
-            actor(replace(inputs, sequences=broken), PLAIN)
+@pytest.mark.parametrize(
+    ("kind", "media", "change", "message"),
+    [
+        ("qwen2_5_vl", "image", 1, r"sample 10\d has \d+ image tokens, its images have \d+ features"),
+        ("qwen2_5_vl", "image", -1, r"sample 10\d has \d+ image tokens|no placeholder tokens"),
+        ("qwen2_5_vl", "video", 1, r"sample 10\d has \d+ video tokens, its videos have \d+ features"),
+        ("internvl", "image", -1, "sample 101 has 3 image tokens, its images have 4 features"),
+    ],
+)
+def test_images_that_do_not_match_their_placeholders_are_an_error_that_names_the_sample(
+    root, packed, kind, media, change, message
+):
+    checkpoint = checkpoint_of(root, kind)
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, prompts_for(checkpoint)), packed)
+    broken, token = inputs.sequences.clone(), getattr(checkpoint.config, f"{media}_token_id")
+    row, column = (broken == token).nonzero()[0 if change < 0 else -1]
+    broken[row, column if change < 0 else column + 1] = 5 if change < 0 else token
+    with pytest.raises(DataError, match=message):
+        actor_of(checkpoint)(replace(inputs, sequences=broken), PLAIN)
 
 
 def test_an_image_too_many_and_no_images_at_all_are_errors(root):

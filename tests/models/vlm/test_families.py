@@ -1,6 +1,5 @@
 """Families: found by model type or processor, one added from outside, and one whose images take several rows each."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,52 +45,32 @@ def test_a_family_from_outside_is_one_class_and_one_entry():
         vlm_families.remove("blindfold")
 
 
-def test_tiles_stay_with_their_sample_and_wide_images_take_several(root):
-    checkpoint = checkpoint_of(root, "internvl")
-    rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
-    rows = [len(rollout.prompt.vision.samples[0].get("pixel_values", ())) for rollout in rollouts]
-    images = [len(rollout.prompt.images) for rollout in rollouts]
-    assert images == [0, 1, 2, 3] and rows[0] == 0 and rows[3] > 3
-    tokens = [sum(token == checkpoint.config.image_token_id for token in r.prompt.token_ids) for r in rollouts]
-    assert tokens == [4 * count for count in rows]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_tiles_and_tokens_that_do_not_match_name_the_sample(root, packed):
-    checkpoint = checkpoint_of(root, "internvl")
-    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, prompts_for(checkpoint)), packed)
-    broken = inputs.sequences.clone()
-    row, column = (broken == checkpoint.config.image_token_id).nonzero()[0]
-    broken[row, column] = 5
-    with pytest.raises(DataError, match="sample 101 has 3 image tokens, its images have 4 features"):
-        actor_of(checkpoint)(replace(inputs, sequences=broken), ScoringRule())
-
-
 @torch.no_grad()
-def test_equal_tiles_are_computed_once(root):
+def test_tiles_stay_with_their_sample_wide_images_take_several_and_equal_ones_are_computed_once(root):
     checkpoint = checkpoint_of(root, "internvl")
     actor, seen = actor_of(checkpoint), []
-    tower = actor.backbone.base.vision_tower
     rollouts = rollouts_of(checkpoint, prompts_for(checkpoint))
+    tiles = [len(rollout.prompt.vision.samples[0].get("pixel_values", ())) for rollout in rollouts]
+    assert [len(rollout.prompt.images) for rollout in rollouts] == [0, 1, 2, 3] and tiles[0] == 0 and tiles[3] > 3
+    tokens = [rollout.prompt.token_ids.count(checkpoint.config.image_token_id) for rollout in rollouts]
+    assert tokens == [4 * count for count in tiles]
     inputs = inputs_of(checkpoint, [rollouts[1]] * 4 + [rollouts[3]] * 2)
-    tower.embeddings.register_forward_pre_hook(lambda module, args, kwargs: seen.append(len(args[0])), with_kwargs=True)
+    embeddings = actor.backbone.base.vision_tower.embeddings
+    embeddings.register_forward_pre_hook(lambda module, args, kwargs: seen.append(len(args[0])), with_kwargs=True)
     together = actor(inputs, ScoringRule()).log_probs
-    distinct = sum(len(rollouts[i].prompt.vision.get("pixel_values")) for i in (1, 3))
-    assert seen == [distinct]
+    assert seen == [tiles[1] + tiles[3]]
     for row, rollout in ((0, rollouts[1]), (3, rollouts[1]), (5, rollouts[3])):
         alone = actor(inputs_of(checkpoint, [rollout]), ScoringRule()).log_probs[0]
         torch.testing.assert_close(together[row, : len(alone)], alone, atol=1e-5, rtol=0)
 
 
 def test_what_a_family_cannot_do_is_refused_early(root):
-    checkpoint = checkpoint_of(root, "internvl")
+    checkpoint, batch = checkpoint_of(root, "internvl"), mixed_prompts()
     with pytest.raises(ConfigError, match="min_pixels and max_pixels: the images of this model family"):
         open_checkpoint(checkpoint.path, ModelConfig(), DataConfig(max_pixels=4096))
-    batch = mixed_prompts()
-    clip = PromptBatch.of(["<video>\nwhat?"], None, [batch.videos[4]])
     data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 512)
     with pytest.raises(DataError, match=r"prompt 0: 1 video\(s\), but the model takes no videos"):
-        data.features(clip)
+        data.features(PromptBatch.of(["<video>\nwhat?"], None, [batch.videos[4]]))
     with pytest.raises(DataError, match="holds 0 image placeholder"):
         data.features(PromptBatch.of(["what?"], [batch.images[1]]))
     assert data.features(text_prompts())[0].vision.names == []

@@ -7,8 +7,7 @@ import pytest
 import torch
 from engine_rig import Rig
 from equality import assert_same, loss_and_gradients, with_adapters
-from plain_families import PLAIN, plain
-from stock_families import STOCK, TABLE, claimed, grouped_samples, stock_checkpoint, stock_prompts
+from stock_families import PLAIN, STOCK, TABLE, claimed, grouped_samples, stock, stock_checkpoint, stock_prompts
 from tiny_models import VIDEO, clip, perturb, picture
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -188,7 +187,7 @@ def test_tokens_of_an_image_are_known_by_its_size_alone(name):
 @pytest.mark.parametrize("model_type", PLAIN)
 def test_a_type_without_an_adapter_is_proven_sampled_and_trained(model_type, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path / "cache"))
-    built, folder = plain(model_type), tmp_path / "model"
+    built, folder = stock(model_type), tmp_path / "model"
     for part in (built.model, built.tokenizer, built.processor):
         part.save_pretrained(folder)
     checkpoint = open_checkpoint(str(folder), ModelConfig(), DataConfig())

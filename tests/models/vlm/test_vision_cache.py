@@ -64,7 +64,7 @@ def test_first_occurrences_compares_every_value_and_shape():
 
 
 @pytest.mark.parametrize("family", QWEN_FAMILIES)
-def test_features_and_gradients_are_those_of_the_whole_batch(family):
+def test_features_and_gradients_are_those_of_the_whole_batch_also_without_repetition(family):
     plain, sharing, seen, found = tower(family), tower(family), [], []
     SharedMedia(sharing.visual)
     sharing.visual.patch_embed.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
@@ -78,12 +78,7 @@ def test_features_and_gradients_are_those_of_the_whole_batch(family):
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
     # Attention computes in single precision inside, whatever the type of the weights.
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
-
-
-def test_a_batch_without_repetition_is_passed_on_as_it_is():
-    """Two flat images of two shapes are none: their values are the same, and their positions are not."""
-    model = tower("qwen2_5_vl")
-    pixels, grids = torch.full((48, width_of(model)), 0.25).double(), torch.tensor([[1, 4, 6], [1, 6, 4]])
-    expected = flat(model.get_image_features(pixels, grids))
-    SharedMedia(model.visual)
-    assert all(torch.equal(*each) for each in zip(expected, flat(model.get_image_features(pixels, grids))))
+    # Two flat images of two shapes: their values are the same, and their positions are not.
+    pixels, grids = torch.full((48, width_of(plain)), 0.25).double(), torch.tensor([[1, 4, 6], [1, 6, 4]])
+    features = (flat(model.get_image_features(pixels, grids)) for model in (plain, sharing))
+    assert all(torch.equal(*each) for each in zip(*features))
