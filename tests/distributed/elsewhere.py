@@ -62,7 +62,6 @@ def bad(folder: Path) -> dict[str, list[str]]:
     rows = settings(folder, "qwen2_5_vl", "rows.jsonl")
     return {
         "no_image": settings(folder, "qwen2_5_vl", "no_image.jsonl"),
-        "no_checkpoint": [*rows, "--resume_from", "auto"],
         "long_prompt": [*rows, "--prompt_max_len", "8"],
         "save_path": [*rows, "--save_path", f"{folder}/data"],
     }

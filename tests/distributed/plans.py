@@ -36,8 +36,9 @@ def resume_runs(name: str) -> dict[str, list[str]]:
     return {name: run, f"{name}_resumed": [f"copy:{name}@2", *run, "--resume_from", "auto"]}
 
 
+ONE_STEP = ("bf16", "reinforce_baseline", "top_p", "gdpo", "dynamic")
 FLAG_RUNS = {
-    name: small(f"--max_steps 2 {flags}")
+    name: small(f"--max_steps {1 if name in ONE_STEP else 2} {flags}")
     for name, flags in {
         "ppo": "--advantage_estimator gae --init_kl_coef 0.05 --kl_target 0.1 --freezing_actor_steps 1",
         "rloo": "--advantage_estimator rloo --entropy_coef 0.01 --high_entropy_token_ratio 0.5 --tis_mode token "
@@ -88,8 +89,8 @@ LATE = small(f"--engine_type given --plugins {ENGINES} --max_steps 1 --init_kl_c
 ONE_RANK = {
     "base": small("--max_steps 2 --max_eval_samples 8"),
     "given": given("--max_steps 2 --zero_stage 0 --max_eval_samples 8"),
-    "updates": given("--max_steps 2 --train_batch_size 16 --max_epochs 2"),
-    "updates_separate": given("--max_steps 2 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
+    "updates": given("--max_steps 1 --train_batch_size 16 --max_epochs 2"),
+    "updates_separate": given("--max_steps 1 --train_batch_size 16 --max_epochs 2 --separate_old_log_probs true"),
     "stale": small(
         f"--max_steps 2 --engine_type loses_a_sync --plugins {ENGINES} --packing_samples true --init_kl_coef 0 "
         "--train_batch_size 16"

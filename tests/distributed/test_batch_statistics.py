@@ -42,8 +42,7 @@ def statistics(parts):
         )
         for part in parts
     ]  # fmt: skip
-    calculator = get_advantage_calculator("group_norm", CONFIG)
-    rewards = [data["rewards"][part] for part in parts]
+    calculator, rewards = get_advantage_calculator("group_norm", CONFIG), [data["rewards"][part] for part in parts]
     assign_advantages(calculator, experiences, rewards, 0.0, {"max_new_tokens": 6})
     masks = [each.action_mask & each.valid.unsqueeze(1) for each in experiences]
     denominators = global_denominators(masks, max_tokens=6)

@@ -1,6 +1,7 @@
 """Runs on models, data and rewards of one's own; and what is said where they are broken."""
 
 import csv
+import re
 
 import pytest
 import torch
@@ -59,20 +60,15 @@ def test_a_merged_final_checkpoint_answers_in_vllm(one_rank):
     assert row["reward_mean"] > 0.15
 
 
-ERRORS = {
-    "no_image": ("DataError", "no_image.jsonl", "none.png", "2"),
-    "no_checkpoint": ("CheckpointError", "no complete checkpoint"),
-    "long_prompt": ("DataError", "rows.jsonl", "8"),
-    "save_path": ("CheckpointError", "data", "will not be overwritten"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_bad_input_is_named_before_any_model_loads(one_rank, name):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_image", "DataError: .*no_image.jsonl.*2.*none.png"),
+        ("long_prompt", "DataError: .*rows.jsonl.*8"),
+        ("save_path", "CheckpointError: .*data.*will not be overwritten"),
+    ],
+)
+def test_bad_input_is_named_before_any_model_loads(one_rank, name, told):
     trace = (one_rank / name / "failed.txt").read_text()
-    kind, *words = ERRORS[name]
-    last = trace.strip().splitlines()[-1]
-    assert f"{kind}: " in last
-    for word in words:
-        assert word in last
+    assert re.search(told, trace.strip().splitlines()[-1])
     assert "in _models" not in trace and "build_engine" not in trace

@@ -66,11 +66,6 @@ def test_two_ranks_with_other_numbers_of_turns_train_like_one(one, two):
     assert largest_difference(ours, theirs, (*NAMES, "turns", "observation_tokens_share")) < 1e-5
 
 
-def test_ranks_of_one_engine_go_on_in_rounds(two):
-    found = rows(two / "tensor_parallel")
-    assert len(found) == 2 and all(row["rollout_logp_diff_max"] <= 1e-5 and row["turns"] > 1 for row in found)
-
-
 NAMES = ("loss", "reward_mean", "grad_norm", "kl", "response_length", "tokens", "advantage_abs")
 
 
@@ -80,9 +75,9 @@ def test_what_is_trained_does_not_depend_on_packing_or_shared_prompts(one):
     assert largest_difference(ours, theirs, ("loss", "grad_norm")) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["ppo", "lora"])
-def test_every_kind_of_run_trains(one, name):
-    found = rows(one / name)
-    assert len(found) == 2 and all(row["grad_norm"] > 0 for row in found)
+@pytest.mark.parametrize("ranks, name", [("one", "ppo"), ("one", "lora"), ("two", "tensor_parallel")])
+def test_every_kind_of_run_trains_also_on_ranks_of_one_engine(request, ranks, name):
+    found = rows(request.getfixturevalue(ranks) / name)
+    assert len(found) == 2 and all(row["grad_norm"] > 0 and row["turns"] > 1 for row in found)
     assert all(row["rollout_logp_diff_max"] <= 1e-5 for row in found)
     assert all(row["environment_errors"] == 0 and row["observation_tokens_share"] > 0.3 for row in found)

@@ -15,12 +15,10 @@ DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
 # Four steps of which two lie on either side of the boundary; each sample is trained on two of its own, so that one rank
 # may need an expert that the other does not.
 BASE = (
-    "--height 32 --width 32 --num_frames 5 --num_steps 5 --eval_num_steps 2 "
-    "--guidance_scale 2 --guidance_scale_2 4 "
+    "--height 32 --width 32 --num_frames 5 --num_steps 5 --eval_num_steps 2 --guidance_scale 2 --guidance_scale_2 4 "
     "--max_sequence_length 5 --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 "
     "--train_batch_size 4 --micro_train_batch_size 1 --lora_rank 2 --learning_rate 1e-2 --report false --max_steps 2 "
-    "--sigmas 1,0.8,0.5,0.3,0.1 "
-    "--timestep_fraction 0.5 --timestep_choice random"
+    "--sigmas 1,0.8,0.5,0.3,0.1 --timestep_fraction 0.5 --timestep_choice random"
 )
 BRIGHT = """
 import numpy
@@ -69,13 +67,11 @@ def test_two_ranks_train_both_experts_or_the_second_like_one(one, two, name):
 
 
 def test_what_diffusers_keeps_in_fp32_stays_so_in_a_bf16_run_and_its_weights_come_back(two):
+    kept, cast = ("time_embedder", "scale_shift_table", "norm2"), ("attn1.to_q", "ffn", "proj_out")
     for rank in (0, 1):
         facts = json.loads((two / "bf16" / f"facts_rank{rank}.json").read_text())
-        parts = {
-            part for name in facts["fp32"] for part in ("time_embedder", "scale_shift_table", "norm2") if part in name
-        }
-        assert parts == {"time_embedder", "scale_shift_table", "norm2"}
-        assert not any(part in name for name in facts["fp32"] for part in ("attn1.to_q", "ffn", "proj_out"))
+        assert all(any(part in name for name in facts["fp32"]) for part in kept)
+        assert not any(part in name for name in facts["fp32"] for part in cast)
         for swap in facts["swaps"].values():
             assert swap["weights_back"] and swap["velocity_back"] and swap["difference"] > 0
     assert all(0 < row["grad_norm"] < 1e3 for row in rows(two / "bf16"))

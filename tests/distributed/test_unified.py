@@ -21,18 +21,14 @@ def test_ranks_with_one_kind_each_train_like_one_with_both(one_rank, two_ranks):
     assert all(kinds == [None] * 4 + ["drawing"] * 4 for kinds in drawn)
 
 
-@pytest.mark.parametrize("name", ["unified", "unified_packed"])
-def test_both_kinds_are_trained_on_as_sampled(one_rank, name):
-    for row in rows(one_rank / name):
+def test_both_kinds_are_trained_on_as_sampled_and_each_loss_is_a_mean_of_its_own(one_rank):
+    packed, padded = rows(one_rank / "unified_packed"), rows(one_rank / "unified")
+    for row in (*packed, *padded):
         assert row["ratio_max_dev_first"] <= 5e-5 and row["rollout_logp_diff_max"] <= 5e-5 and row["parity"] <= 5e-5
         assert row["response_length"] < 64 and row["grad_norm"] > 0.1
         assert row["loss"] == pytest.approx(2 * row["loss_answer"] + row["loss_drawing"], abs=1e-5)
-
-
-def test_a_loss_of_each_kind_is_a_mean_of_its_own(one_rank):
-    for packed, padded in zip(rows(one_rank / "unified_packed"), rows(one_rank / "unified")):
-        assert packed["loss_drawing"] == pytest.approx(padded["loss_drawing"], abs=1e-4)
-        assert packed["loss_answer"] == pytest.approx(padded["loss_answer"], abs=1e-4)
+    for one, other in zip(packed, padded, strict=True):
+        assert all(one[name] == pytest.approx(other[name], abs=1e-4) for name in ("loss_drawing", "loss_answer"))
 
 
 def test_a_model_trained_on_both_kinds_loads_in_transformers(one_rank):

@@ -16,26 +16,14 @@ STEPS = [
 ]
 
 
-def copied() -> list[str]:
-    return [name for step, rest in STEPS if step == "COPY" for name in rest.split()[:-1]]
-
-
-def test_what_is_copied_exists():
-    assert copied() and all((ROOT / name).exists() for name in copied())
-
-
-def test_scripts_that_it_runs_are_copied():
+def test_what_it_copies_runs_and_sets_up_from_exists_and_is_copied():
+    copied = [name for step, rest in STEPS if step == "COPY" for name in rest.split()[:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied)
     scripts = [word for step, rest in STEPS if step == "RUN" for word in shlex.split(rest) if word.endswith(".sh")]
     assert scripts == ["scripts/setup.sh"]
-    assert all((ROOT / script).is_file() and script.split("/")[0] in copied() for script in scripts)
-
-
-def test_every_file_that_the_set_up_reads_is_copied():
-    setup = (ROOT / "scripts" / "setup.sh").read_text()
-    (listed,) = re.findall(r"^files=\((.*)\)$", setup, re.M)
+    (listed,) = re.findall(r"^files=\((.*)\)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M)
     read = [name.strip('"').replace("$device", "cuda") for name in listed.split()]
-    assert all((ROOT / name).is_file() for name in read)
-    assert all(name.split("/")[0] in copied() for name in read)
+    assert all((ROOT / name).is_file() and name.split("/")[0] in copied for name in [*scripts, *read])
 
 
 def test_its_python_is_supported_and_its_command_exists():

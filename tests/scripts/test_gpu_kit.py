@@ -7,12 +7,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
+import transformers
 from forked import run_on_ranks
+from safetensors.torch import load_file
 from waiting import polls
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.models.tiny.vlm import build_tokenizer
 
 KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 sys.path.insert(0, str(KIT))
@@ -24,32 +28,27 @@ import parts  # noqa: E402
 import shapes  # noqa: E402
 
 
-def parameters(build) -> float:
+def language_model(shape):
+    return transformers.AutoModelForImageTextToText.from_config(shape(build_tokenizer(shapes.TEXTS)))
+
+
+@pytest.mark.parametrize(
+    ("build", "billions", "within"),
+    [
+        (lambda: language_model(shapes.qwen_3b), 3.75, 0.05),
+        (lambda: language_model(shapes.qwen_7b), 8.29, 0.05),
+        (lambda: diffusers.SD3Transformer2DModel(**shapes.SD35_MEDIUM), 2.5, 0.3),
+        (lambda: diffusers.WanTransformer3DModel(**shapes.WAN_1_3B), 1.4, 0.1),
+    ],
+    ids=["3b", "7b", "sd3", "wan"],
+)
+def test_a_model_has_the_published_number_of_parameters(build, billions, within):
     with torch.device("meta"):
         model = build()
-    return sum(parameter.numel() for parameter in model.parameters()) / 1e9
-
-
-@pytest.mark.parametrize(("shape", "billions"), [(shapes.qwen_3b, 3.75), (shapes.qwen_7b, 8.29)])
-def test_a_language_model_has_the_published_parameters_and_its_tower(shape, billions):
-    from transformers import AutoModelForImageTextToText
-
-    from lightrft_visual.models.tiny.vlm import build_tokenizer
-
-    config = shape(build_tokenizer(shapes.TEXTS))
-    assert parameters(lambda: AutoModelForImageTextToText.from_config(config)) == pytest.approx(billions, abs=0.05)
-
-
-def test_the_drawing_models_are_of_the_published_size():
-    from diffusers import SD3Transformer2DModel, WanTransformer3DModel
-
-    assert parameters(lambda: SD3Transformer2DModel(**shapes.SD35_MEDIUM)) == pytest.approx(2.5, abs=0.3)
-    assert parameters(lambda: WanTransformer3DModel(**shapes.WAN_1_3B)) == pytest.approx(1.4, abs=0.1)
+    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, abs=within)
 
 
 def test_the_mixture_of_experts_is_one_with_fused_experts_as_published(tmp_path):
-    from safetensors.torch import load_file
-
     (file,) = shapes.mixture_of_experts(tmp_path / "moe").glob("*.safetensors")
     saved = load_file(file)
     assert saved["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (32, 128, 128)
@@ -103,15 +102,14 @@ def test_the_peak_is_of_the_card_once_it_is_started_and_of_the_process_without_o
 
 def test_the_share_of_the_peak_is_that_of_what_is_computed_once(monkeypatch):
     monkeypatch.setattr(parts, "host", lambda: {"device": "NVIDIA H100 80GB HBM3, 79 GiB"})
+    measured = {"flops": 989e12, "again": 3e14, "computed_tokens": 300.0, "busy_seconds": 0.5}
     run = object.__new__(parts.Run)
-    run.timed = [{}, {"time_train": 2.0, "tokens": 500.0}]
-    run.measured = {"flops": 989e12, "again": 3e14, "computed_tokens": 300.0, "busy_seconds": 0.5}
-    rows = dict(parts._work(run))
+    run.timed, run.measured = [{}, {"time_train": 2.0, "tokens": 500.0}], measured
+    rows, busy = dict(parts._work(run)), "share of the train phase in which the card worked"
     assert rows["share of peak FLOPs while training (tokens computed once, with attention)"].startswith("50.0%; 494")
-    assert rows["share of the train phase in which the card worked"] == "25%, 0.50 of 2.00 s"
-    assert rows["tokens of a step, computed and all"] == "300, 500"
+    assert rows[busy] == "25%, 0.50 of 2.00 s" and rows["tokens of a step, computed and all"] == "300, 500"
     run.measured = {"busy_seconds": None}
-    assert dict(parts._work(run)) == {"share of the train phase in which the card worked": "no card"}
+    assert dict(parts._work(run)) == {busy: "no card"}
 
 
 def test_two_ranks_measure_what_they_tell_each_other(tmp_path, monkeypatch):
@@ -130,34 +128,23 @@ def test_a_parts_run_of_several_ranks_is_started_on_this_host_or_by_a_list_of_ho
     assert parts.started(["a.py"], 4)[1:] == ["-m", "deepspeed.launcher.runner", "--hostfile", "/hosts", "a.py"]
 
 
-def test_kernels_are_skipped_in_one_line_where_they_do_not_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    (row,) = parts.liger(tmp_path, "tiny")
-    assert row[0] == "skipped" and "needs the package liger_kernel" in row[1]
-
-
-def test_sglang_is_skipped_in_one_line_where_it_is_missing(tmp_path, monkeypatch):
+def test_a_part_is_skipped_in_one_line_where_its_package_is_missing(tmp_path, monkeypatch):
     def missing():
         raise ConfigError("engine_type sglang needs the package sglang: pip install it")
 
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setattr("lightrft_visual.plugins.sglang.arguments.require_package", missing)
-    (row,) = parts.engines_sglang(tmp_path, "tiny")
-    assert row == ("skipped", "engine_type sglang needs the package sglang: pip install it")
-
-
-def test_a_part_that_was_tried_on_tiny_shapes_is_still_to_be_done_on_a_card(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    (tmp_path / "parts.py").write_text("")
-    check.run_part("quick", tmp_path, "tiny", 60)
-    assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
-    assert not check.done_before(tmp_path / "other.json", "tiny")
+    for part, package in ((parts.liger, "liger_kernel"), (parts.engines_sglang, "sglang")):
+        (row,) = part(tmp_path, "tiny")
+        assert row[0] == "skipped" and f"needs the package {package}" in row[1]
 
 
 CUT_OFF = r"""
 import pathlib, subprocess, sys
-run = "import pathlib, sys, time\nwhile True:\n    pathlib.Path(sys.argv[1]).touch()\n    time.sleep(0.05)"
-pathlib.Path(sys.argv[2], "slow.rows.json").write_text('[["a", "1"]]')
-subprocess.run([sys.executable, "-c", run, pathlib.Path(sys.argv[2], "alive")])
+if sys.argv[1] == "slow":
+    run = "import pathlib, sys, time\nwhile True:\n    pathlib.Path(sys.argv[1]).touch()\n    time.sleep(0.05)"
+    pathlib.Path(sys.argv[2], "slow.rows.json").write_text('[["a", "1"]]')
+    subprocess.run([sys.executable, "-c", run, pathlib.Path(sys.argv[2], "alive")])
 """
 
 
@@ -169,6 +156,9 @@ def test_a_part_that_is_cut_off_keeps_its_rows_and_its_runs_end_too(tmp_path, mo
     assert result["rows"] == [["a", "1"]] and "cut off after 4 s" in result["error"]
     lines = check.table([result], {"device": "some card", "torch": "2"}).splitlines()
     assert lines[0] == "Device: some card. torch 2." and "| slow | a | 1 |" in lines
+    check.run_part("quick", tmp_path, "tiny", 60)  # what was tried on tiny shapes is still to be done on a card
+    assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
+    assert not check.done_before(tmp_path / "other.json", "tiny")
     alive = tmp_path / "alive"
     for _ in polls(30, 0.3):  # on a busy machine it may be dying still
         alive.unlink(missing_ok=True)

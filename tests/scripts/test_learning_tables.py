@@ -26,16 +26,8 @@ def write_run(folder: Path, points: dict[int, float]) -> None:
     (folder / "config.resolved.yaml").write_text(RUN)
 
 
-def test_curves_are_averaged_at_equal_samples_and_end_with_the_shortest_run():
-    long, short = ([0, 20, 40, 60], [0.0, 0.2, 0.4, 0.6]), ([0, 20, 30], [0.0, 0.4, 0.6])
-    samples, means = learning.mean_curve([long, short])
-    assert samples == [0, 20, 30]
-    assert means == pytest.approx([0.0, 0.3, (0.3 + 0.6) / 2])
-    assert learning.mean_curve([long]) == (long[0], pytest.approx(long[1]))
-
-
 @pytest.mark.parametrize("kind", learning.KINDS.values())
-def test_the_picture_shows_that_mean_over_samples_and_each_kind_has_a_table(kind, tmp_path, monkeypatch):
+def test_the_picture_shows_the_mean_at_equal_samples_until_the_shortest_run_ends(kind, tmp_path, monkeypatch):
     write_run(tmp_path / "grpo-1", {0: 0.1, 20: 0.5, 40: 0.9})
     write_run(tmp_path / "grpo-2", {0: 0.1, 20: 0.5, 30: 0.9})
     drawn = []

@@ -1,6 +1,5 @@
 """A run over several visits to a card: its scenes, its settings, how it is stopped and told of."""
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -58,14 +57,8 @@ def test_a_run_that_outlasts_the_visit_is_asked_to_end(tmp_path):
 
 def test_a_report_adds_up_visits_and_takes_the_place_of_the_last_one(tmp_path):
     (tmp_path / "run").mkdir()
-    for name, rows in (
-        ("metrics", [{"step": 1}, {"step": 40}]),
-        ("eval_metrics", [{"step": 0, "eval_reward": 0.25}, {"step": 40, "eval_reward": 0.5}]),
-    ):
-        with open(tmp_path / "run" / f"{name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    (tmp_path / "run" / "metrics.csv").write_text("step\n1\n40\n")
+    (tmp_path / "run" / "eval_metrics.csv").write_text("step,eval_reward\n0,0.25\n40,0.5\n")
     (tmp_path / "visits.json").write_text(json.dumps([{"seconds": 1800}, {"seconds": 5400}]))
     note = {"steps": 200, "price": 2.5, "model": "Random weights", "host": {"device": "a card", "torch": "2"}}
     text = to_the_end.report("ocr", tmp_path, note)

@@ -58,44 +58,34 @@ def loss():
 
 
 @pytest.fixture
-def module():
+def module(monkeypatch):
     spec = importlib.util.spec_from_file_location("trace_step", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return module
 
 
-@pytest.fixture
-def traced(module, tmp_path, monkeypatch):
-    """The tracer after a run of a script that calls the package's loop."""
-    package = tmp_path / "package"
+def test_tracer_counts_functions_and_frames_between_two_calls_in_all_threads(module, tmp_path, monkeypatch):
+    package, script = tmp_path / "package", tmp_path / "script.py"
     package.mkdir()
-    (package / "small_loop.py").write_text(LOOP)
-    (package / "small_loss.py").write_text(LOSS)
-    script = tmp_path / "script.py"
+    for name, code in (("small_loop", LOOP), ("small_loss", LOSS)):
+        (package / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     script.write_text("import small_loop\n\nsmall_loop.fit()\n")
     monkeypatch.syspath_prepend(package)
-    tracer = module.StepTracer("Trainer.loss", script, package)
-    before = sys.getprofile(), threading.getprofile()
+    tracer, before = module.StepTracer("Trainer.loss", script, package), (sys.getprofile(), threading.getprofile())
     tracer.install()
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.setprofile(before[0])
         threading.setprofile(before[1])
-        for name in ("small_loop", "small_loss"):
-            sys.modules.pop(name, None)
-    return tracer
-
-
-def test_tracer_counts_functions_and_frames_between_two_calls_in_all_threads(traced):
     # The loss, its helper, the function of the same name; after, before, in_thread, the lambda and update.
     # `fit` was called before, `never` is not, and the third call comes too late.
-    assert traced.files == {"small_loop.py": 5, "small_loss.py": 3} and traced.calls == 2
+    assert tracer.files == {"small_loop.py": 5, "small_loss.py": 3} and tracer.calls == 2
     # The script, fit, the lambda, update, loss; not Thread.run of the standard library.
-    assert traced.frames == 5
+    assert tracer.frames == 5
 
 
 def test_table_of_a_whole_run_has_the_step_of_the_trainer(module, tmp_path, monkeypatch, capsys):

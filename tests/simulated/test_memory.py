@@ -28,20 +28,12 @@ def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
         assert seen["counted_on"]  # where one kernel of AdamW reads them
 
 
-def test_a_guest_is_on_the_device_for_its_visits_only(ranks):
-    for rank in ranks:
-        seen = rank["guest"]
-        assert seen["home"] <= 1024 and seen["inside"] >= seen["size"] and seen["again"] <= 1024
-
-
-def test_a_module_of_the_host_works_on_the_device_and_its_weights_are_not_copied_back(ranks):
-    for rank in ranks:
-        seen = rank["taken_along"]
-        assert seen["inside"] >= seen["size"] and seen["again"] <= 1024 and seen["same"] == 2
-
-
-def test_a_divided_model_is_written_from_the_host_and_no_device_holds_it_whole(ranks):
+def test_what_is_at_home_on_the_host_is_on_the_device_only_while_it_is_used(ranks):
     for number, rank in enumerate(ranks):
-        seen = rank["exported"]
-        assert seen["peak"] <= 0.5 * seen["whole"]
-        assert (seen["same"], seen["on_host"]) == ((8, True) if number == 0 else (0, False))
+        guest, taken, exported = rank["guest"], rank["taken_along"], rank["exported"]
+        assert guest["home"] <= 1024 and guest["inside"] >= guest["size"] and guest["again"] <= 1024
+        assert taken["inside"] >= taken["size"] and taken["again"] <= 1024
+        assert taken["same"] == 2  # its weights are not copied back
+        # A divided model is written from the host, and no device holds it whole.
+        assert exported["peak"] <= 0.5 * exported["whole"]
+        assert (exported["same"], exported["on_host"]) == ((8, True) if number == 0 else (0, False))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from small_pipeline import given_flags
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     CLIPConfig,
@@ -18,6 +19,8 @@ from transformers import (
 )
 from whole_runs import ROOT, rows, run_plan
 
+from lightrft_visual.config import registry
+from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.models.tiny.diffusion import build_clip_tokenizer
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 
@@ -31,8 +34,7 @@ SMALL = (
     "--max_samples 16 --max_steps 2"
 )
 DRAW = (
-    f"{CHOSEN} "
-    "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
+    f"{CHOSEN} --height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 2 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 2 --train_batch_size 4 "
     "--micro_train_batch_size 2 --max_eval_samples 2 --lora_rank 4 --learning_rate 1e-2 --report false --max_steps 2"
 )
@@ -59,8 +61,7 @@ DRAWING = {
     "--kwargs.placed.scorer {placed}:drawn",
     "nft": f"{LEFT_TO_THE_PLAN} --diffusion_algorithm diffusion_nft --guidance_scale 1 --zero_stage 1",
     "reward_fl": "--diffusion_algorithm reward_fl --differentiable_reward shape_match --zero_stage 0 --mid_timestep 1 "
-    "--final_timestep 2 --warmup_steps 0 "
-    "--gradient_checkpointing true --use_gradient_checkpointing_offload true",
+    "--final_timestep 2 --warmup_steps 0 --gradient_checkpointing true --use_gradient_checkpointing_offload true",
 }
 # Counted by `sync_counter`: two optimizer steps of 8 micro-batches on each of two ranks, of one rollout.
 ONE_ROLLOUT = "--micro_train_batch_size 1 --max_eval_samples 0 --max_steps 1"
@@ -96,44 +97,31 @@ METRICS = ("loss", "policy_loss", "grad_norm", "reward", "reward_mean", "kl", "e
 def given(tmp_path_factory, cache_root) -> dict[str, str]:
     """A drawing pipeline with its prompts and reward, reward models of texts and of images, and functions that fail
     where reward models would run on the host."""
-    from transformers import AutoTokenizer
-
-    from lightrft_visual.config import registry
-    from lightrft_visual.config.vl import ModelConfig
-
     folder = tmp_path_factory.mktemp("given")
     tokenizer = AutoTokenizer.from_pretrained(registry.checkpoint_folder(ModelConfig(), "embedded", "embedded"))
-    settings = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        num_labels=1, pad_token_id=tokenizer.pad_token_id, max_position_embeddings=512,
-    )  # fmt: skip
-    BertForSequenceClassification(settings).save_pretrained(folder / "classifier")
+    layers = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "pad_token_id": tokenizer.pad_token_id}
+    BertForSequenceClassification(BertConfig(num_labels=1, **sizes, **layers)).save_pretrained(folder / "classifier")
     tokenizer.save_pretrained(folder / "classifier")
-    save_clip(folder / "clip")
+    drawn = build_clip_tokenizer()
+    ends = {f"{name}_token_id": getattr(drawn, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    text = {"vocab_size": len(drawn), "max_position_embeddings": 16} | layers | ends
+    clip = CLIPConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 16} | layers, projection_dim=16)
+    CLIPModel(clip).save_pretrained(folder / "clip")
+    size = {"height": 32, "width": 32}
+    CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), drawn).save_pretrained(folder / "clip")
     (folder / "placed.py").write_text(PLACED)
     build_tiny_checkpoint(folder / "janus", "janus")
     texts = [{"prompt": f"how many {number}", "draw": number % 2 == 0} for number in range(16)]
     (folder / "janus" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    named = {name: str(folder / name) for name in ("classifier", "clip", "placed.py", "janus")}
-    return {"drawing": " ".join(given_flags(folder))} | {name.removesuffix(".py"): path for name, path in named.items()}
-
-
-def save_clip(folder: Path) -> None:
-    """A small CLIP model with its processor."""
-    tokenizer = build_clip_tokenizer()
-    layers = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 16} | layers | ends
-    vision = {"image_size": 32, "patch_size": 16} | layers
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
-    size = {"height": 32, "width": 32}
-    CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), tokenizer).save_pretrained(folder)
+    named = {name: str(folder / name) for name in ("classifier", "clip", "janus")} | {"placed": f"{folder}/placed.py"}
+    return {"drawing": " ".join(given_flags(folder))} | named
 
 
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
-    runs, seeing, drawing = {}, SEEING | COUNTED_SEEING, DRAWING | COUNTED_DRAWING
+    runs, seeing = {}, SEEING | COUNTED_SEEING
     for name in names:
-        flags = seeing.get(name) or drawing[name]
+        flags = (seeing | DRAWING | COUNTED_DRAWING)[name]
         if device == "cpu":
             flags = flags.replace("--offload_trainer true", "").replace("--offload_reference true", "")
         words = flags.format(**given).split()
