@@ -33,8 +33,8 @@ RUNS = {
     "pairs": "--diffusion_algorithm diffusion_dpo --prompt_data {pairs} --pair_data {pairs} --n_samples_per_prompt 2 "
     "--dpo_beta 50 --save_steps 1 --eval_steps 1",
     "edit": "--pretrain {edits}/pipeline --prompt_data {edits}/edits.jsonl --eval_data {edits}/edits.jsonl "
-    "--source_pixels 1024 --max_sequence_length null --max_steps 2",
-    "ltx2": "--pretrain {edits}/ltx2 --num_frames 9 --max_steps 2 --reward_fn {edits}/first.py:red --height 64 "
+    "--source_pixels 1024 --max_sequence_length null --max_steps 1",
+    "ltx2": "--pretrain {edits}/ltx2 --num_frames 9 --max_steps 1 --reward_fn {edits}/first.py:red --height 64 "
     "--width 64 --max_sequence_length 16 --gradient_checkpointing",
     "reward_fl": f"{REWARD_FL} --max_steps 2",
 }
@@ -119,7 +119,7 @@ def final_weights(folder: Path) -> dict:
 def test_two_ranks_train_and_evaluate_like_one_and_share_the_states(one, two, left, right):
     one, two = one / left, two / right
     ours, theirs = rows(one), rows(two)
-    assert len(ours) == len(theirs) > 1 and len(facts(two)) == 2
+    assert len(ours) == len(theirs) == (1 if left in ("edit", "ltx2") else 2) and len(facts(two)) == 2
     for mine, other in zip(ours, theirs):
         names = ("loss",) if left == "pairs" else ("loss", "reward_mean", "reward_std")  # pairs have no rewards
         assert all(abs(mine[name] - other[name]) < 1e-5 for name in names)

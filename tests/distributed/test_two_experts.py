@@ -26,8 +26,9 @@ import numpy
 def bright(frames):
     return [float(numpy.mean([numpy.asarray(frame) for frame in clip])) / 255 for clip in frames]
 """
-SECOND = ["--trainable_models", "transformer_2", "--train_batch_size", "8", "--collective_timeout", "60"]
-TOGETHER = ["--zero_stage", "2", "--steps_per_forward", "2", "--collective_timeout", "60"]
+ONCE = ["--max_steps", "1", "--collective_timeout", "60"]
+SECOND = ["--trainable_models", "transformer_2", "--train_batch_size", "8", *ONCE]
+TOGETHER = ["--zero_stage", "2", "--steps_per_forward", "2", *ONCE]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def two(tmp_path_factory, cache_root, given) -> Path:
 def test_two_ranks_train_both_experts_or_the_second_like_one(one, two, name):
     """In `together` a forward takes both steps of a sample, where one expert serves them."""
     ours, theirs = rows(one / name), rows(two / name)
-    assert len(ours) == len(theirs) == 2
+    assert len(ours) == len(theirs) == (2 if name == "flow" else 1)
     for mine, other in zip(ours, theirs):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3) and mine["grad_norm"] > 0
         assert all(abs(mine[name] - other[name]) < 1e-5 for name in ("loss", "reward_mean", "reward_std"))

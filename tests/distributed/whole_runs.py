@@ -64,37 +64,27 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def run_plan(
-    runs: dict[str, list[str]],
-    folder: Path,
-    cache: Path,
-    ranks: int = 1,
-    timeout: float = LIMIT,
-    driver: Path = DRIVER,
+    runs: dict[str, list[str]], folder: Path, cache: Path, ranks: int = 1, timeout: float = LIMIT, driver: Path = DRIVER
 ) -> Path:
     """All runs in one launch, each into its own folder of `folder`, which is returned.
 
     The first word of a run's list may be "copy:NAME" or "copy:NAME@STEP": it then starts in a copy of that run's
-    folder, or of what that was when it had saved the step.
+    folder, or of what that was when it had saved the step, with no checkpoint behind it.
     """
-    plan = [
-        {
-            "argv": [word for word in argv if not word.startswith("copy:")],
-            "folder": str(folder / name),
-            **planned_copy(folder, argv[0]),
-        }
-        for name, argv in runs.items()
-    ]
+    plan = []
+    for name, argv in runs.items():
+        kind, _, other = argv[0].partition(":")
+        copied, _, step = other.partition("@") if kind == "copy" else ("", "", "")
+        plan.append(
+            {
+                "argv": argv[1:] if copied else argv, "folder": str(folder / name),
+                "copy_of": str(folder / copied) if copied else None, "step": int(step) if step else None,
+            }
+        )  # fmt: skip
     path = folder / f"plan_{ranks}.json"
     path.write_text(json.dumps(plan))
     run_on_ranks(driver, [str(path)], environment(cache), ranks, timeout)
     return folder
-
-
-def planned_copy(folder: Path, word: str) -> dict[str, str | int | None]:
-    """What a plan says of a run's first word; with a step, the copy has no checkpoint behind it."""
-    kind, _, other = word.partition(":")
-    name, _, step = other.partition("@")
-    return {"copy_of": str(folder / name) if kind == "copy" else None, "step": int(step) if step else None}
 
 
 def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
@@ -103,11 +93,8 @@ def rows(folder: Path, name: str = "metrics.csv") -> list[dict[str, float]]:
     assert not failed.exists(), failed.read_text()
     with open(folder / name, newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    return [{key: float(value) for key, value in row.items() if value != "" and not is_time(key)} for row in found]
-
-
-def is_time(column: str) -> bool:
-    return column.startswith("time_") or column == "reward/time"
+    times = [key for key in (found[0] if found else ()) if key.startswith("time_") or key == "reward/time"]
+    return [{key: float(value) for key, value in row.items() if value != "" and key not in times} for row in found]
 
 
 def rollouts(folder: Path) -> list[list[dict]]:

@@ -24,10 +24,10 @@ def processes():
     return forked.server()
 
 
-@pytest.fixture(scope="module")
-def drawing(tmp_path_factory) -> list[str]:
-    """Flags of a small pipeline, its prompts and its reward."""
-    return [*NFT, *given_flags(tmp_path_factory.mktemp("drawing"))]
+def same_rollouts(runs: KilledRuns, whole: Path, cut: Path) -> None:
+    """As of a run that nobody touched: no prompt is lost or repeated."""
+    assert not differences(whole, cut, runs.steps)
+    assert rollouts(cut) == rollouts(whole) and len(rollouts(cut)) == runs.steps
 
 
 def go_through(runs: KilledRuns, places: dict[str, Place], dying: dict, folder: Path) -> tuple[Path, Path]:
@@ -41,12 +41,6 @@ def go_through(runs: KilledRuns, places: dict[str, Place], dying: dict, folder: 
     runs.run(cut)
     same_rollouts(runs, whole, cut)
     return whole, cut
-
-
-def same_rollouts(runs: KilledRuns, whole: Path, cut: Path) -> None:
-    """As of a run that nobody touched: no prompt is lost or repeated."""
-    assert not differences(whole, cut, runs.steps)
-    assert rollouts(cut) == rollouts(whole) and len(rollouts(cut)) == runs.steps
 
 
 def test_nothing_is_lost_or_repeated_where_checkpoints_are_written_behind_the_run(processes, tmp_path, cache_root):
@@ -63,18 +57,15 @@ def test_nothing_is_lost_or_repeated_where_checkpoints_are_written_behind_the_ru
     assert weights(cut) == weights(whole)
 
 
-def test_no_caption_is_lost_or_repeated_wherever_the_kill_comes(processes, drawing, tmp_path, cache_root):
+def test_no_caption_is_lost_or_repeated_wherever_the_kill_comes(processes, tmp_path, cache_root):
     places = {name: DRAWING[name] for name in DRAWN}
-    runs = KilledRuns(processes, True, drawing, len(places) + 2, cache_root)
+    runs = KilledRuns(processes, True, [*NFT, *given_flags(tmp_path)], len(places) + 2, cache_root)
     whole, cut = go_through(runs, places, {}, tmp_path)
     # Tensors, not files: safetensors writes the two entries of the header's metadata in any order.
     ours, theirs = (load_file(run / "checkpoint-final" / "pytorch_lora_weights.safetensors") for run in (whole, cut))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert sorted(picture.name for picture in pictures(cut)) == sorted(picture.name for picture in pictures(whole))
-
-
-def pictures(folder: Path) -> list[Path]:
-    return list((folder / "rollouts").rglob("*.png"))
+    saved = [sorted(image.name for image in (run / "rollouts").rglob("*.png")) for run in (whole, cut)]
+    assert saved[0] == saved[1]
 
 
 def test_two_ranks_go_on_after_one_of_them_was_killed(processes, tmp_path, cache_root):

@@ -37,9 +37,8 @@ def steps_of(folder: Path) -> int:
 
 def without_launcher(folder: Path, cache: Path) -> tuple[list[int], str, float]:
     """Exit codes, output, and seconds until the end of a run whose rank 1 gets SIGTERM when it hangs."""
-    mark = folder.parent / "hangs"
+    mark, logs = folder.parent / "hangs", [folder.parent / f"rank_{rank}.txt" for rank in range(2)]
     words = flags(folder, "--max_steps 60 --load_checkpoint true --sigterm_exit_code 75")
-    logs = [folder.parent / f"rank_{rank}.txt" for rank in range(2)]
     given = forked.ranks_environment(environment(cache) | {"HANG_MARK": str(mark)}, 2)
     ranks = [
         forked.server().Process(target=forked.run_script, args=(str(EXAMPLE), words, own, str(log)))
@@ -60,50 +59,28 @@ def without_launcher(folder: Path, cache: Path) -> tuple[list[int], str, float]:
         forked.end(ranks)
 
 
-@pytest.fixture(scope="module")
-def survived(tmp_path_factory, cache_root) -> dict:
-    """A run whose launcher gets SIGTERM, which ends the launcher; resumed, it hangs in a reward function, and that rank
-    gets SIGTERM; then it is finished."""
-    folder = tmp_path_factory.mktemp("survived") / "run"
+def test_runs_that_get_sigterm_save_and_are_resumed_without_losing_or_repeating_a_prompt(tmp_path, cache_root):
+    folder = tmp_path / "run"
     first = start(EXAMPLE, flags(folder, "--max_steps 60"), cache_root, ranks=2)
     try:
         for _ in polls(400):
             if steps_of(folder) >= 1 or first.poll() is not None:
                 break
-        first.terminate()
-        terminated, _ = output_of(first, 300)
+        first.terminate()  # the launcher dies of it; its ranks see that it is gone
+        told, _ = output_of(first, 300)
     finally:
         kill_tree(first)
-    terminated_at = steps_of(folder)
-    hung = without_launcher(folder, cache_root)
-    stopped_at = steps_of(folder)
-    last = flags(folder, f"--max_steps {stopped_at + 1} --load_checkpoint true")
-    finished = forked.run_on_ranks(EXAMPLE, last, environment(cache_root), 2, 300)
-    return {
-        "folder": folder, "terminated": terminated, "terminated_at": terminated_at, "hung": hung,
-        "stopped_at": stopped_at, "finished": finished,
-    }  # fmt: skip
-
-
-def test_sigterm_to_the_launcher_makes_its_ranks_save(survived):
-    """It dies of the signal; they see that it is gone."""
-    assert f"stopped by signal at step {survived['terminated_at']}" in survived["terminated"]
-    assert survived["terminated_at"] < 60
-
-
-def test_sigterm_while_a_reward_function_of_one_rank_hangs(survived):
-    """One more step was done. The one that hung is given up, on both ranks, and the asked-for code comes out."""
-    codes, output, seconds = survived["hung"]
-    assert codes == [75, 75], output[-3000:]
-    assert f"stopped by signal at step {survived['terminated_at'] + 1}" in output
-    assert survived["stopped_at"] == survived["terminated_at"] + 1
+    done = steps_of(folder)
+    assert f"stopped by signal at step {done}" in told and done < 60
+    # Resumed, one rank hangs in a reward function and gets SIGTERM: the step that hung is given up, on both ranks, and
+    # the asked-for code comes out. One more step was done before.
+    codes, told, seconds = without_launcher(folder, cache_root)
+    assert codes == [75, 75], told[-3000:]
+    assert f"stopped by signal at step {done + 1}" in told and steps_of(folder) == done + 1
     assert seconds < 2 * TERM_SECONDS + PATIENCE
-
-
-def test_no_prompt_is_lost_or_repeated(survived):
-    assert f"at step {survived['stopped_at']}" in survived["finished"]
-    found = rows(survived["folder"])
-    assert [row["step"] for row in found] == list(range(1, survived["stopped_at"] + 2))
-    for number, records in enumerate(rollouts(survived["folder"])):
+    last = flags(folder, f"--max_steps {done + 2} --load_checkpoint true")
+    assert f"at step {done + 1}" in forked.run_on_ranks(EXAMPLE, last, environment(cache_root), 2, 300)
+    assert [row["step"] for row in rows(folder)] == list(range(1, done + 3))
+    for number, records in enumerate(rollouts(folder)):
         assert sorted({record["group_id"] for record in records}) == list(range(number * 8, number * 8 + 8))
-    assert weights(survived["folder"])
+    assert weights(folder)

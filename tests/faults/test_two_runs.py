@@ -1,14 +1,12 @@
 """A second run into the folder of one that is still going is refused, and the first loses nothing."""
 
-import csv
 import os
-import re
 from pathlib import Path
 
 import forked
 import pytest
 from waiting import polls
-from whole_runs import EXAMPLE
+from whole_runs import EXAMPLE, rows
 
 FLAGS = (
     "--engine_type hf --rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 8 "
@@ -53,28 +51,20 @@ def start(tmp_path, cache_root):
 
 
 def test_second_run_into_a_live_folder_is_refused_and_the_first_goes_on(start, tmp_path):
-    first = start("first", tmp_path / "go_on")
+    first, run = start("first", tmp_path / "go_on"), tmp_path / "run"
     for _ in polls(LIMIT):
         if (tmp_path / "waiting").exists() or first.exitcode is not None:
             break
-    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    before = sorted(os.listdir(run))
     second = start("second", tmp_path)
     second.join(LIMIT)
-    after = sorted(path.name for path in (tmp_path / "run").iterdir())
+    after = sorted(os.listdir(run))
     (tmp_path / "go_on").touch()
     first.join(LIMIT)
     assert first.exitcode == 0, (tmp_path / "first.txt").read_text()[-3000:]
     told = (tmp_path / "second.txt").read_text()
     assert second.exitcode == 1 and "Traceback" not in told and "loading the models" not in told
-    refused = (
-        rf"error: FolderInUse: output_dir {tmp_path}/run belongs to a run that is still going: process {first.pid} on"
-    )
-    assert re.search(refused, told), told[-3000:]
+    refused = f"error: FolderInUse: output_dir {run} belongs to a run that is still going: process {first.pid} on"
+    assert refused in told, told[-3000:]
     assert before == after and "checkpoint-000001" in before and not {"earlier_runs", "crash.log"} & {*after}
-    assert steps(tmp_path / "run") == ["1", "2"]
-    assert "run.lock" not in os.listdir(tmp_path / "run")
-
-
-def steps(folder: Path) -> list[str]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [row["step"] for row in csv.DictReader(file)]
+    assert [row["step"] for row in rows(run)] == [1, 2] and "run.lock" not in os.listdir(run)

@@ -10,14 +10,13 @@ from lightrft_visual.algorithms.diffusion.advantages import group_advantages
 from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, DiffusionSamplingConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
-from lightrft_visual.experience.rollouts import PromptBatch
 from lightrft_visual.experience.types import ExperienceDiffusion
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.runtime.host_copies import to_device
-from lightrft_visual.trainer.diffusion.maker import DiffusersEngine, DiffusionExperienceMaker
+from lightrft_visual.trainer.diffusion.maker import DiffusersEngine
 from lightrft_visual.trainer.diffusion.stages import DiffusionSampling, TrainedVelocity
 from lightrft_visual.trainer.diffusion.updates import _moved
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
@@ -61,16 +60,6 @@ def test_experience_of_all_prompts_with_group_advantages(engine):
     assert (rewards[:4] > 1).all() and (rewards[4:] < 1).all() and len(set(rewards.tolist())) > 2
     wanted = group_advantages(rewards, torch.tensor([0] * 4 + [1] * 4), torch.ones(8, dtype=torch.bool))
     assert torch.equal(torch.cat([each.advantages for each in experiences]), wanted)
-
-
-def test_the_diffusion_maker_hands_media_and_metrics_over_with_the_experience(engine):
-    rewards = RewardComputationEngine(custom_reward_func=redness)
-    maker = DiffusionExperienceMaker(engine, rewards, DiffusionAlgorithmConfig())
-    batch = PromptBatch.of(PROMPTS, references=[1.0, 0.0], labels=["circles", "crosses"])
-    made = maker.make_experience(maker.score(maker.generate(engine.requests(batch), step=0)))
-    delegated = make(maker_of(engine))
-    assert made.rollouts.media.shape == (8, 3, 32, 32) and made.rollouts.counts["group_size"] == 4
-    assert [each.advantages.tolist() for each in made.batches] == [each.advantages.tolist() for each in delegated]
 
 
 def test_samples_refer_to_one_copy_of_their_text_on_the_host_which_an_update_moves_once(engine):

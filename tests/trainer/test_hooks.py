@@ -1,6 +1,6 @@
 """Several hooks as one: their order, what they return, how they end a run, and their part of a checkpoint."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +40,25 @@ def test_each_hook_is_given_what_the_one_before_it_returned(method):
     assert given == ["start"] and getattr(Hooks(), method)(given) is given
 
 
+class Ends(StepHook):
+    def _ends(self, *_):
+        raise StopRun("enough")
+
+    on_scores = on_buffer = on_train_batch = on_update = on_sync = on_metrics = on_evaluation = _ends
+
+
+@pytest.mark.parametrize("method", [name for name in vars(Ends) if name.startswith("on_")])
+def test_a_stop_is_raised_before_training_and_waits_in_a_step_that_trains_for_the_other_hooks(method):
+    asked, given = [], ["batch"]
+    after = SimpleNamespace(**{method: lambda *value: asked.append(method) or (value[0] if value else None)})
+    hooks, at_once = Hooks([Ends(), after]), method in ("on_scores", "on_buffer")
+    with pytest.raises(StopRun, match="enough") if at_once else nullcontext():
+        returned = getattr(hooks, method)(*(() if method == "on_sync" else (given,)))
+        assert hooks.stopping.reason == "enough" and asked == [method]
+        assert returned is (given if method == "on_train_batch" else None)
+    assert (hooks.stopping is None) == at_once
+
+
 @pytest.mark.parametrize("method", THROUGH)
 @pytest.mark.parametrize("returned", [None, ["a list"]])
 def test_a_method_that_returns_nothing_or_something_else_is_refused_by_its_name(method, returned):
@@ -64,31 +83,6 @@ def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users
     hooks = Hooks()
     hooks.build(SimpleNamespace(kind="vl", word="own"), [Adds("user's")])
     assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
-
-
-class Ends(StepHook):
-    def _ends(self, *_):
-        raise StopRun("enough")
-
-    on_scores = on_buffer = on_train_batch = on_update = on_sync = on_metrics = on_evaluation = _ends
-
-
-@pytest.mark.parametrize("method", ["on_scores", "on_buffer"])
-def test_a_stop_before_training_is_raised_at_once(method):
-    hooks = Hooks([Ends()])
-    with pytest.raises(StopRun, match="enough"):
-        getattr(hooks, method)([])
-    assert hooks.stopping is None
-
-
-@pytest.mark.parametrize("method", ["on_train_batch", "on_update", "on_sync", "on_metrics", "on_evaluation"])
-def test_a_stop_of_a_step_that_trains_waits_and_the_other_hooks_are_still_asked(method):
-    asked, given = [], ["batch"]
-    after = SimpleNamespace(**{method: lambda *value: asked.append(method) or (value[0] if value else None)})
-    hooks = Hooks([Ends(), after])
-    returned = getattr(hooks, method)(*(() if method == "on_sync" else (given,)))
-    assert hooks.stopping.reason == "enough" and asked == [method]
-    assert returned is (given if method == "on_train_batch" else None)
 
 
 class Kept:

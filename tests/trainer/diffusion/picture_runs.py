@@ -1,22 +1,17 @@
-"""Runs of a tiny SD3 pipeline in a process of their own: `picture_runs.py FOLDER` writes FOLDER/facts.json.
-
-A run that ends with an error leaves its type and text, and how many steps it had trained by then.
-"""
+"""Runs of a tiny SD3 pipeline in a process of their own: `picture_runs.py FOLDER`, see `drawing_runs`."""
 
 import json
 import shutil
 import sys
 from pathlib import Path
 
+from drawing_runs import run_all
 from safetensors.torch import load_file, save_file
 
-from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.load import load_config
-from lightrft_visual.errors import LightRFTVisualError
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
-from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 BASE = (
+    "--pretrain {folder}/pipeline --prompt_data {folder}/prompts.jsonl --eval_data {folder}/prompts.jsonl "
     "--height 32 --width 32 --num_steps 3 --eval_num_steps 3 --guidance_scale 1 --max_sequence_length 5 "
     "--rollout_batch_size 2 --n_samples_per_prompt 4 --micro_rollout_batch_size 4 --train_batch_size 8 "
     "--micro_train_batch_size 4 --lora_rank 4 --learning_rate 2e-2 --report false --max_steps 2 --eval_steps 1"
@@ -106,30 +101,9 @@ def prepare(folder: Path) -> None:
     (folder / "scores.py").write_text(SCORES)
 
 
-def steps_done(output: Path) -> int:
-    metrics = output / "metrics.csv"
-    return max(0, len(metrics.read_text().splitlines()) - 1) if metrics.is_file() else 0
-
-
-def run(folder: Path, name: str, flags: str) -> dict[str, object]:
-    prompts, output = str(folder / "prompts.jsonl"), folder / name
-    argv = [
-        *BASE.split(), "--pretrain", str(folder / "pipeline"), "--prompt_data", prompts, "--eval_data", prompts,
-        "--output_dir", str(output), *flags.format(folder=folder).split(),
-    ]  # fmt: skip
-    try:
-        trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
-        figures = trainer.fit()
-        trainer.close()
-    except LightRFTVisualError as error:
-        return {"error": type(error).__name__, "text": str(error), "steps": steps_done(output)}
-    return {"figures": figures, "steps": steps_done(output), "updates": trainer.updates}
-
-
 def main(folder: Path) -> None:
     prepare(folder)
-    facts = {name: run(folder, name, flags) for name, flags in RUNS.items()}
-    (folder / "facts.json").write_text(json.dumps(facts))
+    run_all(folder, BASE, RUNS)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ from pathlib import Path
 import pytest
 import tiny_families
 import torch
+from drawing_runs import facts, rows, run_all
 from forked import on_ranks
 from PIL import Image
-from whole_runs import rows
-
-from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.load import load_config
-from lightrft_visual.errors import LightRFTVisualError
-from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 
 BASE = (
+    "--pretrain {folder}/edit --prompt_data {folder}/edits.jsonl --eval_data {folder}/edits.jsonl --eval_split train "
     "--height 32 --width 32 --source_pixels 4096 --num_steps 3 --eval_num_steps 2 --guidance_scale 3 --lora_rank 2 "
     "--rollout_batch_size 2 --n_samples_per_prompt 2 --micro_rollout_batch_size 4 --train_batch_size 4 "
     "--micro_train_batch_size 2 --learning_rate 1e-2 --report false --max_steps 2 --reward_fn {folder}/scores.py:nearer"
@@ -55,24 +51,9 @@ def prepare(folder: Path) -> None:
     (folder / "scores.py").write_text(SCORES)
 
 
-def run(folder: Path, name: str, flags: str) -> dict[str, object]:
-    rows = str(folder / "edits.jsonl")
-    argv = [
-        "--pretrain", str(folder / "edit"), "--prompt_data", rows, "--eval_data", rows, "--eval_split", "train",
-        "--output_dir", str(folder / name), *BASE.format(folder=folder).split(), *flags.format(folder=folder).split(),
-    ]  # fmt: skip
-    try:
-        trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
-        trainer.fit()
-        trainer.close()
-    except LightRFTVisualError as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"updates": trainer.updates}
-
-
 def all_runs(folder: Path) -> None:
     prepare(folder)
-    (folder / "facts.json").write_text(json.dumps({name: run(folder, name, flags) for name, flags in RUNS.items()}))
+    run_all(folder, BASE, RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +64,11 @@ def folder(tmp_path_factory, cache_root):
 
 
 def test_edits_are_trained_by_and_too_many_images_and_edits_elsewhere_refused(folder) -> None:
-    facts = json.loads((folder / "facts.json").read_text())
     for name, updates in (("flow_grpo", 2), ("nft", 1), ("many", 1)):
-        assert facts[name] == {"updates": updates} and (folder / name / "checkpoint-final").is_dir()
-        for row in rows(folder / name):
-            assert -1 <= row["reward_mean"] <= 0 and row["reward_invalid_share"] == 0
-            assert name == "nft" or row["ratio_max_dev_first"] == 0
+        assert facts(folder, name)["updates"] == updates and (folder / name / "checkpoint-final").is_dir()
+        for row in rows(folder, name):
+            assert -1 <= float(row["reward_mean"]) <= 0 and float(row["reward_invalid_share"]) == 0
+            assert name == "nft" or float(row["ratio_max_dev_first"]) == 0
         assert bool([*(folder / name).glob("eval_epoch_*/contact_sheet.png")]) == (name == "flow_grpo")
-    assert "2 images in column 'images'; this model takes 1" in facts["too_many"]["text"]
-    assert "source_pixels" in facts["no_edits"]["text"]
+    assert "2 images in column 'images'; this model takes 1" in facts(folder, "too_many")["text"]
+    assert "source_pixels" in facts(folder, "no_edits")["text"]

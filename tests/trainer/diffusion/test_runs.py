@@ -1,6 +1,5 @@
 """Whole diffusion runs: evaluation, contact sheets, EMA, the exported LoRA in the stock pipeline, and bad input."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from drawing_runs import facts, rows
 from forked import run_alone
 from PIL import Image
 from safetensors.torch import load_file
@@ -22,15 +22,6 @@ def folder(tmp_path_factory, cache_root) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "said.txt").write_text(run_alone(SCRIPT, folder, limit=800))
     return folder
-
-
-def facts(folder: Path, name: str) -> dict:
-    return json.loads((folder / "facts.json").read_text())[name]
-
-
-def rows(folder: Path, name: str, file: str = "metrics.csv") -> list[dict[str, str]]:
-    with open(folder / name / file, newline="", encoding="utf-8") as handle:
-        return list(csv.DictReader(handle))
 
 
 def sheet(folder: Path, name: str, step: int) -> np.ndarray:
@@ -52,7 +43,7 @@ def test_a_users_function_scores_images_which_are_evaluated_and_shown_from_the_s
     seen = [float(row["trained_prompt_num"]) for row in steps]
     assert seen[0] == 2 and seen == sorted(seen)
     assert [row["step"] for row in evaluated] == ["0", "1", "2"]
-    assert facts(folder, "plain")["figures"]["eval_reward"] == pytest.approx(float(evaluated[-1]["eval_reward"]))
+    assert facts(folder, "plain")["metrics"]["eval_reward"] == pytest.approx(float(evaluated[-1]["eval_reward"]))
     assert all("validation/reward/red" in row for row in evaluated)
     before, after = sheet(folder, "plain", 0), sheet(folder, "plain", 2)
     assert before.shape == after.shape and before.shape[1] >= 3 * 32 and not np.array_equal(before, after)
@@ -102,7 +93,7 @@ def test_the_exported_lora_changes_the_stock_pipeline(folder):
 def test_the_guard_goes_back_to_the_best_gold(folder):
     (alarm,) = (json.loads(line) for line in (folder / "rolled" / "alarms.jsonl").open())
     assert (alarm["signal"], alarm["step"], alarm["since"]) == ("eval_gold", 1, 0)
-    assert facts(folder, "rolled")["steps"] == 1 and facts(folder, "rolled")["figures"]["eval_gold"] == 1.0
+    assert facts(folder, "rolled")["steps"] == 1 and facts(folder, "rolled")["metrics"]["eval_gold"] == 1.0
     exported = load_file(folder / "rolled" / "checkpoint-final" / LORA)
     assert all(not tensor.any() for key, tensor in exported.items() if "lora_B" in key)  # as before training
     manifest = json.loads((folder / "rolled" / "checkpoint-best" / "manifest.json").read_text())
@@ -141,7 +132,7 @@ def test_a_run_that_cannot_train_ends_before_its_first_step(folder, name, error,
     "name", ("most_invalid_allowed", "few_unknown_prompts", "few_prompts", "moved", "other_model_allowed")
 )
 def test_a_run_whose_data_and_model_are_allowed_trains_a_step(folder, name):
-    assert facts(folder, name)["steps"] == 1 and "figures" in facts(folder, name)
+    assert facts(folder, name)["steps"] == 1 and "metrics" in facts(folder, name)
 
 
 def test_more_prompts_a_step_than_there_are_is_cut_to_them(folder):

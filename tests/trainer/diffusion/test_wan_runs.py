@@ -1,22 +1,21 @@
 """Videos end to end: Flow-GRPO on a text-to-video model, Reward FL on a two-expert image-to-video one."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 import tiny_families
 import tiny_wan_parts
 import torch
+from drawing_runs import facts, rows, run_all
 from forked import on_ranks
 from PIL import Image
 
-from lightrft_visual.config.diffusion import DiffusionRunConfig
-from lightrft_visual.config.load import load_config
-from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-
-SIZE = "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2"
-BATCH = "--rollout_batch_size 2 --train_batch_size 4 --n_samples_per_prompt 2 --micro_rollout_batch_size 2"
+BASE = (
+    "--height 32 --width 32 --num_frames 5 --guidance_scale 1 --max_sequence_length 5 --lora_rank 2 "
+    "--rollout_batch_size 2 --train_batch_size 4 --n_samples_per_prompt 2 --micro_rollout_batch_size 2 --max_steps 1 "
+    "--micro_train_batch_size 2 --learning_rate 0.01 --report false --eval_num_steps 2"
+)
 BRIGHT = """
 import numpy
 
@@ -53,41 +52,20 @@ ROLL = (
     "--gradient_accumulation_steps 1 --n_samples_per_prompt 1 --num_train_epochs 2 --lr_scheduler_type constant "
     "--mid_timestep 6 --final_timestep 7 --lora_target_modules q k v o"
 )
+TWO_EXPERTS = f"--pretrain {{folder}}/wan_two_experts {TEXT} {BRIGHT_FLAG}"
 # The second expert serves two of the four stochastic steps.
-SECOND = f"{TEXT} {BRIGHT_FLAG} --sigmas 1,0.8,0.5,0.3,0.1 --trainable_models transformer_2"
-# name: (pipeline, flags)
+SECOND = f"{TWO_EXPERTS} --sigmas 1,0.8,0.5,0.3,0.1 --trainable_models transformer_2"
 RUNS = {
-    "text": ("wan", f"{TEXT} {BRIGHT_FLAG} --num_steps 3"),
-    "high": ("wan_i2v", f"{REWARD_FL} {BRIGHT_FLAG} --max_timestep_boundary 0.358"),
-    "roll": ("wan_i2v", f"{REWARD_FL} {ROLL}"),
-    "second": ("wan_two_experts", SECOND),
-    "second_replayed": ("wan_two_experts", f"{SECOND} --rollout_graph_gib 0 --micro_train_batch_size 1 --beta 0.1"),
-    "second_matched": ("wan_two_experts", f"{SECOND} --diffusion_algorithm diffusion_nft --micro_train_batch_size 1"),
-    # at a step of the other expert
-    "second_window": ("wan_two_experts", f"{SECOND} --sde_window_size 1 --sde_window_move slide"),
-    "both_high": (
-        "wan_two_experts",
-        f"{SECOND} --sigmas 1,0.9,0.8,0.1 --trainable_models transformer,transformer_2 --l2 0.5 --lora_rank 0",
-    ),
+    "text": f"--pretrain {{folder}}/wan {TEXT} {BRIGHT_FLAG} --num_steps 3",
+    "high": f"--pretrain {{folder}}/wan_i2v {REWARD_FL} {BRIGHT_FLAG} --max_timestep_boundary 0.358",
+    "roll": f"--pretrain {{folder}}/wan_i2v {REWARD_FL} {ROLL}",
+    "second": SECOND,
+    "second_replayed": f"{SECOND} --rollout_graph_gib 0 --micro_train_batch_size 1 --beta 0.1",
+    "second_matched": f"{SECOND} --diffusion_algorithm diffusion_nft --micro_train_batch_size 1",
+    "second_window": f"{SECOND} --sde_window_size 1 --sde_window_move slide",  # at a step of the other expert
+    "both_high": f"{TWO_EXPERTS} --sigmas 1,0.9,0.8,0.1 --trainable_models transformer,transformer_2 --l2 0.5 "
+    "--lora_rank 0",
 }
-
-
-def train(folder: Path, name: str) -> dict[str, object]:
-    """What of a run's weights moved, by expert: the LoRA weights, also frozen ones; all weights without LoRA."""
-    pipeline, flags = RUNS[name]
-    argv = [
-        "--pretrain", str(folder / pipeline), *SIZE.split(), *BATCH.split(), "--max_steps", "1",
-        "--micro_train_batch_size", "2", "--learning_rate", "0.01", "--report", "false", "--eval_num_steps", "2",
-        *flags.format(folder=folder).split(), "--output_dir", str(folder / f"out_{name}"),
-    ]  # fmt: skip
-    trainer = build_diffusion_trainer(load_config(DiffusionRunConfig, argv, preset=None))
-    policy = trainer.parts.policy
-    named = {key: value for key, value in policy.named_parameters() if "lora" in key or policy.lora.rank == 0}
-    before = {key: value.detach().clone() for key, value in named.items()}
-    trainer.fit()
-    trainer.close()
-    moved = {key.split(".")[1] for key in named if not torch.equal(before[key], named[key])}
-    return {"moved": sorted(moved), "adapted": sorted({key.split(".")[1] for key in named}), "updates": trainer.updates}
 
 
 def prepare(folder: Path) -> None:
@@ -110,7 +88,7 @@ def prepare(folder: Path) -> None:
 def all_runs(folder: Path) -> None:
     prepare(folder)
     tiny_wan_parts.write_parts(folder)
-    (folder / "facts.json").write_text(json.dumps({name: train(folder, name) for name in RUNS}))
+    run_all(folder, BASE, RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +100,14 @@ def folder(tmp_path_factory, cache_root):
 
 def ran(folder: Path, run: str) -> tuple[dict, dict[str, str]]:
     """(what a run left, the last row of its metrics)."""
-    with open(folder / f"out_{run}" / "metrics.csv", newline="") as file:
-        return json.loads((folder / "facts.json").read_text())[run], list(csv.DictReader(file))[-1]
+    return facts(folder, run), rows(folder, run)[-1]
 
 
 def test_evaluated_videos_are_a_strip_and_mp4_files(folder) -> None:
-    sheets, (found, row) = folder / "out_text" / "eval_epoch_000001", ran(folder, "text")
+    sheets, (found, row) = folder / "text" / "eval_epoch_000001", ran(folder, "text")
     assert Image.open(sheets / "contact_sheet.png").width > 300
     assert [path.name for path in sorted(sheets.glob("*.mp4"))] == ["video_000.mp4", "video_001.mp4"]
-    assert (folder / "out_text" / "checkpoint-final").is_dir() and found["moved"] == ["transformer"]
+    assert (folder / "text" / "checkpoint-final").is_dir() and found["moved"] == ["transformer"]
     assert float(row["ratio_max_dev_first"]) == 0.0
 
 

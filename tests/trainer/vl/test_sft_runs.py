@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrft_visual import GRPOTrainer, SFTTrainer, sample
-from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.errors import DataError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 
@@ -35,13 +35,6 @@ def fit(name, data=rows, held_out=rows[:3], **more):
 
 def losses(result):
     return [each["loss"] for each in result.history]
-
-def rewarded(name, model):
-    return GRPOTrainer(
-        model, lambda completions: [float(len(each)) for each in completions], rows, engine_type="hf",
-        rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128, generate_max_len=4,
-        max_steps=1, init_kl_coef=0.0, image_dependence_every=0, output_dir=out / name,
-    ).fit()
 
 if os.environ.get("WORLD_SIZE", "1") == "2":
     both = fit("two")
@@ -78,8 +71,8 @@ assert all(abs(a - b) < 1e-5 for a, b in zip(losses(whole), losses(packed))), (l
 resumed = fit("resumed", resume_from=str(out / "whole" / "checkpoint-000002"))
 assert losses(resumed) == losses(whole)[2:], (losses(resumed), losses(whole))
 
-two = dict(train_batch_size=2, max_steps=25, actor_learning_rate=4e-3, lr_scheduler="constant_with_warmup")
-trained = fit("learns", rows[-2:], None, **two)
+quick = dict(train_batch_size=2, max_steps=25, actor_learning_rate=4e-3, lr_scheduler="constant_with_warmup")
+trained = fit("learns", rows[-2:], None, **quick)
 assert trained.metrics["loss"] < 0.3 * trained.history[0]["loss"], trained.metrics
 answers = sample(trained.checkpoint, rows[-1:], temperature=0, generate_max_len=8, engine_type="hf")
 assert answers == [["none"]], answers
@@ -87,7 +80,11 @@ assert answers == [["none"]], answers
 adapted = fit("lora", held_out=None, lora_rank=4, max_steps=1)
 assert (adapted.checkpoint / "lora" / "adapter_config.json").is_file()
 
-after = rewarded("after", trained.checkpoint)
+after = GRPOTrainer(
+    trained.checkpoint, lambda completions: [float(len(each)) for each in completions], rows, engine_type="hf",
+    rollout_batch_size=4, n_samples_per_prompt=2, train_batch_size=8, prompt_max_len=128, generate_max_len=4,
+    max_steps=1, init_kl_coef=0.0, image_dependence_every=0, output_dir=out / "after",
+).fit()
 assert after.metrics["step"] == 1
 
 for data, told in (
@@ -105,18 +102,14 @@ print("all well")
 """
 
 
-def figures(said: str) -> list:
-    """Of each rank."""
-    return [json.loads(line) for line in said.splitlines() if line.startswith("[[")]
-
-
 def test_supervised_runs_count_responses_alone_and_go_on_exactly(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = os.environ | {"LIGHTRFT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     said = run_together(program, [str(tmp_path)], [environment], 600)
     assert "all well" in said.splitlines()
-    (one,), (two, other) = figures(said), figures(run_on_ranks(program, [str(tmp_path)], environment, 2, 600))
+    both = run_on_ranks(program, [str(tmp_path)], environment, 2, 600)
+    one, two, other = (json.loads(line) for line in f"{said}\n{both}".splitlines() if line.startswith("[["))
     assert two == other  # each rank is given one result
     assert max(abs(a - b) for a, b in zip(one[0], two[0])) < 1e-5
     assert abs(one[1] - two[1]) < 1e-5

@@ -95,16 +95,6 @@ def made_by(maker: ExperienceMaker | ResamplingMaker) -> StepData:
     return maker.make_experience(maker.score(maker.generate(PromptBatch.of(TEXTS))))
 
 
-def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
-    told: list[str] = []
-    made = made_by(maker_of(checkpoint, told, score_policy=False))
-    assert "forward" not in told
-    assert all(each.action_log_probs is None and not each.kl.any() for each in made.batches)
-    metrics = MetricsAccumulator()
-    add_rollout_metrics(metrics, made.batches)
-    assert "entropy" not in metrics.reduce()
-
-
 def test_shaped_rewards_are_of_the_samples_that_have_one(checkpoint):
     maker, some = maker_of(checkpoint, []), [None, 3.0, None, 2.0, 3.0, 2.0]
     maker.rewards = RewardComputationEngine(custom_reward_func=lambda completions: some)
@@ -131,22 +121,16 @@ class Noting(StreamingSource):
 
 
 @pytest.mark.parametrize("tries", [1, 2])
-def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, tries):
+def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_passes(checkpoint, monkeypatch, tries):
     told: list[str] = []
     maker = maker_of(checkpoint, told)
-    maker.rewards = RewardComputationEngine(reward_model=Noting(told))
+    maker.rewards, maker.engine.micro_batch_size = RewardComputationEngine(reward_model=Noting(told)), 2
     decode = maker.engine._decode
-
-    def noted(rows, settings):
-        told.append("decode")
-        return decode(rows, settings)
-
-    maker.engine._decode = noted
-    maker.engine.micro_batch_size = 2
+    monkeypatch.setattr(maker.engine, "_decode", lambda *given: told.append("decode") or decode(*given))
     made = made_by(resampling(maker) if tries > 1 else maker)
     one_round = ["wake", "generate", "decode", "decode", "request 0", "decode", "request 1"]
     assert told[: len(one_round)] == one_round
-    assert [each for each in told if each == "forward"] == ["forward"] * 2 and told.index("forward") > 6
+    assert told.count("forward") == 2 and told.index("forward") > 6
     assert all(each.info["reward"].tolist() == [1.0] * 3 and each.valid.all() for each in made.batches)
 
 
@@ -195,15 +179,12 @@ def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
         made_by(maker)
 
 
-def test_the_version_of_new_weights_stands_on_the_next_rollouts(checkpoint):
-    for maker in (maker_of(checkpoint, []), resampling(maker_of(checkpoint, []))):
-        maker.policy_is_new(3)
-        assert {each.policy_version for each in made_by(maker).rollouts} == {3} and maker.policy_version == 3
-
-
-def test_an_engine_that_is_given_new_weights_does_not_keep_the_old_ones(checkpoint):
+def test_new_weights_stand_on_the_next_rollouts_by_their_version_and_an_engine_does_not_keep_the_old_ones(checkpoint):
     told: list[str] = []
-    made_by(maker_of(checkpoint, told, weights_follow=True))
+    maker = maker_of(checkpoint, told, weights_follow=True)
+    for each in (maker, resampling(maker)):
+        each.policy_is_new(3)
+        assert {rollout.policy_version for rollout in made_by(each).rollouts} == {3} and each.policy_version == 3
     assert "sleep without weights" in told and "sleep" not in told
 
 
