@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,17 +139,17 @@ def test_a_step_that_is_given_up_is_saved_as_if_it_had_not_begun(tmp_path):
     assert state.exit_code == 75
 
 
-def test_a_stop_behind_a_checkpoint_of_its_step_writes_none_again(tmp_path):
+def test_a_stop_behind_a_checkpoint_of_its_step_writes_none_again(tmp_path, monkeypatch):
     """The time until a scheduler's SIGKILL is short, and a checkpoint may be large."""
-    trainer, writes = Trainer(), []
+    trainer, writes = Trainer(), Mock()
     state = RunState(trainer, output(tmp_path))
-    trainer.save_engines = lambda folder: writes.append((folder / "weights.bin").write_bytes(b"w"))
+    monkeypatch.setattr(trainer, "save_engines", writes)
     trainer.step = 3
-    assert state.save() == state.stop() and len(writes) == 1
+    assert state.save() == state.stop() and writes.call_count == 1
     state.mark()
-    assert state.stop(rewound=True).name == "checkpoint-000003" and len(writes) == 1
+    assert state.stop(rewound=True).name == "checkpoint-000003" and writes.call_count == 1
     trainer.step = 4
-    assert state.stop().name == "checkpoint-000004" and len(writes) == 2
+    assert state.stop().name == "checkpoint-000004" and writes.call_count == 2
 
 
 def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_taken_over(tmp_path):
@@ -191,17 +192,13 @@ def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch
     assert found[0] is before[0] and [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path):
+def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
     trainer = Trainer()
     state = RunState(trainer, output(tmp_path))
-
-    def full(folder):
-        raise OSError("no space left")
-
-    trainer.save_engines = full
+    monkeypatch.setattr(trainer, "save_engines", Mock(side_effect=OSError("no space left")))
     state.save_due()
-    assert "no checkpoint: saving checkpoint-000000 failed" in trainer.told[0]
-    assert "no space left" in trainer.told[0] and "goes on" in trainer.told[0]
+    (told,) = trainer.told
+    assert "no checkpoint: saving checkpoint-000000 failed" in told and "no space left" in told and "goes on" in told
     with pytest.raises(CheckpointError, match="no space left"):
         state.save()
 
@@ -213,8 +210,7 @@ def test_what_a_vision_language_checkpoint_belongs_to(tmp_path):
 
     def belongs_to(named, **model):
         config = RunConfig()
-        for name, value in model.items():
-            setattr(config.model, name, value)
+        vars(config.model).update(model)
         return build.model_of(named, config, checkpoint, config.algorithm.estimator.critic)
 
     own = belongs_to("mine")

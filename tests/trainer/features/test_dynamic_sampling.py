@@ -13,41 +13,28 @@ from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSet
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker, over_rounds
 from lightrft_visual.trainer.hooks import Hooks
 
-PROMPTS = [turn("how many?"), turn("where?")]
-
-
-class Noting:
-    """A hook that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_rollouts(self, rollouts):
-        self.calls.append("rollouts")
-        return rollouts
-
-    def on_scores(self, rollouts):
-        self.calls.append("scores")
-        return rollouts
-
 
 def test_equal_groups_are_drawn_again_and_hooks_see_the_scores_of_what_is_kept(tmp_path):
-    rounds, told = [], Noting()
+    rounds, called = [], []
 
     def equal_at_first(completions):
         rounds.append(len(completions))
         return [1.0] * len(completions) if len(rounds) < 3 else [float(place) for place in range(len(completions))]
 
-    checkpoint = checkpoint_of(tmp_path, "qwen2")
-    settings = MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=4), hooks=Hooks([told]))
+    def noting(name):
+        return lambda rollouts: called.append(name) or rollouts
+
+    checkpoint, batch = checkpoint_of(tmp_path, "qwen2"), PromptBatch.of([turn("how many?"), turn("where?")])
+    hook = SimpleNamespace(on_rollouts=noting("rollouts"), on_scores=noting("scores"))
+    settings = MakerSettings(sampling=SamplingSettings(n=2, max_new_tokens=4), hooks=Hooks([hook]))
     one = FastExperienceMaker(
         actor_of(checkpoint), None, None, None, checkpoint.tokenizer, 64, FixedKLController(0.0),
         SimpleNamespace(device=torch.device("cpu")), reward_fn=equal_at_first, settings=settings,
     )  # fmt: skip
-    maker = ResamplingMaker(one.maker, tries=4, more=lambda: PromptBatch.of(PROMPTS))
-    made = maker.make_experience(maker.score(maker.generate(PromptBatch.of(PROMPTS))))
+    maker = ResamplingMaker(one.maker, tries=4, more=lambda: batch)
+    made = maker.make_experience(maker.score(maker.generate(batch)))
     assert rounds == [4, 4, 4] and made.rollouts.counts["dynamic_rounds"] == 3
-    assert told.calls == ["rollouts"] * 3 + ["scores"]
+    assert called == ["rollouts"] * 3 + ["scores"]
     assert [each.reward for each in made.rollouts] == [0.0, 1.0, 2.0, 3.0]
     assert sum(len(each.sequences) for each in made.batches) == 4
     assert all((each.advantages[:, 0] != 0).all() for each in made.batches)

@@ -1,10 +1,10 @@
 """What of a configuration depends on the model that it names."""
 
 import json
-import logging
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,30 +32,26 @@ from lightrft_visual.trainer.vl.build import (
 )
 from lightrft_visual.trainer.vl.episodes import schemas_of
 
-PROVEN, UNPROVEN = (SimpleNamespace(family=family_of(config())) for config in (Qwen2Config, Gemma3Config))
-
-
-def resolved(checkpoint, wanted: bool | None = None, attention: str = "auto", samples: int = 4) -> bool:
-    config = RunConfig()
-    config.train.share_prefix, config.model.attn_implementation = wanted, attention
-    config.rollout.n_samples_per_prompt = samples
-    _resolve_sharing(config, checkpoint)
-    return config.train.share_prefix
-
 
 def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off(caplog):
-    assert resolved(PROVEN) is True
-    assert resolved(PROVEN, wanted=False) is resolved(PROVEN, samples=1) is False
-    assert resolved(UNPROVEN, samples=1) is resolved(UNPROVEN, wanted=False) is False and not caplog.records
-    with caplog.at_level(logging.WARNING):
-        assert resolved(UNPROVEN) is resolved(PROVEN, attention="eager") is False
+    def shares(family, wanted: bool | None = None, attention: str = "auto", samples: int = 4) -> bool:
+        config = RunConfig()
+        config.train.share_prefix, config.model.attn_implementation = wanted, attention
+        config.rollout.n_samples_per_prompt = samples
+        _resolve_sharing(config, SimpleNamespace(family=family_of(family())))
+        return config.train.share_prefix
+
+    assert shares(Qwen2Config) is True
+    assert shares(Qwen2Config, wanted=False) is shares(Qwen2Config, samples=1) is False
+    assert shares(Gemma3Config, samples=1) is shares(Gemma3Config, wanted=False) is False and not caplog.records
+    assert shares(Gemma3Config) is shares(Qwen2Config, attention="eager") is False
     first, second = (record.getMessage() for record in caplog.records)
     assert "share_prefix is off: it is not proven for model type 'gemma3'" in first
     assert "share_prefix is off: attn_implementation eager does not take segments" in second
     with pytest.raises(ConfigError, match="share_prefix: it is not proven for model type 'gemma3'; leave it out"):
-        resolved(UNPROVEN, wanted=True)
+        shares(Gemma3Config, wanted=True)
     with pytest.raises(ConfigError, match="flash_attention_2 does not take segments"):
-        resolved(PROVEN, wanted=True, attention="flash_attention_2")
+        shares(Qwen2Config, wanted=True, attention="flash_attention_2")
 
 
 @pytest.mark.parametrize(
@@ -118,24 +114,22 @@ def test_tower_and_projector_have_learning_rates_of_their_own(tmp_path, kind, pr
         rates("qwen2", tmp_path, vision_learning_rate=1e-7)
 
 
-HERE = SimpleNamespace(loading=nullcontext, dtype=torch.float32, prepare_inference=lambda module: module, sequence=None)
-
-
 def teacher_for(checkpoint, path, share_prefix: bool | None = None) -> object:
     config = RunConfig(model=ModelConfig(teacher_pretrain=str(path)), algorithm=AlgorithmConfig(teacher_coef=1.0))
     config.train.share_prefix = share_prefix
-    return _teacher(config, HERE, checkpoint)
+    here = SimpleNamespace(loading=nullcontext, dtype=torch.float32, prepare_inference=lambda m: m, sequence=None)
+    return _teacher(config, here, checkpoint)
 
 
 def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
-    student = checkpoint_of(tmp_path, "qwen2")
+    student, rule = checkpoint_of(tmp_path, "qwen2"), ScoringRule()
     larger = build_tiny_checkpoint(tmp_path / "larger", "qwen2", hidden=192, layers=3)
     inputs = inputs_of(student, rollouts_of(student, text_prompts()))
-    found = teacher_for(student, larger)(inputs, ScoringRule())
+    found = teacher_for(student, larger)(inputs, rule)
     assert found.shape == inputs.action_mask.shape and (found[inputs.action_mask] < 0).all()
-    own = actor_of(student)(inputs, ScoringRule(), with_entropy=False).log_probs
+    own = actor_of(student)(inputs, rule, with_entropy=False).log_probs
     assert not torch.allclose(found, own)
-    torch.testing.assert_close(teacher_for(student, student.path)(inputs, ScoringRule()), own)
+    torch.testing.assert_close(teacher_for(student, student.path)(inputs, rule), own)
     other = build_tiny_checkpoint(tmp_path / "other", "qwen2", texts=["quite other words"])
     with pytest.raises(ConfigError, match="has other tokens than the policy"):
         teacher_for(student, other)
@@ -207,14 +201,13 @@ def test_quantized_weights_are_not_trained(tmp_path):
 def test_an_engine_starts_while_what_is_trained_waits_on_the_host(monkeypatch, offloads, kept):
     """vLLM refuses a device whose free memory is less than its share at that moment."""
 
-    class Trained:
-        def __init__(self):
-            self.there = ["states", "weights"]
-            self.offload = lambda: self.there.remove("states")
-            self.offload_weights = lambda: self.there.remove("weights")
+    def trained():
+        there = ["states", "weights"]
+        leave = {"offload": partial(there.remove, "states"), "offload_weights": partial(there.remove, "weights")}
+        return SimpleNamespace(there=there, **leave)
 
-    config, (actor, critic) = RunConfig(), (Trained(), Trained())
-    config.rollout.offload_trainer, asked = offloads, []
+    config, actor, critic, asked = RunConfig(), trained(), trained(), []
+    config.rollout.offload_trainer = offloads
 
     def built(config, checkpoint, given):
         asked.append((given, actor.there + critic.there))
