@@ -54,43 +54,29 @@ def load(path: Path):
     return module
 
 
-@pytest.fixture
-def minimal(inputs):
-    """The example with the reward of the fixture."""
-    module = load(ROOT / "examples" / "minimal_grpo.py")
-    module.score = load(inputs / "reward.py").score
-    return module
-
-
-def printed(module, flags: list[str], capsys) -> tuple[list[dict[str, float]], str]:
+def printed(module, inputs: Path, capsys, steps: int, micro_batch: int) -> tuple[list[dict[str, float]], str]:
     """The lines of the steps as numbers, and the last line."""
-    module.main(flags)
+    module.main([*named(inputs), "--max_steps", str(steps), "--micro_batch_size", str(micro_batch)])
     lines = capsys.readouterr().out.splitlines()
     names = ("step", "reward", "loss", "grad_norm", "tokens", "seconds")
-    steps = [dict(zip(names, map(float, match.groups()))) for match in map(LINE.fullmatch, lines) if match]
-    return steps, lines[-1]
+    return [dict(zip(names, map(float, match.groups()))) for match in map(LINE.fullmatch, lines) if match], lines[-1]
 
 
-def test_minimal_loop_prints_a_line_a_step_and_the_rewards_of_both_ends(minimal, inputs, capsys):
-    steps, last = printed(minimal, [*named(inputs), "--max_steps", "3", "--micro_batch_size", "8"], capsys)
-    assert [step["step"] for step in steps] == [1, 2, 3]
+def test_minimal_loop_prints_its_steps_and_the_first_one_is_that_of_other_micro_batches_and_of_the_full_trainer(
+    inputs, capsys, tmp_path
+):
+    minimal = load(ROOT / "examples" / "minimal_grpo.py")
+    minimal.score = load(inputs / "reward.py").score
+    steps, last = printed(minimal, inputs, capsys, 3, 8)
+    own = steps[0]
+    assert [step["step"] for step in steps] == [1, 2, 3] and len({step["loss"] for step in steps}) == 3
     assert all(step["grad_norm"] > 0 and 1 < step["tokens"] < 5 for step in steps)
-    assert len({step["loss"] for step in steps}) == 3
-    first, end = steps[0]["reward"], steps[-1]["reward"]
-    assert last == f"mean reward of the first 1 steps {first:.3f}, of the last {end:.3f}"
-
-
-def test_first_step_does_not_depend_on_the_micro_batches(minimal, inputs, capsys):
-    whole, cut = (
-        printed(minimal, [*named(inputs), "--max_steps", "1", "--micro_batch_size", size], capsys)[0][0]
-        for size in ("16", "3")
-    )
+    end = steps[-1]["reward"]
+    assert last == f"mean reward of the first 1 steps {own['reward']:.3f}, of the last {end:.3f}"
+    (cut,), _ = printed(minimal, inputs, capsys, 1, 3)
     for name in ("reward", "loss", "grad_norm"):
-        assert cut[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-7)
+        assert cut[name] == pytest.approx(own[name], rel=1e-4, abs=1e-7)
 
-
-def test_first_step_is_that_of_the_full_trainer(minimal, inputs, capsys, tmp_path):
-    (own,), _ = printed(minimal, [*named(inputs), "--max_steps", "1", "--micro_batch_size", "8"], capsys)
     script, reward = ROOT / "examples" / "train_grpo_vl.py", f"{inputs / 'reward.py'}:score"
     run_alone(script, *named(inputs), *TRAINER, "--reward_fn", reward, "--output_dir", tmp_path, limit=300)
     with open(tmp_path / "metrics.csv", newline="") as file:

@@ -11,47 +11,38 @@ PATCH_DIM = 3
 
 def text_item(length: int = 5, actions: int = 2, **fields) -> BufferItem:
     """A text sample without padding, with distinct numbers in each field."""
-    per_action = torch.arange(actions, dtype=torch.float32)
-    values = {
+    shifts = {"action_log_probs": -1.5, "base_action_log_probs": -2.5, "values": 0.25, "returns": 0.5,
+              "advantages": 0.75}  # fmt: skip
+    values = {name: torch.arange(actions, dtype=torch.float32) + shift for name, shift in shifts.items()} | {
         "sequences": torch.arange(1, length + 1),
-        "action_log_probs": per_action - 1.5,
-        "base_action_log_probs": per_action - 2.5,
-        "values": per_action + 0.25,
-        "returns": per_action + 0.5,
-        "advantages": per_action + 0.75,
         "attention_mask": torch.ones(length, dtype=torch.long),
         "action_mask": torch.ones(actions, dtype=torch.bool),
         "info": {"reward": 0.1 * length},
     }
-    return BufferItem(**{**values, **fields})
+    return BufferItem(**values | fields)
 
 
 def vision_item(images: int = 1, videos: int = 0, length: int = 5, actions: int = 2, **fields) -> BufferItemVL:
     """A vision-language sample; its n-th image has 2 * (n + 1) patches that name their sample by `length`."""
-    inputs = {}
-    for count, pixels, grids in (
-        (images, "pixel_values", "image_grid_thws"),
-        (videos, "pixel_values_videos", "video_grid_thws"),
-    ):
+    inputs = vars(text_item(length, actions))
+    kinds = (images, "pixel_values", "image_grid_thws"), (videos, "pixel_values_videos", "video_grid_thws")
+    for count, pixels, grids in kinds:
         if count:
             inputs[grids] = torch.tensor([[1, 2, index + 1] for index in range(count)])
             patches = int(inputs[grids].prod(-1).sum())
             inputs[pixels] = torch.arange(patches * PATCH_DIM).reshape(patches, PATCH_DIM) + 1000.0 * length
-    text = vars(text_item(length, actions))
-    return BufferItemVL(**{**text, **inputs, **fields})
+    return BufferItemVL(**inputs | fields)
 
 
 def diffusion_item(steps: int = 3, seed: int = 0, **fields) -> BufferItemDiffusion:
     draw = torch.Generator().manual_seed(seed)
-    values = {
-        "latents": torch.randn(steps + 1, 2, 4, 4, generator=draw),
+    drawn = {"latents": (steps + 1, 2, 4, 4), "log_probs": (steps,), "advantages": ()}
+    values = {name: torch.randn(shape, generator=draw) for name, shape in drawn.items()} | {
         "timesteps": torch.linspace(1000, 0, steps),
-        "log_probs": torch.randn(steps, generator=draw),
         "prompt_embeds": {"text": torch.randn(6, 8, generator=draw), "pooled": torch.randn(8, generator=draw)},
-        "advantages": torch.randn((), generator=draw),
         "info": {"reward": float(seed)},
     }
-    return BufferItemDiffusion(**{**values, **fields})
+    return BufferItemDiffusion(**values | fields)
 
 
 def _floats(size: int) -> st.SearchStrategy[torch.Tensor]:
@@ -59,8 +50,10 @@ def _floats(size: int) -> st.SearchStrategy[torch.Tensor]:
     return st.lists(number, min_size=size, max_size=size).map(lambda xs: torch.tensor(xs, dtype=torch.float32))
 
 
-def _flags(size: int) -> st.SearchStrategy[list[bool]]:
-    return st.lists(st.booleans(), min_size=size, max_size=size)
+def _tensors(least: int, most: int, size: int | None = None) -> st.SearchStrategy[torch.Tensor]:
+    """Whole numbers: one, or `size` of them."""
+    number = st.integers(least, most)
+    return (number if size is None else st.lists(number, min_size=size, max_size=size)).map(torch.tensor)
 
 
 def _optional(values: st.SearchStrategy) -> st.SearchStrategy:
@@ -82,21 +75,18 @@ infos = _optional(
 def _text_fields(draw) -> dict:
     actions = draw(st.integers(1, 4))
     length = actions + draw(st.integers(0, 4))
-    numbers = _optional(_floats(actions) | _floats(1))
-    per_action = _optional(_floats(actions))
-    flag = st.integers(0, 5).map(torch.tensor)
+    numbers, per_action = _optional(_floats(actions) | _floats(1)), _optional(_floats(actions))
     names = ("action_log_probs", "base_action_log_probs", "action_entropy", "rollout_log_probs", "kl")
     fields = {name: draw(per_action) for name in names}
     if all(value is None for value in fields.values()):
         fields["action_log_probs"] = draw(_floats(actions))
     fields |= {name: draw(numbers) for name in ("values", "returns", "advantages")}
-    fields |= {name: draw(_optional(flag)) for name in ("group_id", "sample_id", "policy_version")}
-    fields["valid"] = draw(_optional(st.booleans().map(torch.tensor)))
-    fields["sequences"] = torch.tensor(draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)))
-    fields["attention_mask"] = draw(_optional(_flags(length).map(lambda m: torch.tensor(m).long())))
-    fields["action_mask"] = draw(_optional(_flags(actions).map(torch.tensor)))
-    fields["info"] = draw(infos)
-    return fields
+    fields |= {name: draw(_optional(_tensors(0, 5))) for name in ("group_id", "sample_id", "policy_version")}
+    masks = {"valid": None, "attention_mask": length, "action_mask": actions}
+    fields |= {name: draw(_optional(_tensors(0, 1, size))) for name, size in masks.items()}
+    for name in ("valid", "action_mask"):
+        fields[name] = fields[name] if fields[name] is None else fields[name].bool()
+    return fields | {"sequences": draw(_tensors(0, 9, length)), "info": draw(infos)}
 
 
 @st.composite

@@ -251,18 +251,17 @@ def balanced() -> dict[str, list]:
 
 def test_two_ranks_agree():
     first, second = on_ranks(balanced)
+    both = {name: first[name] + second[name] for name in ("normal", "ids", "groups")}
     numbers = torch.tensor([0.0, 1, 2, 3, 4, 10, 11], dtype=torch.float64)
     expected = (numbers - numbers.mean()) / numbers.std(correction=0)
-    assert first["normal"] + second["normal"] == pytest.approx(expected.tolist(), abs=1e-5)
-    for name in ("steps", "by count", "by tokens"):
-        assert first[name] == second[name]
+    assert both["normal"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert all(first[name] == second[name] for name in ("steps", "by count", "by tokens"))
     # Seven samples of 4, 5, 6, 7, 8 and 4, 5 tokens: each rank ends with nearly half of them.
-    assert sorted(first["ids"] + second["ids"]) == [0, 1, 2, 3, 4, 10, 11]
-    assert abs(first["tokens"] - second["tokens"]) <= 3
+    assert sorted(both["ids"]) == [0, 1, 2, 3, 4, 10, 11] and abs(first["tokens"] - second["tokens"]) <= 3
     # Four or five of nine samples each, and one copy of the patches that all of them show.
     assert sorted([first["shared"][0], second["shared"][0]]) in ([3, 5], [4, 4])
     assert first["shared"][1] == second["shared"][1] == 0
     # Two steps of two groups: each rank computes one of them, whole, in one micro-batch.
-    assert sorted(first["groups"] + second["groups"], key=min) == [{0}, {1}, {2}, {3}]
+    assert sorted(both["groups"], key=min) == [{0}, {1}, {2}, {3}]
     assert first["sizes"] == second["sizes"] == [4, 4] and first["by tokens"] == 2
     assert 0 in (first["fillers"], second["fillers"])

@@ -32,21 +32,14 @@ MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.lists(PARTS, max_size=3) | st.text()}),
     max_size=3,
 )
-TURNS = st.lists(
-    st.fixed_dictionaries(
-        {"from": st.sampled_from(("human", "gpt", "system", ["human"])), "value": st.text(max_size=9) | VALUES}
-    ),
-    max_size=3,
-)
-FORMS = st.fixed_dictionaries({"conversations": TURNS}, optional={"image": VALUES}) | st.fixed_dictionaries(
-    {"messages": MESSAGES}, optional={"image": VALUES}
-)
+SPEAKERS = st.sampled_from(("human", "gpt", "system", ["human"]))
+TURNS = st.lists(st.fixed_dictionaries({"from": SPEAKERS, "value": st.text(max_size=9) | VALUES}), max_size=3)
+PROMPTS = MESSAGES | st.text(min_size=1)
 ROWS = (
-    FORMS
+    st.fixed_dictionaries({"conversations": TURNS}, optional={"image": VALUES})
+    | st.fixed_dictionaries({"messages": MESSAGES}, optional={"image": VALUES})
     | st.dictionaries(st.sampled_from(COLUMNS), VALUES | MESSAGES, max_size=6)
-    | st.fixed_dictionaries(
-        {"prompt": MESSAGES | st.text(min_size=1)}, optional={"images": VALUES, "videos": VALUES, "extra": VALUES}
-    )
+    | st.fixed_dictionaries({"prompt": PROMPTS}, optional=dict.fromkeys(("images", "videos", "extra"), VALUES))
 )
 
 

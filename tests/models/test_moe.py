@@ -64,21 +64,17 @@ def test_a_micro_batchs_balance_counts_by_its_share_of_the_tokens(mixture, input
     assert metrics["router_loss"] == pytest.approx(output.router_loss.item() / 4)
 
 
-def test_routers_that_choose_by_no_softmax_are_refused(mixture, inputs):
-    actor = actor_of(mixture)
+def test_routers_of_a_model_in_bfloat16_compute_in_float32_and_those_that_choose_by_no_softmax_are_refused(
+    mixture, inputs
+):
+    actor = actor_of(mixture, wrap=lambda model: model.bfloat16())
     routers = actor.backbone.routers
     routers.use("off", balances=True)
     actor.backbone.hidden_states(inputs)
+    assert {each.dtype for each in routers._scores} == {torch.float32}
     routers._scores = [2 * each for each in routers._scores]
     with pytest.raises(ConfigError, match="do not choose by a softmax"):
         routers.balance()
-
-
-def test_a_model_in_bfloat16_chooses_and_weighs_experts_in_float32(mixture, inputs):
-    actor = actor_of(mixture, wrap=lambda model: model.bfloat16())
-    actor.backbone.routers.use("off", balances=True)
-    actor.backbone.hidden_states(inputs)
-    assert {each.dtype for each in actor.backbone.routers._scores} == {torch.float32}
 
 
 def test_sparse_blocks_are_leaves_of_zero_3(mixture):
@@ -109,17 +105,13 @@ def test_exports_hold_experts_as_published_checkpoints_do_and_load_again(mixture
     export_hf(model, mixture.processor, tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     name = "model.language_model.layers.0.mlp.experts.{}".format
-    saved = load_file(file)
+    saved, own = load_file(file), dict(model.named_parameters())
     assert saved[name("gate_up_proj")].shape == (24, 64, 256) and saved[name("down_proj")].shape == (24, 128, 64)
-    assert torch.equal(saved[name("down_proj")].transpose(1, 2), dict(model.named_parameters())[name("down_proj")])
-    again = dict(load(tmp_path, True).named_parameters())
-    assert all(torch.equal(each, again[key]) for key, each in model.named_parameters())
-
-
-def test_weights_of_other_types_are_published_as_they_are():
+    assert torch.equal(saved[name("down_proj")].transpose(1, 2), own[name("down_proj")])
+    assert all(torch.equal(each, own[key]) for key, each in load(tmp_path, True).named_parameters())
     weight = torch.zeros(2, 3, 4)
-    assert as_published("qwen3_moe", "mlp.experts.down_proj", weight) is weight
-    assert as_published("qwen3_vl_moe", "mlp.gate.weight", weight) is weight
+    for kind, other in (("qwen3_moe", "mlp.experts.down_proj"), ("qwen3_vl_moe", "mlp.gate.weight")):
+        assert as_published(kind, other, weight) is weight
 
 
 # --- the experts of a rollout, replayed ---

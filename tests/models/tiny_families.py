@@ -20,6 +20,15 @@ from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 WIDTH = 32
 
 
+SMALL = {"num_layers": 1, "num_attention_heads": 2}
+HALF_WIDTH = SMALL | {"attention_head_dim": 16}
+KL = {
+    "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 32,
+    "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "mid_block_add_attention": False,
+}  # fmt: skip
+
+
 def euler(**settings):
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
 
@@ -50,11 +59,7 @@ def t5_encoder(tokenizer, config=transformers.T5Config, model=transformers.T5Enc
 
 
 def picture_vae(channels=4):
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8), layers_per_block=1, latent_channels=channels, norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=32,
-        mid_block_add_attention=False, shift_factor=0.1, scaling_factor=0.5,
-    )  # fmt: skip
+    return diffusers.AutoencoderKL(latent_channels=channels, shift_factor=0.1, scaling_factor=0.5, **KL)
 
 
 def video_vae(kind=diffusers.AutoencoderKLWan):
@@ -88,8 +93,8 @@ def sd15():
 def flux():
     tokenizer, t5 = build_clip_tokenizer(), build_t5_tokenizer()
     transformer = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+        in_channels=16, num_single_layers=1, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH,
+        guidance_embeds=True, axes_dims_rope=(4, 6, 6), **HALF_WIDTH,
     )  # fmt: skip
     return diffusers.FluxPipeline(
         scheduler=euler(use_dynamic_shifting=True, shift=3.0), vae=picture_vae(),
@@ -104,8 +109,8 @@ def flux_kontext():
 
 def wan_transformer(in_channels=16):
     return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=in_channels, out_channels=16,
-        text_dim=WIDTH, freq_dim=16, ffn_dim=WIDTH, num_layers=1, rope_max_seq_len=32,
+        patch_size=(1, 2, 2), attention_head_dim=12, in_channels=in_channels, out_channels=16, text_dim=WIDTH,
+        freq_dim=16, ffn_dim=WIDTH, rope_max_seq_len=32, **SMALL,
     )  # fmt: skip
 
 
@@ -123,9 +128,8 @@ def wan_two_experts():
 
 
 def wan_i2v():
-    return wan(
-        diffusers.WanImageToVideoPipeline, 36, 5.0, transformer_2=wan_transformer(36), boundary_ratio=0.9
-    )  # fmt: skip
+    experts = {"transformer_2": wan_transformer(36), "boundary_ratio": 0.9}
+    return wan(diffusers.WanImageToVideoPipeline, 36, 5.0, **experts)
 
 
 def hunyuan_video15():
@@ -137,9 +141,9 @@ def hunyuan_video15():
         rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
     )  # fmt: skip
     transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
-        num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=WIDTH, text_embed_2_dim=WIDTH, image_embed_dim=16,
-        rope_axes_dim=(4, 6, 6), target_size=32, task_type="t2v",
+        in_channels=9, out_channels=4, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH, image_embed_dim=16, rope_axes_dim=(4, 6, 6), target_size=32, task_type="t2v",
+        **HALF_WIDTH,
     )  # fmt: skip
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
@@ -205,9 +209,9 @@ def ltx23():
 def cosmos():
     t5 = build_t5_tokenizer()
     transformer = diffusers.CosmosTransformer3DModel(
-        in_channels=16, out_channels=16, num_attention_heads=2, attention_head_dim=16, num_layers=1, mlp_ratio=2,
-        text_embed_dim=WIDTH, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(1.0, 4.0, 4.0),
-        concat_padding_mask=True, extra_pos_embed_type=None,
+        in_channels=16, out_channels=16, mlp_ratio=2, text_embed_dim=WIDTH, adaln_lora_dim=4, max_size=(4, 32, 32),
+        patch_size=(1, 2, 2), rope_scale=(1.0, 4.0, 4.0), concat_padding_mask=True, extra_pos_embed_type=None,
+        **HALF_WIDTH,
     )  # fmt: skip
     return diffusers.Cosmos2TextToImagePipeline(
         text_encoder=t5_encoder(t5), tokenizer=t5, transformer=transformer, vae=video_vae(),
@@ -226,9 +230,8 @@ class NoCheck(torch.nn.Module):
 
 def qwen_image():
     transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2, in_channels=64, out_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
+        patch_size=2, in_channels=64, out_channels=16, joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6), **HALF_WIDTH
+    )
     tokenizer, config = language_model("qwen2_5_vl", 1)
     return diffusers.QwenImagePipeline(
         scheduler=euler(use_dynamic_shifting=True), vae=video_vae(diffusers.AutoencoderKLQwenImage),
@@ -240,9 +243,8 @@ def qwen_image():
 def qwen_image21():
     tokenizer, config = language_model("qwen3_vl", 1)
     transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
-        context_in_dim=WIDTH, mlp_ratio=2, axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
+        in_channels=4, out_channels=4, context_in_dim=WIDTH, mlp_ratio=2, axes_dims_rope=(4, 6, 6), **HALF_WIDTH
+    )
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4,
         latents_std=[1.1] * 4,
@@ -266,18 +268,13 @@ def qwen_image_edit_plus():
 
 def flux2_transformer(guidance_embeds):
     return diffusers.Flux2Transformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=3 * WIDTH, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=guidance_embeds,
+        in_channels=16, num_single_layers=1, joint_attention_dim=3 * WIDTH, timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance_embeds, **HALF_WIDTH,
     )  # fmt: skip
 
 
 def flux2_vae():
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(8, 8), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        mid_block_add_attention=False,
-    )  # fmt: skip
+    vae = diffusers.AutoencoderKLFlux2(latent_channels=4, **KL)
     vae.bn.running_mean.uniform_(-0.5, 0.5)
     vae.bn.running_var.uniform_(0.5, 2.0)
     return vae

@@ -142,15 +142,12 @@ def test_tokens_that_do_not_divide_are_refused_with_numbers_that_do(found):
         ("sd15", "no plan that divides the tokens of UNet2DConditionModel"),
         ("z_image", "no plan that divides the tokens of ZImageTransformer2DModel"),
         ("sd3", "sp_size 2 does not divide the 3 attention heads of SD3Transformer2DModel"),
+        ("flux", "attention of FluxTransformer2DModel sees the tokens of one rank"),
     ],
 )
 def test_a_denoiser_that_cannot_be_divided_is_refused(kind, text):
+    family = family_of(tiny_families.FAMILIES[kind]())
+    if kind == "flux":
+        family.pipeline.transformer.transformer_blocks[0].attn.processor = object()
     with pytest.raises(ConfigError, match=text):
-        ContextParallel(family_of(tiny_families.FAMILIES[kind]()), 2)
-
-
-def test_attention_that_sees_the_tokens_of_one_rank_alone_is_refused():
-    family = family_of(build_pipeline(TinyDiffusionSettings(layers=1, heads=2)))
-    family.pipeline.transformer.transformer_blocks[0].attn.processor = object()
-    with pytest.raises(ConfigError, match="attention of SD3Transformer2DModel sees the tokens of one rank"):
         ContextParallel(family, 2)

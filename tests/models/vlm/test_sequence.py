@@ -35,6 +35,12 @@ def total_loss(loss: float, copies: int) -> float:
     return collectives.all_reduce_sum(torch.tensor(loss, dtype=torch.float64)).item() / copies
 
 
+def without_slices(actor: Actor) -> None:
+    """So that another may divide the same model."""
+    for hook in actor.backbone.slices.hooks:
+        hook.remove()
+
+
 def difference(left: Result, right: Result) -> float:
     assert left[1].keys() == right[1].keys()
     parts = [(each - right[1][name]).abs().max() / max(1.0, each.abs().max()) for name, each in left[1].items()]
@@ -50,8 +56,7 @@ def plain_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[in
         inputs = inputs_of(checkpoint, own_part(rollouts, size), packed)
         parts = summed(loss_and_gradients(own, [inputs]), size)
         yield f"{size} ranks{' packed' if packed else ' shared'}", difference(whole, parts)
-        for hook in own.backbone.slices.hooks:
-            hook.remove()
+        without_slices(own)
 
 
 def critic_cases(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
@@ -104,8 +109,7 @@ def together(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, 
             grouped = Actor(actor.model, actor.banned_ids.tolist(), checkpoint.eos_ids, False, group)
             found = group.together(grouped, own, PLAIN).log_probs
             yield f"{size} ranks together", collectives.all_reduce_max((found - wanted).abs().max()).item()
-            for hook in grouped.backbone.slices.hooks:
-                hook.remove()
+            without_slices(grouped)
 
 
 def buffers(checkpoint: Checkpoint, rollouts: list[Rollout], groups: dict[int, SequenceGroup]):
@@ -166,15 +170,12 @@ def test_losses_and_gradients_are_those_of_one_rank(differences, kind):
         ("janus", 2, "sdpa", "the halves of guided images"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused(root, kind, size, attention, text):
+def test_a_model_or_ranks_that_cannot_be_divided_are_refused(root, kind, size, attention, text):
+    assert SequenceGroup.of(1) is None
+    with pytest.raises(ConfigError, match="sp_size 2 does not divide 1 ranks"):
+        SequenceGroup.of(2)
     checkpoint = checkpoint_of(root, kind)
     model = load(checkpoint.path, checkpoint.vision)
     model.set_attn_implementation(attention)
     with pytest.raises(ConfigError, match=text):
         Actor(model, [], [], sequence=SequenceGroup(size, 0, None, None))
-
-
-def test_ranks_divide_into_groups():
-    assert SequenceGroup.of(1) is None
-    with pytest.raises(ConfigError, match="sp_size 2 does not divide 1 ranks"):
-        SequenceGroup.of(2)
