@@ -25,9 +25,10 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2130, "experience": 3108, "config": 4683, "runtime": 5514, "data": 3092,
-    "models": 5666, "rollout": 4876, "rewards": 3799, "algorithms": 1739, "trainer": 7030, "observe": 3326,
+    "models": 5666, "rollout": 5061, "rewards": 3799, "algorithms": 1809, "trainer": 7245, "observe": 3326,
 }  # fmt: skip
-LONGER_ENTRIES: dict[str, int] = {}
+# No entry itself: what the entries beside it read.
+LONGER_ENTRIES = {"lightrft_visual.algorithms.diffusion.denoising_batch": 213}
 
 
 def module_name(path: Path) -> str:

@@ -41,9 +41,14 @@ def get_advantages_and_returns(
 ) -> tuple[T, T]:
     """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), both (B, A) and detached.
 
-    values (B, A): the critic's value before each action; rewards (B, A); what lies beyond the last action has value 0.
-    A masked position inside a response is no step: it neither discounts nor breaks the recursion. Masked results are 0.
-    discounts (B, A): of what follows an action, beside gamma; see `turn_discounts`.
+    Args:
+        values: (B, A) the critic's, before each action; what lies beyond the last action has value 0.
+        rewards: (B, A) of the actions.
+        action_mask: (B, A); a masked position inside a response is no step: it neither discounts nor breaks the
+            recursion, and its results are 0.
+        gamma: discount of an action.
+        lambd: 0: one step ahead of the critic; 1: the whole return.
+        discounts: (B, A) of what follows an action, beside gamma; see `turn_discounts`.
     """
     mask = action_mask.bool()
     values = torch.where(mask, values.detach().float(), 0.0)
@@ -61,8 +66,14 @@ def get_advantages_and_returns(
 
 
 def get_cumulative_returns(rewards: T, action_mask: T, gamma: float, discounts: T | None = None) -> T:
-    """Discounted sum of the rewards from each action on, (B, A); masked positions are no step and hold 0. discounts: as
-    in `get_advantages_and_returns`."""
+    """Discounted sum of the rewards from each action on, (B, A).
+
+    Args:
+        rewards: (B, A) of the actions.
+        action_mask: (B, A); masked positions are no step and hold 0.
+        gamma: discount of an action.
+        discounts: as in `get_advantages_and_returns`.
+    """
     mask = action_mask.bool()
     rewards = torch.where(mask, rewards.detach().float(), 0.0)
     if gamma == 1 and discounts is None:
@@ -242,7 +253,13 @@ class AdvantageCalculator:
         return rewards
 
     def compared(self, experiences: list, statistics: GroupStatistics, notes: Mapping[str, T]) -> T:
-        """(N) `group_rewards`; an estimator that needs more than the sum of the rewards overrides this."""
+        """(N) `group_rewards`; an estimator that needs more than the sum of the rewards overrides this.
+
+        Args:
+            experiences: the micro-batches of this rank, N samples together.
+            statistics: of their shaped rewards, by group.
+            notes: {name: (N)} what becomes part of their info.
+        """
         return self.group_rewards(statistics)
 
     def group_rewards(self, statistics: GroupStatistics) -> T:
@@ -254,8 +271,15 @@ class AdvantageCalculator:
     ) -> tuple[T, T, dict[str, T]]:
         """(advantages (B, A), returns (B, A), info) of one micro-batch.
 
-        final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
-        term. generate_kwargs is read, never changed. info: `return` (B), the sum of the token rewards.
+        Args:
+            experience: the micro-batch, with action_mask (B, A).
+            final_reward: (B, A) from `compute_reward`, or (B) rewards, which then stand at the last action without a KL
+                term.
+            gamma: discount of an action.
+            generate_kwargs: lambd (default: the config's), for estimators with a critic; never changed.
+
+        Returns:
+            Both, and info: `return` (B), the sum of the token rewards.
         """
         rewards, mask = final_reward, experience.action_mask
         rewards = compute_reward(rewards, 0.0, None, mask) if rewards.dim() == 1 else rewards
@@ -366,9 +390,15 @@ def decoupled_rewards(
 ) -> T:
     """(N): the sum over rewards k of w_k (r_k - mean of the group) / (std of the group + eps), GDPO's first two steps.
 
-    components {name: (N)}: each reward's own scores, NaN where it does not apply: it then adds 0. weights {name: (N)};
-    one whose weights are all 0 need not have been scored. correction: the standard deviation divides by count -
-    correction. The sum over a group is 0, and each of its samples has exactly 0 where no reward differs in it.
+    The sum over a group is 0, and each of its samples has exactly 0 where no reward differs in it.
+
+    Args:
+        components: {name: (N)} each reward's own scores, NaN where it does not apply: it then adds 0.
+        weights: {name: (N)}; a reward whose weights are all 0 need not have been scored.
+        group_ids: (N) of the prompts.
+        valid: (N) bool; others are compared with nobody.
+        correction: the standard deviation divides by count - correction.
+        eps: added to it.
     """
     total = torch.zeros(valid.shape, device=valid.device)
     for name, weight in weights.items():
@@ -408,10 +438,15 @@ def assign_advantages(
     kl_coef: float,
     generate_kwargs: Mapping[str, Any],
 ) -> list:
-    """Fill advantages and returns of all micro-batches of this rank, from rewards (as in `preprocess_rewards`).
+    """Fill advantages and returns of all micro-batches of this rank. A collective with reward_running_norm or
+    advantages_norm on.
 
-    kl_coef: the KL controller's value; it enters the rewards unless config.use_kl_loss. generate_kwargs: gamma and
-    lambd (defaults: the config's) and max_new_tokens. A collective with reward_running_norm or advantages_norm on.
+    Args:
+        calculator: of the run's estimator.
+        experiences: the micro-batches, which are changed and returned.
+        rewards: as in `preprocess_rewards`.
+        kl_coef: the KL controller's value; it enters the rewards unless config.use_kl_loss.
+        generate_kwargs: gamma and lambd (defaults: the config's) and max_new_tokens.
     """
     config = calculator.config
     gamma = generate_kwargs.get("gamma", config.gamma)

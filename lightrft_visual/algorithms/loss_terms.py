@@ -77,24 +77,47 @@ def global_denominators(masks: Sequence[T], max_tokens: int) -> LossDenominators
 
 
 def token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
-    """This micro-batch's share of the mean over all tokens of the train batch."""
-    # What is masked may be NaN or infinite.
+    """This micro-batch's share of the mean over all tokens of the train batch.
+
+    Args:
+        values: (B, A) of the tokens; what is masked may be NaN or infinite.
+        mask: (B, A) bool.
+        denominators: of the train batch.
+    """
     return torch.where(mask, values, 0.0).sum() / denominators.tokens
 
 
 def seq_mean_token_sum(values: T, mask: T, denominators: LossDenominators) -> T:
-    """Share of: sum over the tokens of a sequence, mean over sequences."""
+    """Share of: sum over the tokens of a sequence, mean over sequences.
+
+    Args:
+        values: (B, A) of the tokens; what is masked may be NaN or infinite.
+        mask: (B, A) bool.
+        denominators: of the train batch.
+    """
     return torch.where(mask, values, 0.0).sum() / denominators.sequences
 
 
 def seq_mean_token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
-    """Share of: mean over the tokens of a sequence, mean over sequences."""
+    """Share of: mean over the tokens of a sequence, mean over sequences.
+
+    Args:
+        values: (B, A) of the tokens; what is masked may be NaN or infinite.
+        mask: (B, A) bool.
+        denominators: of the train batch.
+    """
     sums = torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)
     return (sums / mask.sum(dim=1).clamp(min=1)).sum() / denominators.sequences
 
 
 def seq_mean_token_sum_norm(values: T, mask: T, denominators: LossDenominators) -> T:
-    """Share of: sum over the tokens of a sequence over a constant length, mean over sequences (Dr. GRPO)."""
+    """Share of: sum over the tokens of a sequence over a constant length, mean over sequences (Dr. GRPO).
+
+    Args:
+        values: (B, A) of the tokens; what is masked may be NaN or infinite.
+        mask: (B, A) bool.
+        denominators: of the train batch.
+    """
     return torch.where(mask, values, 0.0).sum() / (denominators.sequences * denominators.max_tokens)
 
 
@@ -182,7 +205,14 @@ def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
 
 
 def added(term: LossTerm, inputs: Any, mode: str, denominators: LossDenominators) -> tuple[T, dict[str, T]]:
-    """A term's `share`. Raises ConfigError where that is no number with its metrics."""
+    """A term's `share`; ConfigError where that is no number with its metrics.
+
+    Args:
+        term: which is asked.
+        inputs: of the policy loss.
+        mode: of aggregation.
+        denominators: of the train batch.
+    """
     made = term.share(inputs, mode, denominators)
     match made:
         case (torch.Tensor() as share, Mapping() as metrics) if not share.dim():
@@ -254,7 +284,13 @@ class Balance(LossTerm):
 
 
 def needed(extra: Mapping[str, T], name: str, setting: str) -> T:
-    """A tensor that a setting asks for. Raises ValueError where the forward brought none."""
+    """A tensor that a setting asks for.
+
+    Args:
+        extra: what the forward brought beside log-probs.
+        name: of the tensor; ValueError where it is not there.
+        setting: which asks for it, for the error.
+    """
     if name not in extra:
         raise ValueError(f"{setting} needs {name}, which this batch does not have")
     return extra[name]

@@ -45,7 +45,14 @@ def per_sample(value: float | T, like: T) -> T:
 
 
 def euler_step(x: T, v: T, sigma: float | T, sigma_next: float | T) -> T:
-    """x + v dt in at least fp32: the deterministic flow-matching step. Shapes as in `sde_step`."""
+    """x + v dt in at least fp32: the deterministic flow-matching step.
+
+    Args:
+        x: (B, …) latents.
+        v: (B, …) velocities there.
+        sigma: where they are; a float or (B).
+        sigma_next: where they go.
+    """
     x, v = upcast(x), upcast(v)
     return x + v * (per_sample(sigma_next, x) - per_sample(sigma, x))
 
@@ -64,10 +71,18 @@ def sde_step(
 ) -> Step:
     """One stochastic step from x at sigma to sigma_next, or the log-prob of a step that was taken.
 
-    x, v (B, …); sigma, sigma_next: floats or (B). noise_level: Flow-GRPO's `a`, DanceGRPO's and DDIM's eta, the CPS
-    level in 0..1; reflow has none. Give either `noise` (B, …), unit normal, to sample, or `prev_sample` (B, …) to
-    score. The log-prob is averaged or summed over latent dimensions; for cps it is the published surrogate
-    -(x' - mean)^2, no density.
+    Args:
+        x: (B, …) latents.
+        v: (B, …) what the model answers there.
+        sigma: where they are; a float or (B).
+        sigma_next: where they go.
+        noise_level: Flow-GRPO's `a`, DanceGRPO's and DDIM's eta, the CPS level in 0..1; reflow has none.
+        rule: one of RULES.
+        prev_sample: (B, …) the step that was taken, to score it.
+        noise: (B, …) unit normal, to sample a step; either this or `prev_sample`.
+        reduction: whether the log-prob is averaged ('mean') or summed ('sum') over latent dimensions; for cps it is the
+            published surrogate -(x' - mean)^2, no density.
+
     Raises ConfigError for an unknown rule or reduction, and for a sample of a step without noise: its log-prob is
     undefined. Where such a step is scored it is NaN: to look for it would make the host wait for the device.
     """
@@ -78,7 +93,7 @@ def sde_step(
     if noise is not None and rule != "cps" and _without_noise(sigma, sigma_next, noise_level, rule):
         raise ConfigError("the step has no noise (noise_level or the step size is 0), so it has no log-prob")
     prev = mean + std * upcast(noise) if prev_sample is None else upcast(prev_sample)
-    return Step(prev, transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
+    return Step(prev, _transition_log_prob(prev.detach(), mean, std, rule=rule, reduction=reduction), mean, std)
 
 
 def _without_noise(sigma: float | T, sigma_next: float | T, noise_level: float, rule: str) -> bool:
@@ -91,13 +106,22 @@ def _without_noise(sigma: float | T, sigma_next: float | T, noise_level: float, 
 
 
 def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level: float, *, rule: str) -> tuple[T, T]:
-    """Mean (B, …) and standard deviation (B, 1, …) of the step; noise_level 0 gives the rule's ODE step, std 0."""
+    """Mean (B, …) and standard deviation (B, 1, …) of the step.
+
+    Args:
+        x: (B, …) latents.
+        v: (B, …) what the model answers there.
+        sigma: where they are; a float or (B).
+        sigma_next: where they go.
+        noise_level: as in `sde_step`; 0 gives the rule's ODE step, std 0.
+        rule: one of RULES, else ConfigError.
+    """
     if rule not in RULES:
         raise ConfigError(f"step rule {rule!r} is unknown; it must be one of: {', '.join(RULES)}")
     return _TRANSITIONS[rule](x, v, per_sample(sigma, x), per_sample(sigma_next, x), noise_level)
 
 
-def transition_log_prob(prev: T, mean: T, std: T, *, rule: str, reduction: str = "mean") -> T:
+def _transition_log_prob(prev: T, mean: T, std: T, *, rule: str, reduction: str = "mean") -> T:
     """(B) log-prob of prev under N(mean, std²), averaged or summed over latent dimensions (cps: see `sde_step`); NaN
     without noise."""
     if reduction not in REDUCTIONS:
@@ -111,7 +135,13 @@ def transition_log_prob(prev: T, mean: T, std: T, *, rule: str, reduction: str =
 
 
 def flow_grpo_diffusion(sigma: T, sigma_next: T, noise_level: float) -> T:
-    """std_t = noise_level sqrt(sigma / (1 - sigma)), without the sqrt(-dt); at sigma = 1 the next sigma divides."""
+    """std_t = noise_level sqrt(sigma / (1 - sigma)), without the sqrt(-dt).
+
+    Args:
+        sigma: (B, 1, …) where samples are.
+        sigma_next: (B, 1, …) where they go; divides at sigma = 1.
+        noise_level: Flow-GRPO's `a`.
+    """
     remaining = torch.where(sigma >= 1, 1 - sigma_next, 1 - sigma)
     return noise_level * (sigma / remaining).sqrt()
 
@@ -162,18 +192,32 @@ FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "reflow", "dance": "dance", "cps
 class VelocityModel(Protocol):
     """What the sampler asks of a model; `lightrft_visual.models.diffusion.policy.DiffusionPolicy` is one.
 
-    prediction: 'flow' (velocity) or 'epsilon' (noise, DDIM). velocity: latents (B, …) and timesteps (B) to (B, …).
-    default_schedule: timesteps (K) and sigmas (K) of the model's own scheduler. flow_shift: the shift that it applies.
+    prediction: 'flow' (velocity) or 'epsilon' (noise, DDIM). flow_shift: the shift that its scheduler applies.
     starting_scale: what unit noise is multiplied by to be the latents at the first sigma.
     """
 
     prediction: str
 
-    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T: ...
+    def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
+        """What it predicts, (B, …).
 
-    def default_schedule(
-        self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None
-    ) -> tuple[T, T]: ...
+        Args:
+            latents: (B, …).
+            timesteps: (B).
+            conditions: {name: (B, …)}.
+            guidance_scale: 1 for none.
+        """
+        ...
+
+    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
+        """Timesteps (K) and sigmas (K) of the model's own scheduler.
+
+        Args:
+            num_steps: K.
+            latent_shape: of a sample, by which some schedulers shift.
+            flow_shift: the shift in its place; None for the scheduler's own.
+        """
+        ...
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float: ...
 
@@ -183,16 +227,27 @@ class VelocityModel(Protocol):
 def sample_generators(
     run_seed: int, step: int, indices: Sequence[int], purpose: str = "noise"
 ) -> list[torch.Generator]:
-    """One CPU generator per sample, seeded by (run seed, purpose, policy step, global index) and nothing else."""
+    """One CPU generator per sample, seeded by these and nothing else.
+
+    Args:
+        run_seed: of the run.
+        step: of the policy.
+        indices: of the samples, over all ranks.
+        purpose: what is drawn; other purposes have other streams.
+    """
     return [torch.Generator().manual_seed(derive_seed(run_seed, purpose, step, int(index))) for index in indices]
 
 
 def draw_noise(
     shape: tuple[int, ...], generators: Sequence[torch.Generator], dtype: torch.dtype, device: torch.device
 ) -> T:
-    """(B, *shape) unit normal, row i from generator i, drawn on the generator's device.
+    """(B, *shape) unit normal.
 
-    On its way to another device it does not wait for what that one is still computing.
+    Args:
+        shape: of a sample.
+        generators: one a sample, which draws on its own device.
+        dtype: that it is drawn in.
+        device: where it goes, without waiting for what that one is still computing.
     """
     noises = [torch.randn(shape, generator=generator, dtype=dtype, device=generator.device) for generator in generators]
     noise = torch.stack(noises)
@@ -201,12 +256,18 @@ def draw_noise(
 
 
 def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -> int:
-    """First stochastic step of the window in the rollouts of policy step `step`; 0 where there is no window.
+    """First stochastic step of the window in the rollouts of a policy step; 0 where there is no window.
 
     It lies in the steps [start, end) of noise.window_range. 'random': drawn for each policy step (Flow-GRPO-Fast), by
     default in the first half of the steps, or the shortest range that holds the window; 'anywhere': likewise, in all
     but the last. 'slide' (MixGRPO, arXiv 2507.21802): from the range's start by window_stride after every
     window_interval policy steps, and it stays at the end; 'cycle' begins anew there.
+
+    Args:
+        num_steps: of a rollout.
+        noise: window_size, window_move and the others.
+        run_seed: of the run, for what is drawn.
+        step: of the policy.
     """
     size, move = noise.window_size, noise.window_move
     if not size:
@@ -267,10 +328,15 @@ class DiffusionSampler:
         window: int = 0,
         keep: Sequence[int] = (),
     ) -> SamplingResult:
-        """Denoise B samples. generator: one for each sample, or a single one that seeds one for each sample.
+        """Denoise B samples.
 
-        window: first stochastic step when the noise config has a window_size. keep: stochastic steps whose log-probs
-        keep the graph of their own forward, each from the latents on; of the others no gradient is recorded.
+        Args:
+            model: which predicts.
+            batch: conditions and shape of the samples.
+            generator: one for each sample, or a single one that seeds one for each sample.
+            window: first stochastic step when the noise config has a window_size.
+            keep: stochastic steps whose log-probs keep the graph of their own forward, each from the latents on; of the
+                others no gradient is recorded.
         """
         generators = _per_sample_generators(generator, batch.batch_size)
         timesteps, sigmas = self.schedule(model, batch.latent_shape)

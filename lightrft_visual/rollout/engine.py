@@ -60,7 +60,13 @@ class RolloutEngine(Protocol):
 
 
 def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> RolloutEngine:
-    """The engine that `rollout.engine_type` names in the registry. Raises ConfigError, RolloutError."""
+    """The engine that `rollout.engine_type` names in the registry. Raises ConfigError, RolloutError.
+
+    Args:
+        config: of the run.
+        checkpoint: that the engine starts from.
+        actor: which is trained; its weights are sent, or sampled from.
+    """
     return registry.engines.load(config.rollout.engine_type)(config, checkpoint, actor)
 
 
@@ -100,12 +106,25 @@ class RolloutStage:
         purpose: str = "rollout",
         seed: int | None = None,
     ) -> list[Rollout]:
-        """`requests` and `draw` in one."""
+        """`requests` and `draw` in one.
+
+        Args:
+            batch: the prompts.
+            settings: how tokens are chosen, and how many samples a prompt has.
+            policy_version: of the engine's weights, which the rollouts carry.
+            purpose: as of `requests`, as `seed` is.
+            seed: default: the run's.
+        """
         return self.draw(self.requests(batch, purpose, seed), settings, policy_version)
 
     def requests(self, batch: PromptBatch, purpose: str = "rollout", seed: int | None = None) -> list[PromptFeatures]:
-        """What the engine is asked to continue, one a prompt. Seeds come from (seed, by default the run's, purpose,
-        prompt id) alone. Raises DataError for prompts that cannot be used."""
+        """What the engine is asked to continue, one a prompt.
+
+        Args:
+            batch: the prompts; DataError for those that cannot be used.
+            purpose: what is sampled for; with the seed and the prompt's id it alone decides the random stream.
+            seed: default: the run's.
+        """
         prompts = self.data_processor.features(batch) if batch.prepared is None else batch.prepared
         for prompt in prompts:
             prompt.seed = derive_seed(self.run_seed if seed is None else seed, purpose, prompt.group_id)

@@ -75,7 +75,13 @@ class TransformersEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) -> TransformersEngine:
-        """The engine of a run."""
+        """The engine of a run.
+
+        Args:
+            config: for the size of micro-batches.
+            checkpoint: for its tokenizer.
+            actor: which is trained, and sampled from.
+        """
         size = config.rollout.micro_rollout_batch_size
         return cls(actor, checkpoint.tokenizer, size)
 
@@ -90,7 +96,10 @@ class TransformersEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """n completions per prompt, in order. log_probs are None where top_p or top_k leave no softmax.
 
-        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        Args:
+            prompts: what is continued.
+            settings: n, and how tokens are chosen.
+            finished: called with (number of a prompt, its completions) as soon as all of these are there.
         """
         # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
         most = settings.max_new_tokens
@@ -262,7 +271,13 @@ class Choice:
 
     @classmethod
     def of(cls, actor: Actor, drawn: list[bool], settings: SamplingSettings) -> Choice:
-        """For R responses, of which some are images."""
+        """For R responses.
+
+        Args:
+            actor: which is sampled from.
+            drawn: whether each is an image.
+            settings: how tokens are chosen.
+        """
         device = actor.banned_ids.device
         guided = [i for i, draws in enumerate(drawn) if draws and settings.guidance_scale != 1]
         sources = torch.tensor([*range(len(drawn)), *guided], device=device)
@@ -271,13 +286,19 @@ class Choice:
         return cls(actor, settings, images, text, guided, sources)
 
     def next(self, hidden: T, noise: T, step: int) -> tuple[T, T]:
-        """(token ids (R), their log-probs (R)) of hidden states (R + guided, H) and noise (R)."""
+        """(token ids (R), their log-probs (R)).
+
+        Args:
+            hidden: (R + guided, H) last hidden states.
+            noise: (R) float64 in [0, 1).
+            step: number of the token.
+        """
         count, text = len(noise), self.text
         if self.actor.drawing is None:
-            return draw(step_logits(self.actor, hidden, step, self.settings), noise, self.settings)
+            return draw(_step_logits(self.actor, hidden, step, self.settings), noise, self.settings)
         tokens, log_probs = noise.new_zeros(count, dtype=torch.long), noise.new_zeros(count, dtype=torch.float32)
         # Both heads run, on no rows where there are none: under ZeRO-3 their weights are gathered from all ranks.
-        logits = step_logits(self.actor, hidden[text], step, self.settings)
+        logits = _step_logits(self.actor, hidden[text], step, self.settings)
         tokens[text], log_probs[text] = draw(logits, noise[text], self.settings)
         tokens[self.drawn], log_probs[self.drawn] = self._code(hidden, noise[self.drawn], step)
         return tokens, log_probs
@@ -390,7 +411,15 @@ class Decoding:
         return output.last_hidden_state[:, -1]
 
     def attend(self, layer: int, query: T, key: T, value: T, scale: float | None) -> T:
-        """query (R, heads, 1, D), and what `PromptLayer.update` gave -> (R, 1, heads, D)."""
+        """(R, 1, heads, D) what the next token of each response reads of its prompt and of the response.
+
+        Args:
+            layer: number of the layer.
+            query: (R, heads, 1, D).
+            key: (R, key heads, tokens, D) of the responses, as `PromptLayer.update` gave them.
+            value: likewise.
+            scale: of scores; None: D ** -0.5.
+        """
         self.attended = True
         prompts, (count, heads, _, width) = self.cache.layers[layer], query.shape
         query = query.squeeze(2).float() * (width**-0.5 if scale is None else scale)
@@ -444,7 +473,7 @@ def uniform_noise(samples: Sequence[_Sample], steps: int) -> T:
     return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
 
 
-def step_logits(actor: Actor, hidden: T, step: int, settings: SamplingSettings) -> T:
+def _step_logits(actor: Actor, hidden: T, step: int, settings: SamplingSettings) -> T:
     """(B, V) float32 at the sampling temperature of response token `step`, banned tokens at -inf."""
     logits = actor.head[0](hidden, in_float32=True)
     logits = logits / step_temperature(step, settings)
@@ -461,7 +490,13 @@ def step_temperature(step: int, settings: SamplingSettings) -> float:
 
 
 def draw(logits: T, noise: T, settings: SamplingSettings) -> tuple[T, T]:
-    """(tokens (B), their log-probs (B)) by inverse transform of `noise` (B), or the largest where greedy."""
+    """(tokens (B), their log-probs (B)), by inverse transform, or the largest where greedy.
+
+    Args:
+        logits: (B, V) at the sampling temperature, -inf where a token is banned.
+        noise: (B) float64 in [0, 1).
+        settings: for greedy, top_k and top_p; log-probs are those of all logits.
+    """
     if settings.greedy:
         tokens = logits.argmax(dim=-1)
     else:
@@ -476,7 +511,13 @@ def draw(logits: T, noise: T, settings: SamplingSettings) -> tuple[T, T]:
 
 
 def truncated(logits: T, top_k: int, top_p: float) -> T:
-    """Logits (B, V) outside the top_k largest, then outside the smallest set of mass top_p, at -inf."""
+    """The logits with those that are not to be drawn at -inf.
+
+    Args:
+        logits: (B, V).
+        top_k: so many of the largest stay; 0 or below: all.
+        top_p: of these the smallest set of so much mass stays.
+    """
     if 0 < top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))

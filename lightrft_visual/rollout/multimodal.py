@@ -67,9 +67,14 @@ class MultimodalDataProcessor:
     ) -> EasyDict:
         """Prepare P prompts for N samples each.
 
-        all_prompts (P): rendered strings with one placeholder per image or video. all_images, all_videos (P): for each
-        prompt None, one source, or a list of sources in the order of the placeholders. images_num, videos_num (P): how
-        many there should be; checked where given.
+        Args:
+            all_prompts: (P) rendered strings with one placeholder per image or video.
+            all_images: (P) for each prompt None, one source, or a list of sources in the order of the placeholders.
+            all_references: (P) what rewards compare with.
+            images_num: (P) how many there should be; checked where given.
+            n_samples_per_prompt: N.
+            all_videos: as `all_images`.
+            videos_num: as `images_num`.
 
         Returns P * N entries per key, prompt-major (prompt 0 N times, then prompt 1, ...); what is large is shared by
         the N entries, not copied:

@@ -82,14 +82,26 @@ class ParityGate:
         )
 
     def difference(self, ours: T, theirs: T, mask: T) -> float:
-        """What is held against the tolerance, for (B, A) log-probs under a mask."""
+        """What is held against the tolerance.
+
+        Args:
+            ours: (B, A) log-probs of the trainer.
+            theirs: (B, A) of the engine.
+            mask: (B, A) bool, what is compared.
+        """
         return log_prob_difference(ours, theirs, mask, mean=self.averages)
 
     def check_rollouts(
         self, difference: float, probe: PromptBatch | None = None, temperature: float = 1.0, where: str = ""
     ) -> None:
-        """The same check on the figure of a whole rollout; `probe` holds prompts of it to find the cause with. where:
-        the token that differs most, if one is known."""
+        """The same check on a whole rollout.
+
+        Args:
+            difference: as `difference` gives it, of all ranks.
+            probe: prompts of it, to find the cause with; None: no cause is named.
+            temperature: that it was sampled at.
+            where: the token that differs most, if one is known, in words.
+        """
         if difference <= self.tolerance:
             return
         by = f"{difference:.3g} in the mean" if self.averages else f"up to {difference:.3g}"
@@ -119,7 +131,12 @@ class ParityGate:
     def check_reference(self, reference: Score, batch: PromptBatch, temperature: float = 1.0) -> None:
         """Before the first step the reference is the policy; raises RolloutError where they score tokens differently.
 
-        reference(inputs, rule) gives its (B, A) log-probs. A collective.
+        A collective.
+
+        Args:
+            reference: a function of (inputs, rule) to its (B, A) log-probs.
+            batch: prompts to sample from.
+            temperature: of the sampling.
         """
         rollouts, settings = self._probe(batch, temperature)
         own = 0.0
@@ -252,7 +269,14 @@ class RolloutCheck:
 
 
 def log_prob_difference(ours: T, theirs: T, mask: T, mean: bool = False) -> float:
-    """Largest or mean |difference| under the mask (B, A); inf where one of them is not finite, 0 of nothing."""
+    """Largest or mean |difference|; inf where one of them is not finite, 0 of nothing.
+
+    Args:
+        ours: (B, A) log-probs.
+        theirs: (B, A).
+        mask: (B, A) bool, what is compared.
+        mean: the mean, not the largest.
+    """
     difference = (ours.float() - theirs.float()).abs()[mask]
     if not difference.numel():
         return 0.0

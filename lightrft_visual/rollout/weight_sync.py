@@ -57,10 +57,14 @@ def named_weights(
 ) -> Iterator[tuple[str, T]]:
     """(checkpoint name, tensor) of every weight of the policy, in module order; tied weights come once.
 
-    Tensors are the trainer's own, where nothing has to be gathered, merged or cast: read them at once. Under ZeRO-3
-    weights are gathered up to bucket_bytes at a time (one larger weight alone), so all ranks must consume in step; a
-    gathered tensor stays as long as it is referred to. LoRA layers come as base + scale * B A, leaving the layers
-    themselves as they are.
+    Tensors are the trainer's own, where nothing has to be gathered, merged or cast: read them at once. LoRA layers come
+    as base + scale * B A, leaving the layers themselves as they are.
+
+    Args:
+        engine: which trains the policy.
+        dtype: of the tensors; None: as they are.
+        bucket_bytes: gathered at a time under ZeRO-3 (one larger weight alone), so all ranks must consume in step; a
+            gathered tensor stays as long as it is referred to.
     """
     model = engine.module.model
     weights = _merged(model) if is_adapted(model) else _plain(model)
@@ -118,7 +122,13 @@ def adapter_weights(engine: TrainEngine) -> Iterator[tuple[str, T]]:
 
 
 def in_buckets(items: Iterable[Item], most: int, bytes_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Neighbours of together at most `most` bytes, or one that is larger."""
+    """Neighbours of together not too many bytes.
+
+    Args:
+        items: in order.
+        most: bytes of a bucket; one item that is larger has a bucket of its own.
+        bytes_of: of an item.
+    """
     bucket: list[Item] = []
     size = 0
     for item in items:
@@ -165,7 +175,13 @@ def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:
 
 def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | None = None) -> dict[str, T]:
     """All weights under checkpoint names on the host, and what a checkpoint holds beside them (running means of
-    batch norms); filled where `keep` (rank 0), empty elsewhere. A collective."""
+    batch norms). A collective.
+
+    Args:
+        engine: which trains the policy.
+        keep: whether this rank keeps them (rank 0); elsewhere the result is empty.
+        dtype: of the weights; None: as they are.
+    """
     state: dict[str, T] = {}
     for name, tensor in itertools.chain(named_weights(engine, dtype), _kept_buffers(engine.module.model)):
         if keep:
@@ -407,8 +423,10 @@ def received(
 ) -> list[tuple[str, T]]:
     """The tensors of a version, all of whose buckets were checked; views of what was mapped or fetched, to be copied.
 
-    fetch: gets an array of the object store. files: those that this process has mapped already. Raises WeightsRefused
-    for other bytes than those that were posted.
+    Args:
+        posted: where the buckets are, and their checksums; WeightsRefused for other bytes than those.
+        fetch: gets an array of the object store; None where all buckets are files of this host.
+        files: those that this process has mapped already; None: none.
     """
     known = files or MappedFiles()
 

@@ -165,8 +165,16 @@ class FastExperienceMaker:
     def get_advantages_and_returns(
         self, values: T, rewards: T, action_mask: T | None, gamma: float, lambd: float
     ) -> tuple[T, T, float]:
-        """GAE of (B, A) values and token rewards: advantages and returns (B, A), and the share of clipped tokens; see
-        `finished_gae`. A collective with advantages_norm."""
+        """GAE: advantages and returns (B, A), and the share of clipped tokens; see `finished_gae`. A collective with
+        advantages_norm.
+
+        Args:
+            values: (B, A) of the critic.
+            rewards: (B, A) of the tokens.
+            action_mask: (B, A); None: every position is an action.
+            gamma: discount.
+            lambd: 0: one step ahead of the critic; 1: the whole return.
+        """
         mask = torch.ones_like(values).bool() if action_mask is None else action_mask
         return finished_gae(values, rewards, mask, gamma, lambd, self._settings.algorithm)
 

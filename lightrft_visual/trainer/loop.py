@@ -346,7 +346,13 @@ class PolicyTrainer(ABC):
         return self.step == self.settings.total_steps or (every > 0 and self.step % every == 0)
 
     def count_step(self, result: StepResult, metrics: MetricsAccumulator, prefix: str = "") -> None:
-        """Record an optimizer step in `metrics`; a skipped one is counted, said, and too many in a row end the run."""
+        """Record an optimizer step; a skipped one is counted, said, and too many in a row end the run.
+
+        Args:
+            result: of the step.
+            metrics: what it is recorded in.
+            prefix: of the metrics' names, '' for the policy's.
+        """
         metrics.add(f"{prefix}learning_rate", result.learning_rate)
         metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
         if not prefix:

@@ -160,7 +160,13 @@ def paths_read(config: AnyConfig) -> list[Path]:
 
 
 def check_update(train: Any, parts: int, allowed: Iterable[int]) -> None:
-    """Raise ConfigError where ranks, or groups of them, cannot share an update. allowed: sizes that would do."""
+    """Raise ConfigError where an update cannot be shared.
+
+    Args:
+        train: section of the configuration with train_batch_size.
+        parts: ranks, or groups of them, that share it.
+        allowed: sizes that would do; the nearest is named.
+    """
     size = train.train_batch_size
     if size % parts:
         works = nearest(size, allowed)

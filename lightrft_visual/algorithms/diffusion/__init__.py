@@ -1,7 +1,6 @@
 """Diffusion algorithms: from a run's configuration to the loss; config/registry.py has their names and needs.
 
-A loss has a method `loss(LossContext, DenoisingBatch, total)` that answers with a LossOutputs; where the algorithm
-trains on the reward's gradient it is called as `RewardFL.loss` is.
+A loss is a `context.DiffusionLoss`; where the algorithm trains on the reward's gradient, it is as `RewardFL`.
 """
 
 from dataclasses import replace

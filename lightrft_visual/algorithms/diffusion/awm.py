@@ -10,7 +10,7 @@ import torch
 
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import ratio_means
 
@@ -34,7 +34,7 @@ def matching_log_prob(error: T, sigma: T, weighting: str = "huber", power: float
 
 
 @dataclass(frozen=True)
-class AWM:
+class AWM(DiffusionLoss):
     """Loss of AWM on rows of finished samples; `context.old` holds the rollout weights.
 
     adv_max: advantages are clamped to ±this and divided by it. beta, old_beta: weights of the squared distance of the

@@ -7,7 +7,7 @@ reward-weighted regression share.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -80,6 +80,21 @@ def summed(
     return LossOutputs((losses * valid).sum() / denominator, means=dict(means), maxima=dict(maxima or {}))
 
 
+class DiffusionLoss(Protocol):
+    """What a diffusion algorithm trains with, but for those that train on the reward's gradient."""
+
+    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
+        """The micro-batch's share of the loss of an update, and its metrics.
+
+        Args:
+            context: the model, and those that it is compared with.
+            batch: M samples, each at one step.
+            denominator: of the sum over valid samples: that of the whole update, so that micro-batches and ranks add
+                up to one batch.
+        """
+        ...
+
+
 class Noised(NamedTuple):
     """mixed (M, …): the samples with noise; target (M, …): what the model should answer there."""
 
@@ -118,7 +133,13 @@ def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
 
 
 def noised(context: LossContext, batch: DenoisingBatch, shared: bool = False) -> Noised:
-    """The rows' finished samples, with noise of their own or of their group, as the context's model is asked."""
+    """Finished samples with noise, as the context's model is asked.
+
+    Args:
+        context: for its seed and what its model predicts.
+        batch: M samples, each at one step.
+        shared: samples of one group get the same noise.
+    """
     noise = forward_noise(context.seed, batch, shared)
     return add_noise(batch.data, noise, batch.sigma, context.policy.prediction)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, noised, scaled_error, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, noised, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .nft import optimality
 from .preference import sums_of_groups
@@ -29,7 +29,7 @@ LEAST_KL = 1e-4  # weight of the KL of a sample of reward 0
 
 
 @dataclass(frozen=True)
-class CenteredReward:
+class CenteredReward(DiffusionLoss):
     """The loss above; `context.old` holds the rollout weights. kl_beta 0: no KL."""
 
     beta: float = 1.0

@@ -56,8 +56,15 @@ def experience_of(
 ) -> ExperienceDiffusion:
     """The batch of experience of one sampler call; advantages (B) start at 0 and valid (B) at true.
 
-    An ODE rollout keeps only its finished latents, as a trajectory of one point: (B, 1, …). shared: conditions that
-    each sample refers to, beside its own ones.
+    An ODE rollout keeps only its finished latents, as a trajectory of one point: (B, 1, …).
+
+    Args:
+        result: of B samples.
+        conditions: {name: (B, …)} of the samples' own.
+        group_id: (B) long, of their prompts.
+        sample_id: (B) long, which no other sample of the run has.
+        policy_version: of the weights that drew them.
+        shared: conditions that each sample refers to, beside its own ones.
     """
     count, steps = result.latents.shape[0], len(result.sigmas)
     sigmas = torch.cat([result.sigmas, result.sigmas.new_zeros(1)])
@@ -98,10 +105,14 @@ def first_share(stochastic: T, fraction: float) -> T:
 
 
 def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: float = 0.0) -> T:
-    """(B, n) step indices that a loss on finished samples trains on: the first `fraction` of those with sigma above 0,
-    and at least `lowest` (the first step, where none has as much).
+    """(B, n) step indices that a loss on finished samples trains on.
 
     At sigma 0 the sample itself is the model's input, and its loss is 0 for every model.
+
+    Args:
+        experience: B samples.
+        fraction: the first so many of the steps with sigma above 0.
+        lowest: sigma that they have at least; the first step alone, where none has as much.
     """
     sigmas = experience.sigmas[0, :-1]
     count = int(((sigmas > 0) & (sigmas >= lowest)).sum())
@@ -110,8 +121,13 @@ def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: 
 
 
 def shuffled_steps(steps: T, ids: T, seed: int) -> T:
-    """(B, n) step indices, each row in an order that only the seed and its id (B) decide: of a sample, or of the group
-    whose samples go through the same steps."""
+    """(B, n) step indices, each sample's in an order that only the seed and its id decide.
+
+    Args:
+        steps: (B, n).
+        ids: (B) of samples, or of groups whose samples go through the same steps.
+        seed: of the update.
+    """
     orders = []
     for sample in ids.tolist():
         generator = torch.Generator().manual_seed(derive_seed(seed, "steps", sample))

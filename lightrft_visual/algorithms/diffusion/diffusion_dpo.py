@@ -17,7 +17,14 @@ PAIR = 2
 def pair_preference(
     beta: float, reference: str = "base", kl_beta: float = 0.0, guidance_scale: float = 1.0
 ) -> GroupPreference:
-    """Diffusion-DPO's loss; arguments as of `GroupPreference`."""
+    """Diffusion-DPO's loss.
+
+    Args:
+        beta: as of `GroupPreference`, as what follows.
+        reference: what the pair's errors are compared with, 'base' or 'old'.
+        kl_beta: weight of the KL.
+        guidance_scale: of the training forward.
+    """
     return GroupPreference(beta, PAIR, 1.0, reference, kl_beta, guidance_scale)
 
 
@@ -55,7 +62,13 @@ def ranked_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T]:
 
 
 def gathered_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T, dict[str, float]]:
-    """This rank's signs and pair ids of `ranked_pairs` over all ranks, and the metrics of the batch. A collective."""
+    """This rank's signs and pair ids of `ranked_pairs` over all ranks, and the metrics of the batch. A collective.
+
+    Args:
+        rewards: (B) of this rank.
+        group_id: (B) of their prompts.
+        valid: (B) bool; others are in no pair.
+    """
     everyone = all_gather_object((rewards.cpu(), group_id.cpu(), valid.cpu()))
     gathered = [torch.cat(parts) for parts in zip(*everyone)]
     signs, pairs = ranked_pairs(*gathered)

@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...rollout.diffusion_sampler import Step, sde_step
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import LossContext, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -60,7 +60,7 @@ def gaussian_kl(mean: T, reference_mean: T, std: T, dt: T, form: str = "full") -
 
 
 @dataclass(frozen=True)
-class FlowGRPO:
+class FlowGRPO(DiffusionLoss):
     """The clipped loss of stochastic denoising steps, for any rule of `sde_step` (DanceGRPO and DDPO use it too).
 
     guidance_scale: of the training forward; 1 trains without guidance. beta: weight of the KL to the reference.
@@ -102,7 +102,13 @@ class FlowGRPO:
         return summed(losses * weights, batch.valid, denominator, means, kl, self.beta * weights, maxima)
 
     def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
-        """(M) losses of log ratios (M), without the KL, and their metrics: ratios clipped on the advantage's side."""
+        """(M) losses without the KL, and their metrics: ratios clipped on the advantage's side.
+
+        Args:
+            raw: (M) log ratios.
+            step: what the policy says of the steps now.
+            batch: M samples, each at one step.
+        """
         ratios = self.guarded(raw, step, batch) if self.guard else raw
         losses = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range).values
         if self.guard:
@@ -114,13 +120,25 @@ class FlowGRPO:
         return 1.0
 
     def guarded(self, raw: T, step: Step, batch: DenoisingBatch) -> T:
-        """(M) log ratios as GRPO-Guard normalises them; ConfigError when the rollout kept no step means."""
+        """(M) log ratios as GRPO-Guard normalises them.
+
+        Args:
+            raw: (M) log ratios.
+            step: what the policy says of the steps now.
+            batch: M samples, each at one step; ConfigError when their rollout kept no step means.
+        """
         if batch.rollout_means is None:
             raise ConfigError("GRPO-Guard compares step means: sample with keep_means")
         return guarded_log_ratio(raw, step.mean, batch.rollout_means, step.std, self.log_prob)
 
     def kl(self, context: LossContext, batch: DenoisingBatch, step: Step) -> T | None:
-        """(M) KL of each step to the reference policy; None where it has no weight."""
+        """(M) KL of each step to the reference policy; None where it has no weight.
+
+        Args:
+            context: for the reference.
+            batch: M samples, each at one step.
+            step: what the policy says of the steps now.
+        """
         if self.beta == 0:
             return None
         with torch.no_grad(), context.policy.reference():

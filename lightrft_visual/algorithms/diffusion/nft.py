@@ -10,7 +10,7 @@ import torch
 
 from ...rollout.diffusion_sampler import per_sample
 from ..loss_terms import LossOutputs
-from .context import LossContext, noised, scaled_error, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, noised, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -68,7 +68,7 @@ def nft_loss(v: T, v_old: T, mixed: T, data: T, time: T, r: T, *, beta: float = 
 
 
 @dataclass(frozen=True)
-class DiffusionNFT:
+class DiffusionNFT(DiffusionLoss):
     """Loss of DiffusionNFT on rows of ODE rollouts; `context.old` holds the rollout weights."""
 
     beta: float = 1.0

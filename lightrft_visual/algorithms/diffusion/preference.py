@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ..loss_terms import LossOutputs
-from .context import LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
 
 T = torch.Tensor
@@ -36,7 +36,7 @@ class Coupled(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupPreference:
+class GroupPreference(DiffusionLoss):
     """The loss above. scale: what it is multiplied by; reference: 'base', or 'old' for the rollout policy; kl_beta:
     weight of |v - v_base|²."""
 
@@ -48,10 +48,7 @@ class GroupPreference:
     guidance_scale: float = 1.0
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """Every row's share of its group's loss, summed over valid rows / denominator.
-
-        rows.coupling (M): the sum of A Delta over the row's group; None where the rows hold whole groups.
-        """
+        """Every sample's share of its group's loss; with `coupling` (M), the sum of A Delta over the group."""
         mixed, target = noised(context, batch, shared=True)
         inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
         whole = batch.coupling is None

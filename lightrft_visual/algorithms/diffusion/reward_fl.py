@@ -90,7 +90,13 @@ class RewardFL:
     ) -> LossOutputs:  # fmt: skip
         """-weight (min(score, target) - mean) / std + kl_beta |v - v_ref|², over valid samples / denominator.
 
-        start (B, …) noise; schedule: timesteps (K) and sigmas (K); reward scores media in 0..1.
+        Args:
+            context: the model, which also decodes, and its reference.
+            start: (B, …) noise.
+            conditions: {name: (B, …)}.
+            schedule: timesteps (K) and sigmas (K).
+            reward: scores media in 0..1, with gradients.
+            denominator: valid samples of the whole update.
         """
         denoised = self.denoise(context, start, conditions, *schedule)
         scored = reward(context.policy.decode(denoised.latents))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
 
 
 @dataclass(frozen=True)
-class RewardWeighted:
+class RewardWeighted(DiffusionLoss):
     """exp(A / temperature) times the matching error of each finished sample; beta as in Flow-GRPO, on velocities."""
 
     temperature: float = 1.0

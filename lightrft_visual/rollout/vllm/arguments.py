@@ -130,8 +130,11 @@ def most_sequences(rollout: RolloutConfig, samples: int) -> int:
 def host_cache(text: Any, width: int, sequences: int, length: int) -> int:
     """Bytes of keys and values on a host without accelerator: room for all sequences at their longest, or the most.
 
-    text: configuration of the language model; width: bytes of a number; length: tokens of a sequence. A model whose
-    layers keep something else gets the most.
+    Args:
+        text: configuration of the language model; one whose layers keep something else gets the most.
+        width: bytes of a number.
+        sequences: at once.
+        length: tokens of a sequence.
     """
     kinds = set(getattr(text, "layer_types", None) or ())
     if not kinds <= {"full_attention", "sliding_attention"} or getattr(text, "kv_lora_rank", None) is not None:

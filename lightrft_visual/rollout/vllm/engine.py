@@ -57,7 +57,13 @@ class VLLMEngine(ResidentEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> VLLMEngine:
-        """The engine of a run, or of a process that does nothing else; weights come by `update_weights`."""
+        """The engine of a run, or of a process that does nothing else.
+
+        Args:
+            config: of the run.
+            checkpoint: that it starts from.
+            actor: not read; weights come by `update_weights`.
+        """
         return cls(VLLMSettings.from_config(config, checkpoint))
 
     @property
@@ -101,7 +107,10 @@ class VLLMEngine(ResidentEngine):
     ) -> list[list[Completion]]:
         """n completions per prompt, in order. With FIRE the first token is drawn at its own temperature.
 
-        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        Args:
+            prompts: what is continued.
+            settings: n, and how tokens are chosen.
+            finished: called with (number of a prompt, its completions) as soon as all of these are there.
         """
         own = slice(0, len(prompts))
         if self.sharing.group is not None:

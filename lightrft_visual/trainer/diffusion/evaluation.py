@@ -55,8 +55,14 @@ class DrawingGold:
 
 
 def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> PairedScores:
-    """Reward (scores and which of them are valid) and gold of each of all ranks' prompts; samples (B) of one number in
-    `prompts` are taken together. A collective."""
+    """Reward and gold of each of all ranks' prompts. A collective.
+
+    Args:
+        step: of the run.
+        prompts: (B) numbers of the samples' prompts; those of one number are taken together.
+        reward: (B) scores, and which of them are valid.
+        gold: of the same B samples.
+    """
     scores, valid = reward
     usable = valid.bool().cpu() & gold.valid.bool().cpu()
     mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score))))

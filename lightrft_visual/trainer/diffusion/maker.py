@@ -64,7 +64,13 @@ class DiffusersEngine:
         return DiffusionExperienceMaker(self, rewards, self.algorithm)
 
     def generate(self, requests: DrawingBatch, step: int, graphs: RolloutGraphs | None = None) -> list[Sampled]:
-        """Rollouts by micro-batch, in the order of the rows. graphs: those that are kept."""
+        """Rollouts by micro-batch, in the order of the requests.
+
+        Args:
+            requests: what is drawn.
+            step: of the policy, for the noise.
+            graphs: as of `DiffusionSampling.draw`.
+        """
         with self.old.swapped() if self.old is not None else nullcontext():
             return self.sampling.draw(requests, step, graphs=graphs)
 
@@ -151,7 +157,7 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             scored = rewards_at(drawn.scored, part)
             scored.valid = drawn.valid[part]
-            experiences.append(scored_experience(each, drawn.requests.select(part), scored, drawn.step))
+            experiences.append(_scored_experience(each, drawn.requests.select(part), scored, drawn.step))
             start = part.stop
         drawn.counts |= self._advantages(experiences, drawn.scored)
         kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
@@ -198,7 +204,13 @@ class DiffusionExperienceMaker:
 
 
 def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T) -> RewardOutput:
-    """Rewards of media (B, 3, H, W) or (B, 3, T, H, W) for their rows."""
+    """Rewards of what was drawn.
+
+    Args:
+        rewards: which score.
+        requests: of the B samples.
+        media: (B, 3, H, W) or (B, 3, T, H, W) in 0..1.
+    """
     return rewards.score_media(requests.prompts, **_reward_columns(requests, media))
 
 
@@ -227,7 +239,7 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
     return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu(), weights=weights)
 
 
-def scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
+def _scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
     """The experience of one micro-batch; advantages are still to come."""
     version = step if drawn.policy_version is None else drawn.policy_version
     experience = experience_of(
@@ -287,8 +299,13 @@ class TrainingReward:
             )
 
     def check_gradient(self, sample: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
-        """Score noise of this shape (1, 3, H, W) or (1, 3, T, H, W) for a prompt. RewardError where the reward fails,
-        or its score has no gradient."""
+        """Score noise for a prompt. RewardError where the reward fails, or its score has no gradient.
+
+        Args:
+            sample: with the prompt.
+            shape: (1, 3, H, W) or (1, 3, T, H, W).
+            device: that the reward gets it on.
+        """
         media = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
         try:
             self(media, drawing_batch([sample], [0], first=0))

@@ -77,7 +77,13 @@ class DrawingWatched:
         return score_samples(self.gold.rewards, drawn.requests, drawn.media)
 
     def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
-        """`gold`: the mean over the samples that could be scored. A collective."""
+        """Reward and gold of each prompt. A collective.
+
+        Args:
+            step: whose metrics get `gold`, the mean over the samples that could be scored.
+            scores: of the judge.
+            number: of the step.
+        """
         drawn = step.rollouts
         step.metrics.add_mean("gold", scores.score, scores.valid)
         return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
@@ -97,7 +103,13 @@ def records_of_drawn(drawn: Drawn) -> list[Record]:
 
 
 def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:
-    """See `image_statistics`; of all ranks' media (B, 3, …) in 0..1. A collective."""
+    """See `image_statistics`; of all ranks' media. A collective.
+
+    Args:
+        metrics: what they are added to.
+        requests: of this rank's B samples.
+        media: (B, 3, …) in 0..1.
+    """
     thumbs, groups = gathered(media, requests.group_ids, collectives.all_gather_object)
     for name, value in image_statistics(thumbs, groups).items():
         metrics.add(name, value)

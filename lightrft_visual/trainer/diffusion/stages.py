@@ -60,8 +60,13 @@ class RolloutGraphs:
         return cls(list(policy.parameters()), limit, config.algorithm.timestep_fraction)
 
     def fit(self, forward: Callable[[], T], samples: int, sampler: DiffusionSampler) -> bool:
-        """Whether the graphs of this many samples are within the limit on all ranks; `forward` of one is measured by
-        the first call, which is a collective."""
+        """Whether the graphs of a rollout are within the limit on all ranks; the first call is a collective.
+
+        Args:
+            forward: that of one sample, which the first call measures.
+            samples: of the rollout on this rank.
+            sampler: for the steps that keep one.
+        """
         if self.bytes is None:
             mine = kept_bytes(forward, self.weights) * samples * len(self.steps(sampler, 0))
             self.bytes = collectives.all_reduce_max(torch.tensor(float(mine), dtype=torch.float64)).item()
@@ -205,10 +210,14 @@ class DiffusionSampling:
     def draw(
         self, requests: DrawingBatch, step: int, purpose: str = "noise", graphs: RolloutGraphs | None = None
     ) -> list[Sampled]:
-        """Micro-batches of all rows, in order. Noise depends on (run seed, purpose, step, sample id).
+        """Micro-batches of all samples, in order.
 
-        graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of edits
-        are not: their conditions differ in size from sample to sample.
+        Args:
+            requests: what is drawn.
+            step: of the policy; noise depends on it, the run's seed, `purpose` and the sample's id.
+            purpose: what is drawn for.
+            graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of
+                edits are not: their conditions differ in size from sample to sample.
         """
         size, host, shared = self.settings.micro_rollout_batch_size, HostCopies(), self.shared(requests)
         graphs = None if self.edits else graphs
@@ -247,7 +256,14 @@ class DiffusionSampling:
         return Sampled(result, own, host.of(self.model.policy.decode(result.latents).clamp(0, 1)), shared=shared)
 
     def batch(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
-        """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise."""
+        """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise.
+
+        Args:
+            requests: B samples.
+            conditions: {name: (B, …)} of them.
+            step: of the policy, for the noise, as `purpose` is.
+            purpose: what is drawn for.
+        """
         s, shape = self.settings, self.latent_shape
         latents = None
         if s.same_latent:
@@ -257,14 +273,27 @@ class DiffusionSampling:
 
 
 def repeated_indices(dataset: list, total: int, repeats: int, seed: int) -> list[int]:
-    """The samples of a global batch, by their places in the data: each drawn prompt `repeats` times, spread over it."""
+    """The samples of a global batch, by their positions in the data.
+
+    Args:
+        dataset: of prompts.
+        total: samples of the batch.
+        repeats: of each drawn prompt, spread over the batch.
+        seed: of the draw.
+    """
     return distributed_k_repeat_indices(
         dataset_length=len(dataset), batch_size=total, repeats_per_prompt=repeats, world_size=1, rank=0, seed=seed
     ).local_indices
 
 
 def own_share(dataset: list, indices: list[int], first: int = 0) -> DrawingBatch:
-    """This rank's rows of a global batch; `first`: the number of its first sample. Each row is read once."""
+    """This rank's samples of a global batch. Each prompt is read once.
+
+    Args:
+        dataset: of prompts.
+        indices: of the global batch's samples in it.
+        first: the number of the global batch's first sample.
+    """
     mine = len(indices) // collectives.world_size()
     start = collectives.rank() * mine
     chosen = indices[start : start + mine]
@@ -273,7 +302,13 @@ def own_share(dataset: list, indices: list[int], first: int = 0) -> DrawingBatch
 
 
 def drawing_batch(prompts: list, indices: list[int], first: int) -> DrawingBatch:
-    """Rows of data set entries; sample ids count from `first`."""
+    """Requests for samples of data set entries.
+
+    Args:
+        prompts: an entry for each sample.
+        indices: of the entries in the data set, which are their groups.
+        first: id of the first sample; the others count on from it.
+    """
     return DrawingBatch(
         prompts=[each.prompt for each in prompts],
         images=[each.images for each in prompts],

@@ -46,7 +46,7 @@ class ReplayUpdate:
 
     fraction, choice: the share of the steps that is trained on, and which: 'first' or each sample's own 'random' ones.
     steps_per_forward: steps of each sample that one forward and backward take together; memory grows with it.
-    min_sigma: least noise that losses on finished samples add. counts: see `add_loss`.
+    min_sigma: least noise that losses on finished samples add. counts: see `_add_loss`.
     """
 
     engine: TrainEngine
@@ -91,12 +91,17 @@ class ReplayUpdate:
                 outputs = self.loss.loss(context, part, total)
             if outputs.loss.requires_grad:  # else the steps of an expert that is not trained
                 self.engine.accumulate(outputs.loss, last)
-            add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
+            _add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
         return self.engine.step()
 
     def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
-        """The same on the rollout's own graphs, a backward for each of its micro-batches; empties the list. A
-        collective."""
+        """The same on the rollout's own graphs, a backward for each of its micro-batches. A collective.
+
+        Args:
+            graphed: the micro-batches, of which none is left.
+            context: for the loss.
+            metrics: what those of the loss are added to.
+        """
         count = sum(int(each.valid.sum()) * len(kept.steps) for each, kept in graphed)
         total = collectives.all_reduce_sum(torch.tensor(float(count))).item()
         while graphed:
@@ -106,7 +111,7 @@ class ReplayUpdate:
             part.kept = kept
             outputs = self.loss.loss(context, part, max(total, 1.0))
             self.engine.accumulate(outputs.loss, last=not graphed)
-            add_loss(metrics, outputs, part.valid.sum(), not graphed, first=True)
+            _add_loss(metrics, outputs, part.valid.sum(), not graphed, first=True)
         return self.engine.step()
 
     def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:
@@ -212,9 +217,14 @@ class RewardUpdate:
     def step(
         self, requests: DrawingBatch, context: LossContext, step: int, epoch: int, metrics: MetricsAccumulator
     ) -> tuple[StepResult, Drawn]:
-        """One guarded step over this rank's rows of a train batch, and what was drawn for it. A collective.
+        """One guarded step over this rank's samples of a train batch, and what was drawn for it. A collective.
 
-        epoch: pass over the step's rows; each draws noise of its own.
+        Args:
+            requests: the samples.
+            context: for the loss.
+            step: of the policy, for the noise.
+            epoch: pass over the step's samples; each draws noise of its own.
+            metrics: what those of the loss are added to.
         """
         drawn: list[tuple[T, T, T]] = []  # media (B, 3, …), scores (B), valid (B) bool
         self.sampling.remember(requests)
@@ -229,7 +239,7 @@ class RewardUpdate:
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
             self.engine.accumulate(outputs.loss, last)
-            add_loss(metrics, outputs, len(part), last, first=True)
+            _add_loss(metrics, outputs, len(part), last, first=True)
         media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
         return self.engine.step(), Drawn(requests, [], media, step, RewardOutput(scores, {}, valid))
 
@@ -246,7 +256,7 @@ class RewardUpdate:
         return scored
 
 
-def add_loss(
+def _add_loss(
     metrics: MetricsAccumulator, outputs: LossOutputs, count: int | T, last: bool, first: bool, counts: bool = True
 ) -> None:
     """Record one micro-batch's loss and metrics; the loss is a sum over those of an update, a mean over updates.

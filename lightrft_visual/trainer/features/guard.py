@@ -23,7 +23,13 @@ class Watched(Protocol):
         """What gold says of scored rollouts, whose media are still there. A collective."""
 
     def add_gold(self, step: StepData, scores: Any, number: int) -> PairedScores:
-        """`gold` into the step's metrics; reward and gold of each prompt. A collective."""
+        """Reward and gold of each prompt. A collective.
+
+        Args:
+            step: whose metrics get `gold`.
+            scores: of the judge.
+            number: of the step.
+        """
 
     def close(self) -> None:
         """Release the judge's workers."""

@@ -49,7 +49,13 @@ def kept_signal() -> T:
 
 
 def noisy(image: Image.Image, strength: int, seed: int) -> Image.Image:
-    """sqrt(kept) x + sqrt(1 - kept) e for pixels x in [0, 1], cut to that range; of the same size, in RGB."""
+    """sqrt(kept) x + sqrt(1 - kept) e for pixels x in [0, 1], cut to that range; in RGB.
+
+    Args:
+        image: of any size, which stays.
+        strength: index into `kept_signal`, which says how much is kept.
+        seed: of the noise e.
+    """
     kept = kept_signal()[strength].item()
     pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.float32) / 255)
     noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed % 2**63))

@@ -74,13 +74,13 @@ class StalenessHook(StepHook):
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
-        """`staleness_mean` and its relatives, see `add_ages`."""
+        """`staleness_mean` and its relatives, see `_add_ages`."""
         for each in step.batches:
             if not hasattr(each, "token_versions"):  # drawn as a whole
                 ages = self.context.step() - each.policy_version
-                add_ages(step.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.most)
+                _add_ages(step.metrics, ages, torch.ones_like(ages, dtype=torch.bool), self.most)
             elif each.token_versions is not None:
-                add_ages(step.metrics, self.context.step() - each.token_versions, each.action_mask, self.most)
+                _add_ages(step.metrics, self.context.step() - each.token_versions, each.action_mask, self.most)
         return step
 
     def metrics(self) -> Mapping[str, float]:
@@ -88,7 +88,7 @@ class StalenessHook(StepHook):
         return {"dropped_stale_share": self.dropped} | dict(self.engine.measured())
 
 
-def add_ages(metrics: MetricsAccumulator, ages: T, mask: T, most: int) -> None:
+def _add_ages(metrics: MetricsAccumulator, ages: T, mask: T, most: int) -> None:
     """`staleness_mean`, `staleness_max`, and `staleness_0` to `staleness_<most>`, the share of each age under the mask;
     the last one holds those that are older too. ages: versions between the policy that drew and the present one."""
     ages = ages.clamp(min=0)

@@ -277,7 +277,13 @@ def datasets_of(data: DataConfig, checks: RowChecks) -> tuple[PromptDataset, Pro
 
 
 def prompt_schedule(config: RunConfig | SFTRunConfig, dataset: PromptDataset, size: int) -> tuple[int, PromptSampler]:
-    """(steps, the order of the rows), of which a step takes `size`."""
+    """(steps of the run, the order of its data).
+
+    Args:
+        config: for seed, mixing, and how long the run is.
+        dataset: of prompts.
+        size: prompts of a step.
+    """
     data, train = config.data, config.train
     shares = mixing_probabilities(data.prompt_data_probs)
     sampler = PromptSampler(dataset.sizes, size, seed=train.seed, probabilities=shares, mixing=data.prompt_mixing)
@@ -390,7 +396,14 @@ def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpo
 
 
 def prove(config: RunConfig | SFTRunConfig, actor: Actor, checkpoint: Checkpoint, model: dict[str, Any]) -> None:
-    """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not."""
+    """Say that an adapter which no test has proven runs this model right. Raises ConfigError where it does not.
+
+    Args:
+        config: for the lengths that are tried.
+        actor: which is trained.
+        checkpoint: for tokenizer and family.
+        model: what the model is known by at later starts.
+    """
     proven = prove_family(actor, checkpoint, config.rollout.prompt_max_len + config.response_max_len, model)
     if proven:
         log_stage(proven)

@@ -31,7 +31,13 @@ def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> l
 
 
 def paired_scores_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tuple[float, bool]]) -> PairedScores:
-    """Reward and gold, as `gold_scores`, of each prompt of all ranks' rollouts. A collective."""
+    """Reward and gold of each prompt of all ranks' rollouts. A collective.
+
+    Args:
+        step: of the run.
+        rollouts: of this rank, which are scored.
+        scores: their gold and whether it is valid, as from `gold_scores`.
+    """
     mine = [
         (each.prompt.group_id, each.reward, score)
         for each, (score, valid) in zip(rollouts, scores)

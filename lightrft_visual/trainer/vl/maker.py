@@ -124,7 +124,13 @@ class Agreement:
             self.difference = self.gate.check(self.probe, self.settings.temperature)
 
     def after_sync(self, step: int, evaluated: bool, full_distribution: bool) -> None:
-        """A probe where no rollout follows that would show a difference, and every `parity_every` steps."""
+        """A probe where no rollout follows that would show a difference, and every `parity_every` steps.
+
+        Args:
+            step: of the policy.
+            evaluated: whether an evaluation comes before the next rollout.
+            full_distribution: whether rollouts have log-probs to compare: no top_p or top_k cuts them.
+        """
         unseen = not full_distribution or (self.ahead and not self._synced)
         self._synced = True
         every = self.settings.parity_every
@@ -141,7 +147,13 @@ class Agreement:
         return RolloutCheck(self.gate, self.probe, self.settings.temperature)
 
     def check(self, batches: Sequence[Experience], version: int, metrics: MetricsAccumulator) -> None:
-        """Compare a step's batches, whose policy was scored already, and report it. A collective."""
+        """Compare a step's batches, whose policy was scored already, and report it. A collective.
+
+        Args:
+            batches: with log-probs of engine and trainer.
+            version: of the policy that scored; tokens of others are left out.
+            metrics: what the difference is added to.
+        """
         check = self.of_rollouts()
         for each in batches:
             mask = comparable(each, each.action_mask, version)
@@ -304,7 +316,14 @@ class ExperienceMaker:
     def sample(
         self, prompts: PromptBatch, sampling: SamplingSettings, purpose: str, seed: int | None = None
     ) -> Rollouts:
-        """Responses that no hook follows, as for evaluations. purpose, seed: see `RolloutStage.requests`."""
+        """Responses that no hook follows, as for evaluations.
+
+        Args:
+            prompts: what is continued.
+            sampling: how tokens are chosen.
+            purpose: as of `RolloutStage.requests`, as `seed` is.
+            seed: default: the run's.
+        """
         with self.settings.timer.phase("sync"):
             self.engine.wake()
         with self.settings.timer.phase("generate"):

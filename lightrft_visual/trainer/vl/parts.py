@@ -180,7 +180,13 @@ class VLWatched:
         return gold_scores(self.gold, rollouts)
 
     def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
-        """`gold`: the mean over the rollouts that could be scored. A collective."""
+        """Reward and gold of each prompt. A collective.
+
+        Args:
+            step: whose metrics get `gold`, the mean over the rollouts that could be scored.
+            scores: of the judge.
+            number: of the step.
+        """
         for score, valid in scores:
             if valid:
                 step.metrics.add("gold", score)
@@ -243,8 +249,14 @@ class VLParts(RunParts):
 
 
 def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, index: int) -> RewardBatch:
-    """A sample as rewards see it, with an image where it asks for one and a turn where the run has episodes; remote
-    media are not fetched for it."""
+    """A sample as rewards see it, with an image where it asks for one and a turn where the run has episodes.
+
+    Args:
+        dataset: of prompts.
+        checkpoint: which renders them.
+        config: of the run.
+        index: of the sample; if its media are remote they are not fetched, and made-up images take their place.
+    """
     sample = dataset[index]
     if is_remote_row(sample):
         sample = replace(sample, images=[plausible_image() for _ in sample.images], videos=[])
@@ -264,7 +276,14 @@ def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, 
 
 
 def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor) -> PromptBatch:
-    """Rendered prompts of data rows."""
+    """Rendered prompts.
+
+    Args:
+        samples: of the data set.
+        checkpoint: for its chat template, and tools.
+        data: section of the configuration.
+        ids: (P) long, one a sample.
+    """
     renderer, family = checkpoint.processor or checkpoint.tokenizer, type(checkpoint.family)
     return PromptBatch.of(
         [render_prompt(sample, renderer, data, family, checkpoint.tools) for sample in samples],

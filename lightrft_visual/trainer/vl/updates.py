@@ -70,7 +70,13 @@ class TrainBatch:
 
 
 def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | None = None) -> list[PartSettings]:
-    """One part; answers and drawings where responses may be images, of `image_tokens` tokens."""
+    """One part; two where responses may be images: answers and drawings.
+
+    Args:
+        config: for weights and entropy bonuses.
+        max_tokens: of an answer.
+        image_tokens: of an image; None: no response is one.
+    """
     if image_tokens is None:
         return [PartSettings("", 1.0, config.entropy_coef, max_tokens)]
     answers, drawings = config.entropy_coefs
@@ -89,7 +95,12 @@ def plan_batch(
 ) -> TrainBatch:
     """Masks and denominators of one optimizer step. A collective: every rank calls it.
 
-    parts: by the samples' `loss_part`; with one, all samples belong to it. seed: of this step, the same on every rank.
+    Args:
+        buffer: with the samples.
+        micro_batches: of the step on this rank.
+        config: for what is masked.
+        parts: by the samples' `loss_part`; with one, all samples belong to it.
+        seed: of this step, the same on every rank.
     """
     masks, ids, entropies = [], [], []
     for micro_batch in micro_batches:
@@ -176,7 +187,13 @@ class PolicyUpdate:
 
     @classmethod
     def from_config(cls, config: RunConfig, actor: TrainEngine, rule: ScoringRule) -> Self:
-        """As a run's configuration says."""
+        """As a run's configuration says.
+
+        Args:
+            config: of the run.
+            actor: which is trained.
+            rule: temperature and banned tokens of the log-probs.
+        """
         behaviour = config.asynchronous.stale_correction == "behaviour"
         return cls(actor, config.algorithm, rule, config.train.seed, behaviour)
 
@@ -184,7 +201,14 @@ class PolicyUpdate:
     def score(
         self, buffer: NaiveReplayBuffer, batches: Sequence[TrainBatch], check: RolloutCheck, version: int | None = None
     ) -> None:
-        """Old log-probs of train batches into the buffer's samples, by the policy as it stands, of this version."""
+        """Old log-probs of train batches into the buffer's samples, by the policy as it stands.
+
+        Args:
+            buffer: with the samples.
+            batches: whose micro-batches are scored.
+            check: what compares them with the engine's.
+            version: of the policy; tokens of other versions are not compared. None: all are.
+        """
         scored: Scores = []
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
@@ -252,7 +276,15 @@ class PolicyUpdate:
         return forward_with(terms, call, ModelInputs.of(experience), self.seed)
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
-        """What the loss reads of micro-batch number `index` and the actor's outputs for it, all (B, A)."""
+        """What the loss reads of a micro-batch, all (B, A).
+
+        Args:
+            experience: the micro-batch, loaded.
+            output: the actor's for it.
+            batch: of the optimizer step, with its masks.
+            index: of the micro-batch in it.
+            extra: what loss terms brought from the forward.
+        """
         device = output.log_probs.device
         policy_mask, chosen = (
             None if masks is None else to_device(masks[index], device) for masks in (batch.policy_masks, batch.chosen)
@@ -285,7 +317,13 @@ class ValueUpdate:
     config: AlgorithmConfig
 
     def step(self, buffer: NaiveReplayBuffer, batch: TrainBatch, metrics: MetricsAccumulator) -> StepResult:
-        """Losses of all micro-batches, then one guarded step."""
+        """Losses of all micro-batches, then one guarded step.
+
+        Args:
+            buffer: with the samples.
+            batch: of the step.
+            metrics: what those of the loss are added to.
+        """
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
@@ -367,8 +405,13 @@ def per_action(experience, name: str) -> T | None:
 
 
 def comparable(experience, mask: T, version: int | None = None) -> T:
-    """A mask (B, A) without the responses that the engine drew from other images than the trainer scores them with, and
-    without tokens that another policy than `version` drew, where that is given."""
+    """The mask without responses that the engine drew from other images than the trainer scores them with.
+
+    Args:
+        experience: of B samples.
+        mask: (B, A) bool.
+        version: of a policy: tokens that another one drew are left out too; None: they stay.
+    """
     distorted, versions = experience.info.get("distorted"), per_action(experience, "token_versions")
     if distorted is not None:
         mask = mask & ~distorted.bool().to(mask.device).unsqueeze(1)
@@ -439,9 +482,12 @@ for _name, _about, _read in (
 def add_rollout_metrics(
     metrics: MetricsAccumulator, experiences: Sequence[Experience], parts: Sequence[str] = ("",)
 ) -> None:
-    """Rewards, tokens, and every rollout metric of the registry, of this rank's micro-batches (B, A).
+    """Rewards, tokens, and every rollout metric of the registry.
 
-    parts: names of the parts of the loss; where there are several, some metrics are also of each.
+    Args:
+        metrics: what they are added to.
+        experiences: micro-batches (B, A) of this rank, scored.
+        parts: names of the parts of the loss; where there are several, some metrics are also of each.
     """
     for each in experiences:
         metrics.add_moments("reward", each.info["reward"][each.valid.bool()])
