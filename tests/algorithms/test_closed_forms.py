@@ -73,7 +73,7 @@ FORMS = {
         CPS: test_a_step_by_hand test_cps_surrogate_is_minus_the_squared_distance
         sde_reflow: test_reflow_noises_the_predicted_data_anew
         GRPO-Guard: test_guard_leaves_the_noise_times_the_shift_of_the_mean
-        entropy_target: test_the_coefficient_follows_the_entropy_by_hand
+        entropy_target: test_the_coefficient_follows_the_entropy_by_hand_also_where_it_is_resumed
         kl_target: test_adaptive_controller_moves_towards_the_target_and_resumes
         overlong penalty: test_overlong_penalty_by_hand
     """,
