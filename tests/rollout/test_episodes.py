@@ -15,7 +15,15 @@ from tiny_models import checkpoint_of, clip, inputs_of, picture
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
 from lightrft_visual.experience.items import items_equal, make_experience_batch, split_experience_batch, strip_padding
-from lightrft_visual.experience.rollouts import Episode, Rollout, SamplingSettings, Turn, collate, rewards_of
+from lightrft_visual.experience.rollouts import (
+    Episode,
+    PromptBatch,
+    Rollout,
+    SamplingSettings,
+    Turn,
+    collate,
+    rewards_of,
+)
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import InParts, parts_of
 from lightrft_visual.rewards.batch import batch_from_rollouts
@@ -52,7 +60,8 @@ def test_log_probs_of_every_turn_are_the_trainers_padded_packed_and_with_a_share
     rig = rig_of(checkpoint_of(root, kind))
     batch = batch_of(TURNS)
     if kind == "internvl":
-        batch.prompts = [text.replace(*_OWN) for text in batch.prompts]
+        theirs, own = "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
+        batch.prompts = [text.replace(theirs, own) for text in batch.prompts]
     rollouts = stage_of(rig).generate(batch, SETTINGS)
     assert {len(rollout.episode.turns) for rollout in rollouts} >= {1, 2, 3}
     samples = collate(rollouts, rig.checkpoint.tokenizer.pad_token_id, True)
@@ -62,9 +71,6 @@ def test_log_probs_of_every_turn_are_the_trainers_padded_packed_and_with_a_share
     for shares in (False, True) if rig.checkpoint.family.unproven is None else (False,):
         for inputs in (padded, inputs_of(rig.checkpoint, rollouts, packed=True)):
             assert (scored(rig, inputs, shares) - theirs)[samples.action_mask].abs().max() <= 1e-5
-
-
-_OWN = ("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
 
 
 def test_an_answer_depends_on_the_images_of_later_turns_and_gradients_reach_their_patches(rig):
@@ -87,27 +93,12 @@ def test_an_answer_depends_on_the_images_of_later_turns_and_gradients_reach_thei
 
 
 def test_one_turn_through_an_environment_is_the_plain_path_bit_for_bit(rig):
-    plain = rig.stage.generate(batch_of([1, 1, 1]), SETTINGS)
-    episodes = stage_of(rig).generate(batch_of([1, 1, 1]), SETTINGS)
-    for one, other in zip(plain, episodes):
-        assert (one.token_ids, one.log_probs, one.text, one.truncated) == (
-            other.token_ids, other.log_probs, other.text, other.truncated,
-        )  # fmt: skip
-        assert (one.sample_id, one.prompt.group_id) == (other.sample_id, other.prompt.group_id)
+    plain, episodes = (stage.generate(batch_of([1, 1, 1]), SETTINGS) for stage in (rig.stage, stage_of(rig)))
+    for name in ("token_ids", "log_probs", "text", "truncated", "sample_id"):
+        assert [getattr(each, name) for each in plain] == [getattr(each, name) for each in episodes]
+    assert [each.prompt.group_id for each in plain] == [each.prompt.group_id for each in episodes]
     whole, apart = (collate(each, 0, True) for each in (plain, episodes))
     assert torch.equal(whole.sequences, apart.sequences) and torch.equal(whole.action_mask, apart.action_mask)
-
-
-def test_an_episode_does_not_depend_on_those_beside_it(rig, rollouts):
-    settings = replace(SETTINGS, n=3)
-    alone = stage_of(rig).generate(batch_of(TURNS).select([2]), settings)
-    assert [each.token_ids for each in alone] == [each.token_ids for each in rollouts if each.prompt.group_id == 2]
-
-
-def test_between_turns_stands_what_the_template_writes(rig, rollouts):
-    for rollout in rollouts:
-        between = rig.checkpoint.tokenizer.decode(rollout.token_ids).count("<|im_end|>\n<|im_start|>assistant\n")
-        assert between == len(rollout.episode.turns) - 1
 
 
 def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts):
@@ -132,13 +123,29 @@ def test_items_with_holes_survive_batches_packing_and_checkpoints(rig, rollouts)
 class Films(Environment):
     """Answers with a film, then with text and an image."""
 
-    def __init__(self):
-        self.turn = 0
+    turn = 0
 
     def step(self, action):
         self.turn += 1
         seen = [[clip(self.turn, 6, fps=4.0), "and now?"], ["this", picture(3)], None][self.turn - 1]
         return seen, 1.0, self.turn == 3, {}
+
+
+class Endless(Environment):
+    def step(self, action):
+        return "go on " * 30, 1.0, False, {}
+
+
+def one_step(reset=lambda row: None) -> type[Environment]:
+    """An environment that begins as `reset` says and ends with the first step."""
+    methods = {"reset": lambda self, row: reset(row), "step": lambda self, action: (None, 1.0, True, {})}
+    return type("OneStep", (Environment,), methods)
+
+
+def seeing(count: int) -> PromptBatch:
+    """Prompts with messages, so that a reset can add to them."""
+    messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]] * count
+    return replace(batch_of([3] * count), messages=messages)
 
 
 class Repaints(Environment):
@@ -156,9 +163,7 @@ class Repaints(Environment):
 
 
 def test_what_an_environment_does_to_what_it_has_shown_changes_no_earlier_turn(rig):
-    batch = batch_of([3])
-    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]]
-    rollouts = stage_of(rig, Repaints).generate(batch, replace(SETTINGS, n=6))
+    rollouts = stage_of(rig, Repaints).generate(seeing(1), replace(SETTINGS, n=6))
     own = next(each for each in rollouts if len(each.episode.turns) == 3)
     assert own.prompt.images[1].tobytes() == picture(1).tobytes()
     assert [each.getpixel((0, 0))[0] for each in own.episode.images] == [1, 2]
@@ -189,21 +194,17 @@ def test_a_model_without_images_reads_texts_and_fails_on_images(root):
 # -- limits and failures -----------------------------------------------------------------------------------------------
 
 
-class Bad(Environment):
-    """Does what its class attribute says in the second turn."""
+def bad(function) -> type[Environment]:
+    """An environment whose second step is `function`."""
 
-    what = staticmethod(lambda: None)
+    class Bad(Environment):
+        turn = 0
 
-    def __init__(self):
-        self.turn = 0
+        def step(self, action):
+            self.turn += 1
+            return ("more", 0.5, False, {}) if self.turn == 1 else function()
 
-    def step(self, action):
-        self.turn += 1
-        return ("more", 0.5, False, {}) if self.turn == 1 else type(self).what()
-
-
-def bad(function) -> type[Bad]:
-    return type("Chosen", (Bad,), {"what": staticmethod(function)})
+    return Bad
 
 
 def _raise(error):
@@ -225,11 +226,9 @@ BAD_STEPS = {
 @pytest.mark.parametrize("what", BAD_STEPS)
 def test_a_step_that_fails_masks_the_sample_and_no_other(rig, what):
     function, told = BAD_STEPS[what]
-    stage = stage_of(rig, bad(function), seconds=0.5, most_media={"images": 4})
-    first, *_ = made = stage.generate(batch_of([1, 1]), SETTINGS)
-    assert len(made) == 6
+    made = stage_of(rig, bad(function), seconds=0.5, most_media={"images": 4}).generate(batch_of([1, 1]), SETTINGS)
     failed = [each for each in made if each.episode.failure]
-    assert failed and all(told in each.episode.failure and not each.valid for each in failed)
+    assert len(made) == 6 and failed and all(told in each.episode.failure for each in failed)
     assert all(each.valid == (each.episode.failure is None) for each in made)
 
 
@@ -240,11 +239,6 @@ def test_a_failure_ends_the_episode_or_the_run_where_the_policy_says_so(rig):
     assert all(each.episode.reward == 0.5 * (len(each.episode.turns) > 0) for each in ended if each.episode.failure)
     with pytest.raises(RolloutError, match="on_environment_error stop"):
         stage_of(rig, environment, limits=EpisodeLimits(6, 400, "stop")).generate(batch_of([1]), SETTINGS)
-
-
-class Endless(Environment):
-    def step(self, action):
-        return "go on " * 30, 1.0, False, {}
 
 
 def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
@@ -259,17 +253,13 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
 def test_a_row_has_its_reference_and_a_seed_that_differs_by_sample_unless_the_data_has_one(rig):
     seen = []
 
-    class Notes(Environment):
-        def reset(self, row):
-            seen.append((row["seed"], row["group_seed"]))
-            assert (row["answer"], row["solution"], row["reference"]) == ("7", "3 + 4", "7")
-
-        def step(self, action):
-            return None, 1.0, True, {}
+    def notes(row):
+        seen.append((row["seed"], row["group_seed"]))
+        assert (row["answer"], row["solution"], row["reference"]) == ("7", "3 + 4", "7")
 
     batch = batch_of([1, 1])
     batch.references, batch.metadata = ["7"] * 2, [{"solution": "3 + 4"}, {"solution": "3 + 4", "seed": "own"}]
-    made = stage_of(rig, Notes).generate(batch, replace(SETTINGS, n=3))
+    made = stage_of(rig, one_step(notes)).generate(batch, SETTINGS)
     drawn, own = [each for each in seen if each[0] != "own"], [each for each in seen if each[0] == "own"]
     assert len({seed for seed, _ in drawn}) == 3 and len({group for _, group in drawn}) == 1
     assert own == [("own", "own")] * 3 and all(each.valid for each in made)
@@ -283,31 +273,24 @@ def test_a_long_observation_is_cut_in_the_middle(rig):
         assert rollout.episode.turn_ids.count(-1) <= 20 + 20
 
 
-def test_a_reset_may_begin_otherwise(rig):
-    class Begins(Environment):
-        def reset(self, row):
-            return [picture(7), "and this"] if row["seed"] % 2 else None
-
-        def step(self, action):
-            return None, 1.0, True, {}
-
-    batch = batch_of([1, 1])
-    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]] * 2
-    rollouts = stage_of(rig, Begins).generate(batch, replace(SETTINGS, n=4))
+def test_a_reset_may_begin_otherwise_within_the_limits_of_observations(rig):
+    begins = one_step(lambda row: [picture(7), "and this"] if row["seed"] % 2 else None)
+    rollouts = stage_of(rig, begins).generate(seeing(2), replace(SETTINGS, n=4))
     assert {len(each.prompt.images) for each in rollouts} == {1, 2}
     assert rig.apart(rollouts, SETTINGS) <= 1e-5
     assert all("and this" in each.prompt.text for each in rollouts if len(each.prompt.images) == 2)
 
+    for made in stage_of(rig, one_step(lambda row: "go on " * 100), most_tokens=20).generate(seeing(1), SETTINGS):
+        assert "[...]" in made.prompt.text and made.prompt.text.count("go on") < 20
+    for most in (4, 3):
+        three = stage_of(rig, one_step(lambda row: [picture(each) for each in range(3)]), most_media={"images": most})
+        for made in three.generate(seeing(1), SETTINGS):
+            assert made.valid if most == 4 else "4 images" in made.episode.failure and not made.valid
+
 
 def test_messages_of_a_reset_that_the_template_refuses_mask_their_sample_alone(rig):
-    class BeginsAsTool(Environment):
-        def reset(self, row):
-            return {"role": "tool", "content": "4"} if row["reference"] else None
-
-        def step(self, action):
-            return None, 1.0, True, {}
-
-    stage, batch = stage_of(rig, BeginsAsTool), replace(batch_of([1, 1]), references=["4", None])
+    as_tool = one_step(lambda row: {"role": "tool", "content": "4"} if row["reference"] else None)
+    stage, batch = stage_of(rig, as_tool), replace(batch_of([1, 1]), references=["4", None])
     own = copy.copy(stage.renderer.model_input)
     refusing = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('a tool comes first') }}{% endif %}"
     own.chat_template = refusing + own.chat_template
@@ -316,33 +299,8 @@ def test_messages_of_a_reset_that_the_template_refuses_mask_their_sample_alone(r
     assert [each.valid for each in made] == [False, True] and "a tool comes first" in made[0].episode.failure
 
 
-def test_limits_of_observations_hold_for_what_a_reset_gives(rig):
-    class Long(Environment):
-        def reset(self, row):
-            return "go on " * 100
-
-        def step(self, action):
-            return None, 1.0, True, {}
-
-    class ManyImages(Long):
-        def reset(self, row):
-            return [picture(each) for each in range(3)]
-
-    batch = batch_of([1])
-    batch.messages = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]]
-    for made in stage_of(rig, Long, most_tokens=20).generate(batch, SETTINGS):
-        assert "[...]" in made.prompt.text and made.prompt.text.count("go on") < 20
-    assert all(each.valid for each in stage_of(rig, ManyImages, most_media={"images": 4}).generate(batch, SETTINGS))
-    for made in stage_of(rig, ManyImages, most_media={"images": 3}).generate(batch, SETTINGS):
-        assert not made.valid and "4 images" in made.episode.failure
-
-
 def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
-    class NoBeginning(Environment):
-        def reset(self, row):
-            raise OSError("no server here")
-
-    rollouts = stage_of(rig, NoBeginning).generate(batch_of([1]), SETTINGS)
+    rollouts = stage_of(rig, one_step(lambda row: _raise(OSError("no server here")))).generate(batch_of([1]), SETTINGS)
     assert not any(each.valid for each in rollouts)
     samples = collate(rollouts, 0, True)
     assert not samples.action_mask.any() and samples.sequences.shape[0] == 3
@@ -368,14 +326,12 @@ def test_calls_of_tools_are_read_of_each_turn_and_of_one_that_is_not_there_told_
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(rig):
-    tokenizer = rig.checkpoint.tokenizer
-    thinking = (
+    own = copy.copy(rig.checkpoint.tokenizer)
+    own.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% set text = m['content'] if m['content'] is string else "
         "m['content'][0]['text'] %}{{ text.split('</think>')[-1] if not loop.last else text }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    own = type(tokenizer).from_pretrained(rig.checkpoint.path)
-    own.chat_template = thinking
     with pytest.raises(ConfigError, match="writes an earlier answer otherwise"):
         ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"])
 
@@ -415,7 +371,10 @@ def test_no_mean_of_rewards_or_gold_holds_an_episode_that_failed():
     assert gold_scores(gold, rollouts) == [(1.0, True), (0.0, False)]
 
 
-def test_reward_functions_are_given_the_sampled_tokens_of_all_turns(rollouts):
+def test_between_turns_stands_what_the_template_writes_and_reward_functions_get_what_was_sampled(rig, rollouts):
+    for rollout in rollouts:
+        between = rig.checkpoint.tokenizer.decode(rollout.token_ids).count("<|im_end|>\n<|im_start|>assistant\n")
+        assert between == len(rollout.episode.turns) - 1
     batch = batch_from_rollouts(rollouts)
     assert [each.tolist() for each in batch.completion_tokens] == [each.sampled_ids for each in rollouts]
     assert any(len(each.sampled_ids) < len(each.token_ids) for each in rollouts)

@@ -67,38 +67,21 @@ def test_schema_of_function_has_types_descriptions_and_what_is_required():
     }
 
 
-def _without_hint(box) -> str:
-    """Cut.
-
-    Args:
-        box: where
-    """
-
-
-def _in_an_order(*sides: int) -> str:
-    """Cut.
-
-    Args:
-        sides: where
-    """
-
-
-def _of_an_image(image: Image.Image) -> str:
-    """Cut.
-
-    Args:
-        image: of the row
-    """
+def _without_hint(where) -> str: ...
+def _in_an_order(*where: int) -> str: ...
+def _of_an_image(where: Image.Image) -> str: ...
 
 
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (_without_hint, "box"), (_in_an_order, "cannot give sides"), (_of_an_image, "cannot write image"),
+        (_without_hint, "where"), (_in_an_order, "cannot give where"), (_of_an_image, "cannot write where"),
         (ToolEnvironment.run, "cannot give self"),
     ],
 )  # fmt: skip
-def test_schema_of_function_that_a_model_cannot_call_is_refused(function, told):
+def test_schema_of_function_that_a_model_cannot_call_is_refused(function, told, monkeypatch):
+    if function.__doc__ is None:
+        monkeypatch.setattr(function, "__doc__", "Cut.\n\nArgs:\n    where: which part")
     with pytest.raises(ConfigError, match=f"{function.__name__}: .*{told}"):
         tool_schema(function)
 
@@ -156,9 +139,36 @@ def find(text: str, kind: str | None = None, most: int = 1) -> str:
     return f"{text!r} {kind!r} {most!r}"
 
 
-def xml(**written: str) -> str:
-    told = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
-    return f"<tool_call>\n<function=find>\n{told}</function>\n</tool_call>"
+async def later(text: str) -> str:
+    """Wait.
+
+    Args:
+        text: what to say
+    """
+    await asyncio.sleep(0.001)
+    return text
+
+
+def parts() -> list:
+    """A text and an image."""
+    return ["seen", {"type": "text", "text": "here"}, Image.new("RGB", (2, 2))]
+
+
+def fails() -> str:
+    """Fail."""
+    raise KeyError("no such thing")
+
+
+def step_of(*calls: ToolCall, text: str = ""):
+    environment = ToolEnvironment([crop, later, parts, fails, find])
+    environment.reset({"prompt": "what is it?"})
+    return environment.step(Action(text, [1], list(calls)))
+
+
+def answer_of(call: ToolCall) -> str | list:
+    messages, reward, done, _ = step_of(call)
+    assert (reward, done, [message["role"] for message in messages]) == (None, False, ["tool"])
+    return messages[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +180,10 @@ def xml(**written: str) -> str:
     ],
 )
 def test_text_without_quotes_is_a_text_where_the_schema_says_so(written, answer):
-    environment = ToolEnvironment([find])
-    calls = parse_tool_calls(xml(**written), "qwen_xml", environment.schemas())
-    messages, *_ = environment.step(asked(*calls))
-    assert messages[0]["content"] == answer
+    told = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
+    text = f"<tool_call>\n<function=find>\n{told}</function>\n</tool_call>"
+    (call,) = parse_tool_calls(text, "qwen_xml", ToolEnvironment([find]).schemas())
+    assert answer_of(call) == answer
 
 
 def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
@@ -186,11 +196,9 @@ def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
     assert parse_tool_calls("The answer is {3}.", "llama") == []
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama", "json"])
-def test_calls_as_servers_of_openai_write_them_are_read(form):
-    opened, closed = {"hermes": ("<tool_call>", "</tool_call>"), "llama": ("<|python_tag|>", ""), "json": ("", "")}[
-        form
-    ]
+@pytest.mark.parametrize("around", ["<tool_call>{}</tool_call>", "<|python_tag|>{}", "{}"])
+def test_calls_as_servers_of_openai_write_them_are_read(around):
+    form = {"<tool_call>{}</tool_call>": "hermes", "<|python_tag|>{}": "llama", "{}": "json"}[around]
     one = {"id": "call_1", "type": "function", "function": {"name": "zoom", "arguments": '{"x": 1}'}}
     two = {"name": "crop", "arguments": {"function": {"name": "f", "arguments": {}}}}
     zoom, cut = ToolCall("zoom", {"x": 1}, None), ToolCall("crop", two["arguments"], None)
@@ -199,15 +207,10 @@ def test_calls_as_servers_of_openai_write_them_are_read(form):
         ({"role": "assistant", "content": None, "tool_calls": [one, two, one]}, [zoom, cut, zoom]),
         ({"function": {"name": "zoom", "arguments": {"x": 1}}}, [zoom]),
     ):
-        assert parse_tool_calls(f"{opened}{json.dumps(value)}{closed}", form) == calls
+        assert parse_tool_calls(around.format(json.dumps(value)), form) == calls
     assert parse_tool_calls(json.dumps([one, {"function": two}])) == [zoom, cut]
     assert parse_tool_calls(json.dumps(tool_schema(find))) == []
     assert parse_tool_calls(json.dumps({"tool_calls": [], "function": {"name": "zoom"}})) == []
-
-
-def test_json_in_a_fence_or_beside_other_objects_is_found():
-    text = 'See {"a": 1}:\n```json\n{"name": "zoom", "arguments": {"x": 1}}\n```'
-    assert parse_tool_calls(text) == [ToolCall("zoom", {"x": 1}, None)]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +243,6 @@ def test_garbage_is_read_without_an_exception(text):
             assert call.name or call.error
 
 
-def test_text_without_end_gives_no_more_calls_than_the_limit():
-    assert len(parse_tool_calls('{"name": "zoom", "arguments": {}} ' * 5_000)) == MOST_CALLS
-
-
 XML = "<tool_call><function=f>{}</function></tool_call>"
 
 
@@ -261,10 +260,13 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
     assert len(calls) < 2
 
 
-def test_call_behind_objects_that_cannot_be_read_is_read():
+def test_call_behind_or_between_other_text_is_read_and_no_more_of_them_than_the_limit():
     call = ToolCall("zoom", {"x": 1}, None)
     for text in ('{"a": x} ' * 2_000, '{"a": {"b": [' * 5, "{ {" * 100, '{"a{"b'):
         assert parse_tool_calls(text + render_tool_call(call, "json")) == [call]
+    fenced = 'See {"a": 1}:\n```json\n{"name": "zoom", "arguments": {"x": 1}}\n```'
+    assert parse_tool_calls(fenced) == [call]
+    assert len(parse_tool_calls('{"name": "zoom", "arguments": {}} ' * 5_000)) == MOST_CALLS
 
 
 @pytest.mark.parametrize(
@@ -282,48 +284,20 @@ def test_form_of_calls_is_read_from_the_chat_template(template, form):
 # --- running them ----------------------------------------------------------------------------------------------------
 
 
-async def later(text: str) -> str:
-    """Wait.
-
-    Args:
-        text: what to say
-    """
-    await asyncio.sleep(0.001)
-    return text
-
-
-def parts() -> list:
-    """A text and an image."""
-    return ["seen", {"type": "text", "text": "here"}, Image.new("RGB", (2, 2))]
-
-
-def fails() -> str:
-    """Fail."""
-    raise KeyError("no such thing")
-
-
-def environment() -> ToolEnvironment:
-    made = ToolEnvironment([crop, later, parts, fails])
-    made.reset({"prompt": "what is it?"})
-    return made
-
-
-def asked(*calls: ToolCall) -> Action:
-    return Action("", [], list(calls))
-
-
-def answer_of(name: str, **arguments) -> str | list:
-    messages, reward, done, _ = environment().step(asked(ToolCall(name, arguments, None)))
-    assert (reward, done, [message["role"] for message in messages]) == (None, False, ["tool"])
-    return messages[0]["content"]
-
-
 def test_results_become_the_content_of_a_tool_message():
-    assert answer_of("crop", box=[1, 2, 3, 4]) == "[1, 2, 3, 4] 2.0"
-    assert answer_of("later", text="done") == "done"
-    *texts, image = answer_of("parts")
+    assert answer_of(ToolCall("crop", {"box": [1, 2, 3, 4]})) == "[1, 2, 3, 4] 2.0"
+    *texts, image = answer_of(ToolCall("parts"))
     assert [each["type"] for each in texts] == ["text", "text"]
     assert image["type"] == "image" and image["image"].size == (2, 2)
+
+
+def test_calls_are_answered_in_their_order_and_counted_by_tool_and_a_response_without_one_ends_the_episode():
+    one = ToolCall("later", {"text": "1"})
+    messages, _, _, info = step_of(one, ToolCall("fails"), one)
+    assert [message["name"] for message in messages] == ["later", "fails", "later"]
+    assert messages[0]["content"] == "1"
+    assert info == {"tool_calls": {"later": 2, "fails": 1}, "tool_errors": 1}
+    assert step_of(text="It is red.") == (None, None, True, {})
 
 
 @pytest.mark.parametrize(
@@ -352,17 +326,6 @@ def test_result_is_said_as_json_says_it_and_arrays_of_pixels_are_images(result, 
     ],
 )
 def test_call_that_cannot_run_is_answered_by_an_error_text(call, told):
-    messages, _, done, info = environment().step(asked(call))
+    messages, _, done, info = step_of(call)
     assert messages[0]["content"].startswith("error: ") and told in messages[0]["content"]
     assert not done and info["tool_errors"] == 1
-
-
-def test_calls_are_answered_in_their_order_and_counted_by_tool():
-    calls = [ToolCall(name, arguments, None) for name, arguments in (("later", {"text": "1"}), ("fails", {}))]
-    messages, _, _, info = environment().step(asked(*calls, calls[0]))
-    assert [message["name"] for message in messages] == ["later", "fails", "later"]
-    assert info == {"tool_calls": {"later": 2, "fails": 1}, "tool_errors": 1}
-
-
-def test_response_without_a_call_ends_the_episode():
-    assert environment().step(Action("It is red.", [1], [])) == (None, None, True, {})
