@@ -170,19 +170,12 @@ def test_a_batch_made_by_hand_is_split_by_rows():
 
 
 def test_a_packed_batch_made_by_hand_is_split_by_its_lengths():
+    none = dict.fromkeys(("base_action_log_probs", "returns", "action_mask", "info"))
+    numbers = {name: torch.arange(3.0)[None] for name in ("action_log_probs", "advantages")}
     batch = Experience(
-        sequences=torch.arange(7)[None],
-        action_log_probs=torch.arange(3.0)[None],
-        base_action_log_probs=None,
-        values=torch.tensor([[8.0, 9.0]]),
-        returns=None,
-        advantages=torch.arange(3.0)[None],
-        attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2]]),
-        action_mask=None,
-        info=None,
-        packed_seq_lens=[4, 3],
-        num_actions=[1, 2],
-    )
+        sequences=torch.arange(7)[None], values=torch.tensor([[8.0, 9.0]]), packed_seq_lens=[4, 3], num_actions=[1, 2],
+        attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2]]), **numbers, **none,
+    )  # fmt: skip
     first, second = split_experience_batch(batch)
     assert second.sequences.tolist() == [4, 5, 6] and second.attention_mask.tolist() == [1, 1, 1]
     assert first.action_log_probs.tolist() == [0] and second.advantages.tolist() == [1, 2]
@@ -223,30 +216,22 @@ def test_padding_is_stripped_and_what_is_sampled_is_kept(tokens, mask, actions, 
 
 
 @QUICK
-@given(
-    items=st.lists(text_items(), min_size=1, max_size=4),
-    left=st.integers(0, 3),
-    right=st.integers(0, 3),
-)
+@given(items=st.lists(text_items(), min_size=1, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3))
 def test_stripping_undoes_padding(items, left, right):
     for item in items:
         item.attention_mask = torch.ones(len(item.sequences), dtype=torch.long)
         item.action_mask = torch.ones(len(item.action_mask if item.action_mask is not None else _actions(item))).bool()
     batch = make_experience_batch(items)
-    for name in ("sequences", "attention_mask"):
-        setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (left, right)))
     width = batch.action_mask.shape[1]
     for name, value in vars(batch).items():
-        per_action = isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == width
-        if per_action and name not in ("sequences", "attention_mask"):
-            setattr(batch, name, torch.nn.functional.pad(value, (0, right)))
+        per_token = name in ("sequences", "attention_mask")
+        if per_token or (isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == width):
+            setattr(batch, name, torch.nn.functional.pad(value, (left if per_token else 0, right)))
     batch.layout = None
-    direct = strip_padding(batch)
-    stepwise = remove_padding_in_sequences(split_experience_batch(batch))
+    direct, stepwise = strip_padding(batch), remove_padding_in_sequences(split_experience_batch(batch))
     for item, one, other in zip(items, direct, stepwise):
         assert items_equal(one, other)
-        assert torch.equal(one.sequences, item.sequences)
-        assert torch.equal(one.action_mask, item.action_mask)
+        assert torch.equal(one.sequences, item.sequences) and torch.equal(one.action_mask, item.action_mask)
 
 
 def _actions(item: BufferItem) -> torch.Tensor:

@@ -108,12 +108,6 @@ def test_at_most_two_percent_of_the_budget_is_left_empty_and_two_percent_of_the_
     assert whole / (ranks * sum(max(each) for each in zip(*loads))) > 0.98  # of the fullest micro-batch of each round
 
 
-def test_full_bins_are_found():
-    (plan,) = plan_by_tokens(references([[5, 5, 10, 1, 19, 20]]), 1, BUDGET)
-    assert [computed_tokens(batch) for batch in plan] == [BUDGET] * 3
-    assert [sorted(sample.tokens for sample in batch) for batch in plan].count([20]) == 1
-
-
 @settings(deadline=None)
 @given(steps, st.booleans())
 def test_moves_never_widen_the_gap(step_and_ranks, by_tokens):
@@ -132,7 +126,10 @@ def test_few_samples_move():
     assert len(moves_between_ranks(step, 8, by_tokens=True)) < 100
 
 
-def test_a_sample_longer_than_the_budget_is_named():
+def test_empty_micro_batches_get_a_filler_and_a_sample_longer_than_the_budget_is_named():
+    fillers = own_micro_batches(plan_by_count(references([[1, 1, 1], [1]]), 2, 1)[1])
+    assert sorted(batch.filler for batch in fillers) == [False, True, True]
+    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
     with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
         plan_by_tokens(references([[3, 21]]), 1, BUDGET)
 
@@ -148,13 +145,6 @@ def test_the_steps_depend_on_the_seed_and_not_on_the_number_of_ranks():
     assert sorted(sum(other, [])) == list(range(12))
     with pytest.raises(ConfigError, match="at least 1"):
         shuffled_steps(one, 0, seed=1)
-
-
-def test_empty_micro_batches_get_a_filler():
-    plans = plan_by_count(references([[1, 1, 1], [1]]), 2, 1)
-    fillers = own_micro_batches(plans[1])
-    assert sorted(batch.filler for batch in fillers) == [False, True, True]
-    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
 
 
 # --- groups that share a prompt ------------------------------------------------------------------------------------
@@ -197,23 +187,12 @@ def test_a_group_is_parted_only_where_a_rank_would_wait_for_it():
 
 
 @settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6)), min_size=1, max_size=5
-    ),
-    st.integers(1, 6),
-    st.sampled_from([None, 21, 40]),
-    st.booleans(),
-)
-def test_no_micro_batch_has_more_tokens_than_was_said(groups, size, budget, shares):
+@given(groups_of_ranks, st.integers(1, 6), st.sampled_from([None, 21, 40]), st.booleans())
+def test_no_micro_batch_has_more_tokens_than_was_said(ranks, size, budget, shares):
     """What a memory plan takes as the largest one, of the longest samples, is never exceeded by shorter ones."""
-    sizes = [(group, prompt, answer) for group, (prompt, answers) in enumerate(groups) for answer in answers]
-    step = [
-        SampleRef(0, index, prompt + answer, index, group if shares else None, prompt)
-        for index, (group, prompt, answer) in enumerate(sizes)
-    ]
-    longest = [replace(sample, tokens=9 + 12, prompt=9) for sample in step]
-    (plan,) = micro_batches(step, 1, size, budget)
-    assert max(map(computed_tokens, plan)) <= most_tokens(longest, size, budget)
-    (plan,) = micro_batches(longest, 1, size, budget)
-    assert max(map(computed_tokens, plan)) <= most_tokens(longest, size, budget)
+    step = [replace(sample, rank=0, index=sample.key) for sample in grouped(ranks)]
+    step = step if shares else [replace(sample, group=None) for sample in step]
+    longest = [replace(sample, tokens=8 + 12, prompt=8) for sample in step]
+    for samples in (step, longest):
+        (plan,) = micro_batches(samples, 1, size, budget)
+        assert max(map(computed_tokens, plan)) <= most_tokens(longest, size, budget)

@@ -30,27 +30,20 @@ def moved(parameters, by=1.0):
             each.add_(by)
 
 
-def test_update_by_hand_and_interval():
+@pytest.mark.parametrize(("decay", "warmup", "rate"), [(0.75, False, 0.25), (0.9, True, 1 - 3 / 12)])
+def test_update_by_hand_at_its_interval_and_in_a_warm_up_that_forgets_the_start_soon(decay, warmup, rate):
+    """In the warm-up (1 + 2) / (10 + 2) is below 0.9."""
     model = layer()
     before = model.weight.detach().clone()
-    average = WeightAverage(model.parameters(), decay=0.75, interval=2)
+    average = WeightAverage(model.parameters(), decay, interval=2, warmup=warmup)
     moved(model.parameters())
     average.step()
     assert torch.equal(average.copies[0], before)
     average.step()
-    torch.testing.assert_close(average.copies[0], before + 0.25)
-
-
-def test_warm_up_forgets_the_start_soon():
-    model = layer()
-    before = model.weight.detach().clone()
-    average = WeightAverage(model.parameters(), decay=0.9, interval=2, warmup=True)
-    moved(model.parameters())
-    average.step(), average.step()
-    torch.testing.assert_close(average.copies[0], before + 1 - 3 / 12)  # (1 + 2) / (10 + 2) is below 0.9
+    torch.testing.assert_close(average.copies[0], before + rate)
     average.steps = 999
     average.step()
-    torch.testing.assert_close(average.copies[0], before + 1 - 0.9 * 3 / 12)
+    torch.testing.assert_close(average.copies[0], before + 1 - decay * (1 - rate))
 
 
 def test_swapped_lends_the_copy_and_gives_the_weights_back_bit_for_bit_and_gradients_are_theirs():
