@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import ROOTS
-from lightrft_visual.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = PROJECT / "lightrft_visual"
@@ -73,15 +71,3 @@ def test_what_is_worked_into_another_leaf_changes_it(root) -> None:
             for argv in ([], [f"{path}={value}"])
         )
         assert usual != changed, path
-
-
-@pytest.mark.parametrize(
-    "argv,text",
-    [
-        (["--sp_size", "2", "--diffusion_algorithm", "dgpo", "--guidance_scale", "1"], "dgpo"),
-        (["--sp_size", "2", "--diffusion_algorithm", "reward_fl"], "reward_fl"),
-    ],
-)
-def test_what_does_not_go_with_sequences_over_ranks_is_refused(argv: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        load_config(DiffusionRunConfig, argv, preset=None)

@@ -76,16 +76,15 @@ def test_a_config_is_found_by_name_and_by_path_and_several_are_read_in_order(con
     assert load(configs, "--config", "experiment/run", "--config", "experiment/shared").train.seed == 5
 
 
-def test_layers_are_swapped_and_dropped(configs: Path) -> None:
+def test_layers_are_swapped_and_dropped_and_empty_files_set_nothing(configs: Path) -> None:
     swapped = load(configs, "--config", "experiment/run", "/base/distributed=zero3")
     assert (swapped.distributed.zero_stage, swapped.train.max_epochs) == (3, 3)
     dropped = load(configs, "--config", "experiment/run", "/base/algorithm=null")
     assert dropped.algorithm.advantage_estimator == "group_norm"
-
-
-def test_a_recipe_swaps_layers_of_the_one_it_builds_on(configs: Path) -> None:
-    assert load(configs, "--config", "experiment/child").distributed.zero_stage == 3
+    assert load(configs, "--config", "experiment/child").distributed.zero_stage == 3  # over zero2 of run
     assert load(configs, "--config", "experiment/child", "/base/distributed=zero2").distributed.zero_stage == 2
+    for name in ("empty", "nothing"):
+        assert load(configs, "--config", f"experiment/{name}") == RunConfig()
 
 
 def test_yaml_values_suit_text_fields(configs: Path) -> None:
@@ -94,12 +93,6 @@ def test_yaml_values_suit_text_fields(configs: Path) -> None:
     assert config.data.prompt_data_probs == "0.5,0.5"
     assert config.reward.reward_recipe == '{"*": [["rule", "exact", 1.0]]}'
     assert (config.output.save_path, config.output.run_name) == ("out/final", None)
-
-
-def test_empty_sections_and_files_set_nothing(configs: Path) -> None:
-    assert (
-        load(configs, "--config", "experiment/empty") == load(configs, "--config", "experiment/nothing") == RunConfig()
-    )
 
 
 @pytest.mark.parametrize(

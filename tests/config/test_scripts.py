@@ -32,46 +32,30 @@ def resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
-@pytest.mark.parametrize("script", DIFFUSION)
-def test_a_diffusion_script_has_a_default(resolved, script: str) -> None:
-    config = resolved(script)
-    assert config["algorithm"]["diffusion_algorithm"] == DIFFUSION[script]
-    assert config["output"]["output_dir"] == f"outputs/{DIFFUSION[script]}"  # of the algorithm's embedded preset
+@pytest.mark.parametrize("script", DIFFUSION | VL)
+def test_a_script_has_a_default_that_a_recipe_without_an_algorithm_keeps(resolved, script: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train.seed: 7\n")
+    config = resolved(script, "--config", str(tmp_path / "mine.yaml"))
+    if script in VL:
+        assert config["algorithm"]["advantage_estimator"] == VL[script]
+    else:
+        assert config["algorithm"]["diffusion_algorithm"] == DIFFUSION[script]
+        assert config["output"]["output_dir"] == f"outputs/{DIFFUSION[script]}"  # of the algorithm's embedded preset
 
 
-def test_a_recipe_chooses_the_diffusion_algorithm(resolved, tmp_path: Path) -> None:
-    script, recipe = "train_ddpo", tmp_path / "mine.yaml"
-    recipe.write_text("diffusion_algorithm: dance_grpo\n")
-    config = resolved(script, "--config", str(recipe))
+def test_recipes_layers_and_flags_win_over_the_algorithm_of_a_script(resolved, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("diffusion_algorithm: dance_grpo\n")
+    config = resolved("train_ddpo", "--config", str(tmp_path / "mine.yaml"))
     assert config["algorithm"]["diffusion_algorithm"] == "dance_grpo"
     assert config["output"]["output_dir"] == "outputs/dance_grpo"
-    swapped = resolved(script, *OCR, "/base/algorithm/diffusion=diffusion_nft")
+    swapped = resolved("train_ddpo", *OCR, "/base/algorithm/diffusion=diffusion_nft")
     assert (swapped["algorithm"]["diffusion_algorithm"], swapped["sampling"]["trajectory"]) == ("diffusion_nft", "ode")
-
-
-def test_a_recipe_without_an_algorithm_keeps_the_scripts(resolved, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("train.seed: 7\n")
-    assert resolved("train_ddpo", "--config", str(recipe))["algorithm"]["diffusion_algorithm"] == "ddpo"
-    assert resolved("train_rloo_vl", "--config", str(recipe))["algorithm"]["advantage_estimator"] == "rloo"
-
-
-def test_a_flag_wins_over_the_recipe(resolved) -> None:
     nft = resolved("train_ddpo", "--diffusion_algorithm", "diffusion_nft", "--max_steps", "3")
     assert (nft["algorithm"]["diffusion_algorithm"], nft["train"]["max_steps"]) == ("diffusion_nft", 3)
-
-
-@pytest.mark.parametrize("script", VL)
-def test_a_vision_language_script_has_a_default(resolved, script: str) -> None:
-    assert resolved(script)["algorithm"]["advantage_estimator"] == VL[script]
-
-
-def test_a_recipe_chooses_the_advantage_estimator(resolved) -> None:
-    script, recipe = "train_ppo_vl", ["--config", "experiment/vl/geometry3k_rloo"]
-    assert resolved(script, *recipe)["algorithm"]["advantage_estimator"] == "rloo"
-    swapped = resolved(script, *recipe, "/base/algorithm=ppo", "offload_trainer=true")
-    assert swapped["algorithm"]["advantage_estimator"] == "gae"
-    assert resolved(script, *recipe, "advantage_estimator=dr_grpo")["algorithm"]["advantage_estimator"] == "dr_grpo"
+    rloo = ["--config", "experiment/vl/geometry3k_rloo"]
+    for words, estimator in (([], "rloo"), (["/base/algorithm=ppo", "offload_trainer=true"], "gae"),
+                             (["advantage_estimator=dr_grpo"], "dr_grpo")):  # fmt: skip
+        assert resolved("train_ppo_vl", *rloo, *words)["algorithm"]["advantage_estimator"] == estimator
 
 
 def test_the_script_of_several_turns_has_a_task_and_takes_other_data(resolved) -> None:

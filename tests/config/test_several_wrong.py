@@ -71,13 +71,6 @@ def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
     assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
 
 
-def test_a_model_that_can_only_be_a_folder_is_named_and_one_that_may_be_a_name_is_not_looked_for():
-    for name in ("outputs/run/checkpoint-final", "/models/base"):
-        (found,) = missing("--pretrain", name)
-        assert found.startswith(f"--pretrain: {name} does not exist")
-    assert missing("--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct") == []
-
-
 @pytest.mark.parametrize(
     "setting, given, near",
     [("prompt_data", "embedded_zom", "embedded_zoom"), ("eval_data", "Embedded", "embedded")],
@@ -86,13 +79,6 @@ def test_a_built_in_name_with_a_slip_is_answered_with_the_nearest_before_a_hub_i
     argv = {"pretrain": "embedded", "prompt_data": "embedded"} | {setting: given}
     config = parse_run(argv=[word for name, value in argv.items() for word in (f"--{name}", value)]).config
     assert missing_files(config) == [f"--{setting}: there is no {given}; did you mean {near!r}?"]
-
-
-def test_a_folder_whose_name_is_near_a_built_in_one_is_taken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "embeded").mkdir()
-    (tmp_path / "embeded/config.json").write_text("{}")
-    assert missing("--pretrain", "embeded") == []
 
 
 def test_missing_files_of_a_folder_above_the_working_directory_only_what_is_given_is_refused(tmp_path, monkeypatch):
@@ -147,13 +133,23 @@ def test_a_recipe_a_scorer_a_checkpoint_and_a_url_that_are_none_are_named():
     assert missing("--remote_rm_url", "http://localhost:5000/score|http://other/x,judge=http://a") == []
 
 
-def test_a_model_folder_that_holds_no_model_is_named(tmp_path):
-    (tmp_path / "adapter").mkdir()
+def test_a_model_folder_that_is_none_is_named_and_a_hub_name_or_a_folder_near_a_built_in_name_taken(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("adapter", "embeded"):
+        (tmp_path / name).mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    assert "has no config.json" in missing("--pretrain", str(tmp_path))[0]
-    assert "adapter of peft" in missing("--pretrain", str(tmp_path / "adapter"))[0]
+    (tmp_path / "embeded/config.json").write_text("{}")
     (tmp_path / "rows.jsonl").touch()
-    assert "is a file; a model is a folder" in missing("--pretrain", str(tmp_path / "rows.jsonl"))[0]
+    for name, told in (
+        ("outputs/run/checkpoint-final", "--pretrain: outputs/run/checkpoint-final does not exist"),
+        ("/models/base", "--pretrain: /models/base does not exist"), (str(tmp_path), "has no config.json"),
+        (str(tmp_path / "adapter"), "adapter of peft"),
+        (str(tmp_path / "rows.jsonl"), "is a file; a model is a folder"),
+    ):  # fmt: skip
+        assert told in missing("--pretrain", name)[0]
+    assert missing("--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct") == missing("--pretrain", "embeded") == []
 
 
 def test_packages_that_settings_need_and_that_are_not_installed_are_named(monkeypatch):

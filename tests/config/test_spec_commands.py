@@ -58,37 +58,25 @@ def dry_run(line: str, algorithm: str = "flow_grpo") -> dict:
 
 
 class TestVRL:
-    def test_output_and_resume(self, tmp_path: Path) -> None:
-        (tmp_path / "checkpoint-60").mkdir()
-        found = dry_run(f"{VRL} trainer.output_dir={tmp_path} trainer.resume_from={tmp_path}/checkpoint-60")
-        assert found["output"]["output_dir"] == str(tmp_path)
-        assert found["output"]["resume_from"] == f"{tmp_path}/checkpoint-60"
-
-    def test_another_reward_and_another_manifest(self, tmp_path: Path) -> None:
+    def test_settings_reach_their_sections(self, tmp_path: Path) -> None:
         (tmp_path / "prompts.txt").write_text("a cat\n")
         found = dry_run(
             f"{VRL} reward.components.ocr=0.0 reward.components.aesthetic=1.0 "
             "reward.kwargs.aesthetic.model_name=openai/clip-vit-large-patch14 "
-            f"data.manifest={tmp_path}/prompts.txt data.eval_manifest={tmp_path}/prompts.txt",
+            f"data.manifest={tmp_path}/prompts.txt data.eval_manifest={tmp_path}/prompts.txt "
+            f"trainer.output_dir={tmp_path} trainer.resume_from={tmp_path}/checkpoint-60 "
+            "eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true "
+            "rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 actor.gradient_accumulation_steps=4",
         )
         assert found["reward"]["components"] == {"ocr": 0.0, "aesthetic": 1.0}
         assert found["reward"]["kwargs"] == {"aesthetic": {"model_name": "openai/clip-vit-large-patch14"}}
-        assert found["data"]["prompt_data"] == found["data"]["eval_data"] == f"{tmp_path}/prompts.txt"
-
-    def test_two_updates_per_rollout_with_eight_prompt_groups(self) -> None:
-        found = dry_run(
-            f"{VRL} rollout.n=8 rollout.rollout_batch_size=8 rollout.sample_batch_size=8 "
-            "actor.gradient_accumulation_steps=4",
-        )
-        sampling, train = found["sampling"], found["train"]
-        assert [sampling[name] for name in ("n_samples_per_prompt", "rollout_batch_size")] == [8, 8]
-        assert sampling["micro_rollout_batch_size"] == 8
+        data, output, sampling, train = (found[section] for section in ("data", "output", "sampling", "train"))
+        assert data["prompt_data"] == data["eval_data"] == f"{tmp_path}/prompts.txt" and data["max_eval_samples"] == 16
+        assert (output["output_dir"], output["resume_from"]) == (str(tmp_path), f"{tmp_path}/checkpoint-60")
+        assert (output["eval_seed"], output["eval_ema"], sampling["eval_num_steps"]) == (20260504, True, 40)
+        sizes = ("n_samples_per_prompt", "rollout_batch_size", "micro_rollout_batch_size")
+        assert [sampling[name] for name in sizes] == [8, 8, 8]
         assert (train["groups_per_update"], train["train_batch_size"]) == (4, 32)  # of 64 samples: two updates
-
-    def test_fixed_evaluation(self) -> None:
-        found = dry_run(f"{VRL} eval.num_steps=40 eval.max_prompts=16 eval.seed=20260504 eval.use_ema=true")
-        assert found["sampling"]["eval_num_steps"] == 40 and found["data"]["max_eval_samples"] == 16
-        assert found["output"]["eval_seed"] == 20260504 and found["output"]["eval_ema"] is True
 
     @pytest.mark.parametrize(("line", "placement"), RAY.items())
     def test_ray_placement(self, line: str, placement: str) -> None:
@@ -146,13 +134,11 @@ class TestRewardFL:
         assert algorithm["differentiable_reward"] == "face_similarity"
         assert algorithm["differentiable_kwargs"] == {"embedder": f"{folder}/antelopev2/"}
 
-    def test_its_block_as_a_file(self, block: str, tmp_path: Path) -> None:
+    def test_its_block_as_a_file_and_as_flags(self, block: str, tmp_path: Path) -> None:
         (tmp_path / "reward_fl.yaml").write_text(block)
-        self.check(dry_run(f"--config {tmp_path}/reward_fl.yaml", "reward_fl"), tmp_path)
-
-    def test_its_block_as_flags(self, block: str, tmp_path: Path) -> None:
-        line = " ".join(f"--{key} {value}" for key, value in yaml.safe_load(block).items())
-        self.check(dry_run(line, "reward_fl"), tmp_path)
+        flags = " ".join(f"--{key} {value}" for key, value in yaml.safe_load(block).items())
+        for line in (f"--config {tmp_path}/reward_fl.yaml", flags):
+            self.check(dry_run(line, "reward_fl"), tmp_path)
 
     def test_an_update_is_what_all_ranks_accumulate(self, block: str, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -193,20 +179,19 @@ class TestSizesOfUpdates:
             ("groups_per_update=2 train_batch_size=4", (4, None, None)),
             ("train_batch_size=4 groups_per_update=2", (8, 2, None)),
             ("groups_per_update=2 groups_per_update=null", (96, None, None)),
+            ("train_batch_size=4 actor.gradient_accumulation_steps=2", (8, 2, None)),
         ],
     )
-    def test_the_last_one_counts(self, line: str, expected: tuple) -> None:
+    def test_the_last_one_counts_and_what_is_written_down_loads_to_the_same(
+        self, line: str, expected: tuple, tmp_path: Path
+    ) -> None:
         argv = ["rollout.n=4", "rollout_batch_size=48", "micro_train_batch_size=8", *line.split()]
         config = parse_run(DiffusionRunConfig, argv, preset=None).config
         train = config.train
         assert (train.train_batch_size, train.groups_per_update, train.gradient_accumulation_steps) == expected
-
-    def test_what_is_written_down_loads_to_the_same(self, tmp_path: Path) -> None:
-        argv = ["rollout.n=4", "actor.gradient_accumulation_steps=2"]
-        config = parse_run(DiffusionRunConfig, argv, preset=None).config
         (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
         again = parse_run(DiffusionRunConfig, ["--config", str(tmp_path / "resolved.yaml")], preset=None).config
-        assert again == config and config.train.train_batch_size == 8
+        assert again == config
 
     def test_of_a_vision_language_run(self) -> None:
         argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8"]

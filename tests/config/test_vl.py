@@ -80,20 +80,25 @@ def sizes(flags: str) -> tuple[int, int]:
     return config.train.train_batch_size, config.updates(1)
 
 
-def test_an_update_takes_the_whole_rollout_unless_something_smaller_is_asked_for(caplog):
-    assert sizes("") == (1024, 1)
-    assert sizes("--rollout_batch_size 3 --n_samples_per_prompt 5") == (15, 1)
-    assert sizes("--rollout_batch_size 3 --n_samples_per_prompt 5 --train_batch_size 0") == (15, 1)
-    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 8") == (8, 2)
-    assert not caplog.records
-
-
-def test_an_update_of_more_than_a_rollout_takes_all_of_it_and_one_line_says_so(caplog):
-    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 128") == (16, 1)
-    assert sizes("--rollout_batch_size 4 --n_samples_per_prompt 4 --groups_per_update 5") == (16, 1)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first == "train_batch_size 128 is more than the 16 samples of a rollout: an update takes all of them"
-    assert second.startswith("train_batch_size 20 is more")
+@pytest.mark.parametrize(
+    ("flags", "expected", "told"),
+    [
+        ("", (1024, 1), []),
+        ("--rollout_batch_size 3 --n_samples_per_prompt 5", (15, 1), []),
+        ("--rollout_batch_size 3 --n_samples_per_prompt 5 --train_batch_size 0", (15, 1), []),
+        ("--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 8", (8, 2), []),
+        (
+            "--rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 128", (16, 1),
+            ["train_batch_size 128 is more than the 16 samples of a rollout: an update takes all of them"],
+        ),
+        (
+            "--rollout_batch_size 4 --n_samples_per_prompt 4 --groups_per_update 5", (16, 1),
+            ["train_batch_size 20 is more than the 16 samples of a rollout: an update takes all of them"],
+        ),
+    ],
+)  # fmt: skip
+def test_an_update_takes_the_whole_rollout_unless_something_smaller_is_asked_for(flags, expected, told, caplog):
+    assert sizes(flags) == expected and [record.getMessage() for record in caplog.records] == told
 
 
 def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work():

@@ -44,11 +44,11 @@ def same(left, right):
 
 
 def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
-    data = encode(picture)
+    data, pixels = encode(picture), np.asarray(picture)
     (tmp_path / "a b.png").write_bytes(data)
     text = base64.b64encode(data).decode()
     sources = [
-        picture, np.asarray(picture), data, bytearray(data), memoryview(data), text,
+        picture, pixels, data, bytearray(data), memoryview(data), text,
         f"data:image/png;base64,{text}", tmp_path / "a b.png",
         str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a b.png")}, {"url": f"data:image/png;base64,{text}"},
@@ -57,6 +57,11 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
     for source in sources:
         assert same(load_image(source), picture), describe_source(source)
         assert image_size(source) == (20, 12)
+    loaded = load_image(picture)
+    assert load_image(loaded) is loaded  # not held twice
+    channels_first = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    for form in (picture, pixels, channels_first.numpy(), channels_first, channels_first / 255):
+        assert np.array_equal(np.asarray(to_pil(form)), pixels)
 
 
 XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
@@ -74,31 +79,24 @@ def test_the_size_in_the_header_is_that_of_the_pixels_in_every_format(picture):
     assert image_size(encode(picture, "TIFF")) == (20, 12)
 
 
-def test_colour_modes_become_rgb_and_sixteen_bit_greys_are_scaled_not_clipped(picture):
+def test_colour_modes_become_rgb_over_white_and_sixteen_bit_greys_are_scaled_not_clipped(picture):
     assert load_image(encode(picture.convert("CMYK"), "JPEG")).mode == "RGB"
     assert same(load_image(encode(picture.convert("P"))), picture.convert("P").convert("RGB"))
     assert np.asarray(load_image(encode(Image.new("1", (2, 2), 1)))).min() == 255
-    values = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
-    decoded = np.asarray(load_image(encode(Image.fromarray(values))))
-    assert decoded[0, :, 0].tolist() == [0, 1, 128, 255]
-
-
-@pytest.mark.parametrize("levels", [[0, 1], [0, 255]])
-def test_levels_of_a_32_bit_grey_that_may_be_of_8_or_of_16_bits_are_refused(levels):
-    image = Image.fromarray(np.array([levels], dtype=np.int32))
-    for source in (image, encode(image, "TIFF")):
-        with pytest.raises(DataError, match=f"levels up to {levels[1]}, which may be of 8 or of 16 bits"):
-            load_image(source)
-    for known in (np.array([[0, 65535]], dtype=np.int32), np.array([[0, 0]], dtype=np.int32)):
-        assert np.asarray(load_image(Image.fromarray(known)))[0, :, 0].tolist() == [0, known.max() // 257]
-    assert not np.asarray(load_image(encode(Image.fromarray(np.array([[9, 99]], dtype=np.uint16))))).any()
-
-
-def test_transparency_is_laid_over_white():
     image = Image.new("RGBA", (3, 1), (200, 0, 0, 255))
     image.putpixel((1, 0), (200, 0, 0, 0))
-    decoded = np.asarray(load_image(encode(image)))[0].tolist()
-    assert decoded == [[200, 0, 0], [255, 255, 255], [200, 0, 0]]
+    assert np.asarray(load_image(encode(image)))[0].tolist() == [[200, 0, 0], [255, 255, 255], [200, 0, 0]]
+    for values, kind, wanted in (
+        ([0, 257, 32768, 65535], np.uint16, [0, 1, 128, 255]), ([9, 99], np.uint16, [0, 0]),
+        ([0, 65535], np.int32, [0, 255]), ([0, 0], np.int32, [0, 0]),
+    ):  # fmt: skip
+        grey = Image.fromarray(np.array([values], dtype=kind))
+        assert np.asarray(load_image(encode(grey) if kind is np.uint16 else grey))[0, :, 0].tolist() == wanted
+    for most in (1, 255):
+        grey = Image.fromarray(np.array([[0, most]], dtype=np.int32))
+        for source in (grey, encode(grey, "TIFF")):
+            with pytest.raises(DataError, match=f"levels up to {most}, which may be of 8 or of 16 bits"):
+                load_image(source)
 
 
 def test_size_is_checked_before_decoding():
@@ -168,12 +166,7 @@ def test_only_relative_paths_are_joined_to_the_root(picture):
         assert resolve_source(source, "/data") == source
 
 
-def test_an_image_that_was_loaded_before_is_not_held_twice(picture):
-    loaded = load_image(picture)
-    assert load_image(loaded) is loaded
-
-
-def test_media_to_video_array_clamps_and_rounds():
+def test_media_to_video_array_clamps_and_rounds_and_refuses_anything_else():
     image = torch.tensor([-1.0, 0.0, 0.5, 0.999, 1.0, 7.0]).reshape(1, 2, 3)
     assert media_to_video_array(image).tolist() == [[[[0, 0, 128], [255, 255, 255]]]]
     video = torch.rand(3, 5, 4, 2)
@@ -181,15 +174,10 @@ def test_media_to_video_array_clamps_and_rounds():
     assert array.shape == (5, 3, 4, 2) and array.dtype == np.uint8
     assert np.array_equal(array[2], (video[:, 2] * 255).round().numpy().astype(np.uint8))
     assert media_to_video_array(video.bfloat16()).dtype == np.uint8
-
-
-@pytest.mark.parametrize(
-    "media", [torch.rand(4, 4), torch.rand(1, 3, 2, 4, 4), torch.ones(3, 4, 4, dtype=torch.uint8), "x",
-              torch.full((3, 2, 2), float("nan"))]
-)  # fmt: skip
-def test_media_to_video_array_refuses_anything_else(media):
-    with pytest.raises(ValueError):
-        media_to_video_array(media)
+    whole, unknown = torch.ones(3, 4, 4, dtype=torch.uint8), torch.full((3, 2, 2), float("nan"))
+    for media in (torch.rand(4, 4), torch.rand(1, 3, 2, 4, 4), whole, "x", unknown):
+        with pytest.raises(ValueError):
+            media_to_video_array(media)
 
 
 def test_verls_mapping_is_a_source(tmp_path):
@@ -201,28 +189,19 @@ def test_verls_mapping_is_a_source(tmp_path):
         load_image({"image": str(tmp_path / "a.png"), "max_pixels": 784})
 
 
-PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
-
-
-def test_every_form_gives_the_same_pixels():
-    channels_first = torch.from_numpy(PIXELS).permute(2, 0, 1)
-    for form in (Image.fromarray(PIXELS), PIXELS, channels_first.numpy(), channels_first, channels_first / 255):
-        assert np.array_equal(np.asarray(to_pil(form)), PIXELS)
-
-
-def test_floats_are_clamped_and_rounded_and_alpha_is_white():
+def test_pixels_of_floats_are_clamped_alpha_is_white_bytes_are_their_own_and_other_arrays_refused():
     values = torch.tensor([[[-1.0, 0.5, 2.0, float("nan")]]])
     assert np.asarray(to_rgb(values))[0, :, 0].tolist() == [0, 128, 255, 0]
     assert to_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    for batch in (torch.rand(8, 3, 4, 4), torch.zeros(8, 3, 4, 4, dtype=torch.uint8)):
+        mine = to_uint8(batch[2])
+        assert mine.untyped_storage().nbytes() == mine.numel() == 48 and mine.dtype == torch.uint8
+    for wrong in (np.zeros((2, 2, 7)), np.zeros((2, 2), np.int64), None):
+        with pytest.raises(DataError):
+            to_pil(wrong)
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 2, 7)), np.zeros((2, 2), np.int64), None])
-def test_what_is_no_image_is_refused(wrong):
-    with pytest.raises(DataError):
-        to_pil(wrong)
-
-
-def test_videos():
+def test_frames_of_videos_and_a_few_of_many_evenly_spaced():
     video = torch.rand(3, 5, 8, 6)
     frames = video_frames(video)
     assert len(frames) == 5 and frames[0].size == (6, 8)
@@ -231,25 +210,8 @@ def test_videos():
     assert is_video(video) and is_video(frames) and not is_video(video[0]) and not is_video(frames[0])
     with pytest.raises(DataError):
         video_frames(torch.rand(3, 8, 6))
-
-
-def test_a_few_of_many_are_evenly_spaced():
     assert evenly_spaced(range(10), 4) == [0, 3, 6, 9] and evenly_spaced(range(3), 9) == [0, 1, 2]
     assert evenly_spaced(range(5), 1) == [0]
-    frames = video_frames(torch.arange(5).byte().view(5, 1, 1, 1), 3)
-    assert [frame.getpixel((0, 0))[0] for frame in frames] == [0, 2, 4]
-
-
-def test_bytes_have_a_storage_of_their_own():
-    batch = torch.rand(8, 3, 4, 4)
-    mine = to_uint8(batch[2])
-    assert mine.untyped_storage().nbytes() == mine.numel() == 48 and mine.dtype == torch.uint8
-    whole = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
-    assert to_uint8(whole[1]).untyped_storage().nbytes() == 48
-
-
-def test_frames_of_a_decoded_video_are_its_own_not_its_two_parts():
-    video = load_video({"video": [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 20, 30)]})
-    assert is_video(video)
-    assert [frame.getpixel((0, 0))[0] for frame in video_frames(video)] == [10, 20, 30]
-    assert [frame.getpixel((0, 0))[0] for frame in video_frames(video, 2)] == [10, 30]
+    decoded = load_video({"video": [Image.new("RGB", (8, 8), (level, 0, 0)) for level in range(5)]})
+    assert is_video(decoded)  # of two parts, frames and metadata
+    assert [frame.getpixel((0, 0))[0] for frame in video_frames(decoded, 3)] == [0, 2, 4]

@@ -37,19 +37,22 @@ RED, BLUE = (255, 0, 0), (0, 0, 255)
 GOOD = {"prompt": "a sky", "chosen": "blue.png", "rejected": "red.png"}
 
 
-def test_chosen_comes_first_also_in_columns_of_other_names(tmp_path):
-    pairs = read(written(tmp_path, GOOD))
-    assert len(pairs) == 1 and pairs[0].prompt == "a sky" and colours(pairs, 0) == [BLUE, RED]
-    row = {"text": "a sky", "win": "blue.png", "lose": "red.png"}
-    pairs = read(written(tmp_path, row), input_key="text", chosen_key="win", rejected_key="lose")
-    assert colours(pairs, 0) == [BLUE, RED]
+PICK = {"caption": "a sky", "jpg_0": "red.png", "jpg_1": "blue.png"}
+NAMED = {"input_key": "text", "chosen_key": "win", "rejected_key": "lose"}
 
 
-@pytest.mark.parametrize("preference,expected", ((0.0, [BLUE, RED]), ("1", [RED, BLUE])))
-def test_pick_a_pic_columns(tmp_path, preference, expected):
-    row = {"caption": "a sky", "jpg_0": "red.png", "jpg_1": "blue.png", "label_0": preference}
-    pairs = read(written(tmp_path, row))
-    assert pairs[0].prompt == "a sky" and colours(pairs, 0) == expected
+@pytest.mark.parametrize(
+    "row,settings,expected",
+    [
+        (GOOD, {}, [BLUE, RED]),
+        ({"text": "a sky", "win": "blue.png", "lose": "red.png"}, NAMED, [BLUE, RED]),
+        (PICK | {"label_0": 0.0}, {}, [BLUE, RED]),
+        (PICK | {"label_0": "1"}, {}, [RED, BLUE]),
+    ],
+)
+def test_chosen_comes_first_whatever_the_columns(tmp_path, row, settings, expected):
+    pairs = read(written(tmp_path, row), **settings)
+    assert len(pairs) == 1 and pairs[0].prompt == "a sky" and colours(pairs, 0) == expected
 
 
 def test_bytes_of_a_parquet_file(tmp_path):
@@ -72,8 +75,8 @@ def test_arrays_of_pixels_that_a_program_gives():
 @pytest.mark.parametrize(
     "row,message",
     (
-        ({"caption": "x", "jpg_0": "red.png", "jpg_1": "blue.png", "label_0": 0.5}, "neither image is preferred"),
-        ({"caption": "x", "jpg_0": "red.png", "jpg_1": "blue.png", "label_0": "left"}, "no number"),
+        (PICK | {"label_0": 0.5}, "neither image is preferred"),
+        (PICK | {"label_0": "left"}, "no number"),
         ({"prompt": "x", "chosen": "blue.png"}, "no image in column 'rejected'"),
         ({"chosen": "blue.png", "rejected": "red.png"}, "no text in column 'prompt'"),
     ),

@@ -140,36 +140,28 @@ def test_unusable_files(folder, monkeypatch):
             open_rows(name)
 
 
-def test_rendering_follows_the_chat_template(jsonl, processor):
+def test_rendering_follows_the_chat_template(jsonl, processor, tokenizer):
     first, second, third = open_rows(jsonl)
     config = DataConfig()
     assert render_prompt(first, processor, config) == (
         f"<|im_start|>user\n{PADS}what colour is it?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert f"first {PADS} or {PADS}<|im_end|>" in render_prompt(second, processor, config)
+    assert render_prompt(third, tokenizer, config) == render_prompt(third, processor, config)
+    with pytest.raises(DataError, match="rows.jsonl:1: .*no processor"):
+        render_prompt(first, tokenizer, config)
+    bare = build_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        render_prompt(third, bare, config)
+    raw = DataConfig(apply_chat_template=False)
+    assert render_prompt(PromptRow("as it stands <image>"), bare, raw) == "as it stands <image>"
     brief = DataConfig(system_prompt="Be brief.")
     with_system = render_prompt(third, processor, brief)
     assert with_system.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nwhat is 1 plus 2?")
     third.prompt.insert(0, {"role": "system", "content": [{"type": "text", "text": "mine"}]})
     own = render_prompt(third, processor, brief)
     assert "mine" in own and "brief" not in own
-
-
-def test_text_only_models_take_text_rows_only(jsonl, tokenizer, processor):
-    first, _, third = open_rows(jsonl)
-    assert render_prompt(third, tokenizer, DataConfig()) == render_prompt(third, processor, DataConfig())
-    with pytest.raises(DataError, match="rows.jsonl:1: .*no processor"):
-        render_prompt(first, tokenizer, DataConfig())
-
-
-def test_without_chat_template(jsonl):
-    bare = build_tokenizer()
-    bare.chat_template = None
-    row = open_rows(jsonl)[2]
-    with pytest.raises(ConfigError, match="no chat template"):
-        render_prompt(row, bare, DataConfig())
-    raw = DataConfig(apply_chat_template=False)
-    assert render_prompt(PromptRow("as it stands <image>"), bare, raw) == "as it stands <image>"
 
 
 def lengths(dataset, processor):
@@ -241,23 +233,34 @@ def test_csv_and_text_files_are_rows(folder):
     assert [(row.reference, row.metadata) for row in rows] == [("3", {"extra": "x"}), ("red", {"extra": "y"})]
     assert "how many, here?" in str(rows[0].prompt)
     assert len(lines) == 2 and "a blue square" in str(lines[1].prompt)
-
-
-def test_a_csv_row_with_more_fields_than_the_header_is_a_bad_row(folder):
-    path = folder / "metadata.csv"
-    path.write_text("prompt,reference\nfirst?,1\nhow many, here?,3\nlast?,2\n")
+    (folder / "metadata.csv").write_text("prompt,reference\nfirst?,1\nhow many, here?,3\nlast?,2\n")
     with pytest.raises(DataError, match=r"metadata.csv:row 1: 1 more field\(s\) than the header: \['3'\]"):
-        open_rows(path)
-    dataset = open_rows(path, on_bad_row="skip")
-    assert [row.reference for row in dataset] == ["1", "2"] and dataset.bad.causes == {"not CSV": 1}
+        open_rows(folder / "metadata.csv")
 
 
-def test_more_images_than_the_engine_takes_are_found_before_it_starts(jsonl):
-    checks = RowChecks(RolloutConfig(limit_mm_image_per_prompt=1))
-    with pytest.raises(DataError, match=r"rows.jsonl:3.*2 images, above limit_mm_image_per_prompt = 1"):
+@pytest.mark.parametrize(
+    ("checks", "cause", "told"),
+    [
+        (
+            RowChecks(RolloutConfig(limit_mm_image_per_prompt=1)), "too many images",
+            "rows.jsonl:3.*2 images, above limit_mm_image_per_prompt = 1",
+        ),
+        (
+            RowChecks(labels=frozenset({"colour", "text"})), "label without a recipe",
+            "the label 'n' has no reward recipe.*--on_bad_row skip",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_the_run_cannot_take_are_found_before_it_starts(jsonl, checks, cause, told):
+    with pytest.raises(DataError, match=told):
         open_rows(jsonl, checks=checks)
     dataset = open_rows(jsonl, checks=checks, on_bad_row="skip")
-    assert len(dataset) == 2 and dataset.bad.causes == {"too many images": 1}
+    assert len(dataset) == 2 and dataset.labels == {"colour", "text"} and dataset.bad.causes == {cause: 1}
+
+
+def test_a_row_without_a_label_is_bad_where_labels_are_told(folder):
+    with pytest.raises(DataError, match="the row has no label"):
+        open_rows(write_jsonl(folder / "none.jsonl", [{"prompt": "q"}]), checks=RowChecks(labels=frozenset({"n"})))
 
 
 def test_labels_beyond_max_rows_are_read_when_asked_for(folder):
@@ -267,17 +270,6 @@ def test_labels_beyond_max_rows_are_read_when_asked_for(folder):
     data = open_rows(f"{first},{second}", max_rows=2)
     assert data.labels == {"a"} and data.labels_cut_away() == {"b", "c"}
     assert open_rows(second).labels_cut_away() == set()
-
-
-def test_rows_whose_label_has_no_recipe_are_bad_where_labels_are_told(folder, jsonl):
-    told = RowChecks(labels=frozenset({"colour", "n"}))
-    data = open_rows(jsonl, checks=told, on_bad_row="skip")
-    assert data.labels == {"colour", "n"} and data.bad.causes == {"label without a recipe": 1}
-    with pytest.raises(DataError, match="the label 'text' has no reward recipe.*--on_bad_row skip"):
-        open_rows(jsonl, checks=told)
-    (folder / "none.jsonl").write_text(json.dumps({"prompt": "q"}) + "\n")
-    with pytest.raises(DataError, match="the row has no label"):
-        open_rows(folder / "none.jsonl", checks=told)
 
 
 def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(folder, processor, monkeypatch):

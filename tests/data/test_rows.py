@@ -75,18 +75,16 @@ def test_where_the_reference_is_found(raw, wanted, left):
     assert (row.reference, row.metadata) == (wanted, left)
 
 
-def test_a_reference_key_of_ones_own_may_step_into_mappings():
-    row = parse({"prompt": "q", "extra": {"solution": "x"}, "answer": "no"}, reference_key="extra.solution")
-    assert row.reference == "x"
-    with pytest.raises(DataError, match="no column 'solution' .reference_key"):
-        parse({"prompt": "q", "answer": "no"}, reference_key="solution")
-
-
-def test_columns_under_names_of_ones_own_stay_columns_for_rewards():
+def test_columns_under_names_of_ones_own_stay_columns_for_rewards_and_must_exist():
     keys = {"input_key": "problem", "reference_key": "target", "label_key": "kind", "images_key": "pics"}
     row = parse({"problem": "hi", "target": ["4"], "kind": 3, "pics": [b"1"], "level": 2}, **keys)
     assert row.metadata == {"problem": "hi", "target": ["4"], "kind": 3, "level": 2}
     assert (row.reference, row.label, row.images) == (["4"], "3", [b"1"])
+    row = parse({"prompt": "q", "extra": {"solution": "x"}, "answer": "no"}, reference_key="extra.solution")
+    assert row.reference == "x"
+    for key in ("images_key", "videos_key", "label_key", "reference_key"):
+        with pytest.raises(DataError, match=f"no column 'mine' .{key}"):
+            parse({"prompt": "q", "answer": "no"}, **{key: "mine"})
 
 
 def test_a_prompt_column_of_messages_keeps_its_text_and_not_its_media():
@@ -117,12 +115,6 @@ def test_bad_rows_are_errors_that_name_file_and_row(raw, message):
     with pytest.raises(DataError, match=message) as caught:
         parse(raw)
     assert str(caught.value).startswith("rows.jsonl:3: ")
-
-
-def test_a_column_named_by_the_user_must_exist():
-    for key in ("images_key", "videos_key", "label_key"):
-        with pytest.raises(DataError, match=f"no column 'mine' .{key}"):
-            parse({"prompt": "q"}, **{key: "mine"})
 
 
 def test_without_chat_template_the_prompt_is_a_string_that_is_kept():

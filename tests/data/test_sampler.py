@@ -124,34 +124,30 @@ def test_counting_batches_and_epochs():
     assert [sampler.num_batches(epochs) for epochs in (1, 2, 3)] == [3, 5, 8]
     assert [len(batch) for batch in batches_of(sampler, 5)] == [4] * 5
     assert sampler.epoch == 2.0
+    for rows, ranks, size in ((50, 1, 50), (50, 8, 48), (5, 8, 8)):  # no more than a pass over the data
+        assert fitting_batch(128, rows, ranks) == size
+    assert fitting_batch(16, 50, 8) == 16
 
 
-def test_resume_refuses_other_data():
-    state = PromptSampler([10], 4, seed=0).state_dict()
-    for size, seed, told in ((11, 0, r"rows of the data was \[10\], now it is \[11\]"), (10, 1, "seed was 0")):
-        with pytest.raises(DataError, match=f"cannot resume the prompt order: {told}.*--pretrain"):
-            PromptSampler([size], 4, seed=seed).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("error", "told", "call"),
+    [
+        (ConfigError, "batch_size", lambda: PromptSampler([3], 0, seed=0)),
+        (DataError, "at least one row", lambda: PromptSampler([3, 0], 1, seed=0)),
+        (ConfigError, "2 mixing probabilities for 1", lambda: epoch_quotas([3], [0.5, 0.5])),
+        (ConfigError, "positive", lambda: epoch_quotas([3, 3], [1.0, 0.0])),
+        (ConfigError, "prompt_data_probs", lambda: epoch_quotas([3, 4], [float("nan"), 0.5])),
+        (ConfigError, "prompt_data_probs", lambda: epoch_quotas([3, 4], [1e308, 1e308])),
+        (ConfigError, "prompt_data_probs", lambda: epoch_quotas([3, 4], [1e-300, 1e300])),
+        (ConfigError, "6 prompts does not divide over 4", lambda: PromptSampler.shard(list(range(6)), 0, 4)),
+        (DataError, r"rows of the data was \[10\], now it is \[11\].*--pretrain", lambda: resumed([11], 0)),
+        (DataError, "cannot resume the prompt order: seed was 0.*--pretrain", lambda: resumed([10], 1)),
+    ],
+)
+def test_impossible_arguments_and_other_data_are_refused(error, told, call):
+    with pytest.raises(error, match=told):
+        call()
 
 
-def test_impossible_arguments():
-    with pytest.raises(ConfigError, match="batch_size"):
-        PromptSampler([3], 0, seed=0)
-    with pytest.raises(DataError, match="at least one row"):
-        PromptSampler([3, 0], 1, seed=0)
-    with pytest.raises(ConfigError, match="2 mixing probabilities for 1"):
-        epoch_quotas([3], [0.5, 0.5])
-    with pytest.raises(ConfigError, match="positive"):
-        epoch_quotas([3, 3], [1.0, 0.0])
-    with pytest.raises(ConfigError, match="6 prompts does not divide over 4"):
-        PromptSampler.shard(list(range(6)), 0, 4)
-
-
-@pytest.mark.parametrize("probabilities", ([float("nan"), 0.5], [1e308, 1e308], [1e-300, 1e300]))
-def test_shares_that_are_no_numbers_are_refused(probabilities):
-    with pytest.raises(ConfigError, match="prompt_data_probs"):
-        epoch_quotas([3, 4], probabilities)
-
-
-def test_a_batch_holds_no_more_than_a_pass_over_the_data():
-    assert fitting_batch(128, 50, 1) == 50 and fitting_batch(128, 50, 8) == 48
-    assert fitting_batch(128, 5, 8) == 8 and fitting_batch(16, 50, 8) == 16
+def resumed(sizes, seed):
+    PromptSampler(sizes, 4, seed=seed).load_state_dict(PromptSampler([10], 4, seed=0).state_dict())

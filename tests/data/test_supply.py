@@ -49,25 +49,21 @@ def test_a_resumed_run_gets_the_same_rows(path):
     assert [indices(one.next_rows(step)) for step in (2, 3, 4)] == [indices(two.next_rows(step)) for step in (2, 3, 4)]
 
 
-def test_with_error_the_run_ends_and_names_the_row(path):
-    rows = supply(path, on_bad_row="error")
-    with pytest.raises(DataError, match=r"rows.jsonl:\d+: image .*cut.jpg is damaged.*--on_bad_row skip"):
-        for step in range(3):
-            rows.next_rows(step)
-
-
-def test_too_many_bad_rows_end_the_run(path):
-    rows = supply(path, max_bad_share=0.2)
-    with pytest.raises(DataError, match=r"3 of 12 rows left out \(25.0%\): 3 x image damaged; .*max_bad_share = 0.2"):
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"on_bad_row": "error"}, r"rows.jsonl:\d+: image .*cut.jpg is damaged.*--on_bad_row skip"),
+        ({"max_bad_share": 0.2}, r"3 of 12 rows left out \(25.0%\): 3 x image damaged; .*max_bad_share = 0.2"),
+        ({"max_bad_share": 1.0}, "no usable row is left"),
+    ],
+)
+def test_bad_rows_end_the_run_by_the_policy_or_where_there_are_too_many(path, settings, told):
+    rows = supply(path, **settings)
+    if told.startswith("no usable"):
+        (path.parent / "good.jpg").unlink()
+    with pytest.raises(DataError, match=told):
         for step in range(9):
             rows.next_rows(step)
-
-
-def test_a_run_without_a_usable_row_ends(path):
-    rows = supply(path, max_bad_share=1.0)
-    (path.parent / "good.jpg").unlink()
-    with pytest.raises(DataError, match="no usable row is left"):
-        rows.next_rows(1)
 
 
 def test_the_first_usable_rows_leave_the_order_alone(path):
