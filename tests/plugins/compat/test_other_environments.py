@@ -31,14 +31,10 @@ class Guess:
         return "Guess a number."
 
     def guess(self, number: int) -> str:
-        """
-        Make a guess.
+        """Make a guess.
 
         Args:
             number: The number
-
-        Returns:
-            A hint.
         """
         if self.over:
             raise ValueError("Game over.")
@@ -71,14 +67,7 @@ class Judges(Guess):
         return number
 
 
-class Steps:
-    def reset(self, **columns):
-        return columns["prompt"][0]["content"]
-
-    def look(self) -> str:
-        """Look around."""
-        return "a wall"
-
+class Steps(Guess):
     def step(self, number: int) -> str:
         """Go there.
 
@@ -133,8 +122,6 @@ class Telling(AgentInstance):
     async def reset(self, states, **kwargs):
         return {"observation": "Something else is asked."}
 
-
-class Showing(AgentInstance):
     async def step(self, states, **kwargs):
         feedback = states["action_text"]
         return {"rewards": torch.tensor([0.5]), "environment_feedback": feedback, "environment_images": ["one", "two"],
@@ -163,6 +150,7 @@ class Server(AgentExecutorBase):
 
 OPENENV = '''
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Optional, TypeVar
 from pydantic import BaseModel
 
@@ -225,27 +213,12 @@ class MoveEnv(EnvClient):
         return Result({"x": action.x, "y": action.y}, 0.5, False)
 
 
-def make():
-    return EchoEnv("http://localhost:8000")
-
-
-def make_async():
-    return MoveEnv("http://localhost:8000")
-
-
 class SyncEnvClient(Generic[A, O]):
     def __init__(self, async_client):
         self.async_client = async_client
 
-    def reset(self):
-        return Result({"x": 0, "y": 0})
-
     def step(self, action: A):
         return Result({"x": action.x, "y": action.y}, 0.5, False)
-
-
-def make_sync():
-    return SyncEnvClient(make_async())
 
 
 class Nameless(EnvClient):
@@ -254,10 +227,6 @@ class Nameless(EnvClient):
 
     def step(self, action):
         return Result("")
-
-
-def make_nameless():
-    return Nameless("")
 
 
 class CallToolAction(BaseModel):
@@ -306,14 +275,20 @@ class NoTools(ToolClient):
     tools = []
 
 
-def make_tools():
-    return MyTools("")
-
-
-def make_no_tools():
-    return NoTools("")
+make, make_async = partial(EchoEnv, "http://localhost:8000"), partial(MoveEnv, "http://localhost:8000")
+make_nameless, make_tools, make_no_tools = (partial(kind, "") for kind in (Nameless, MyTools, NoTools))
+make_sync = partial(SyncEnvClient, make_async())
 '''
 
+OTHERS = """
+class Empty:
+    pass
+
+
+class Wraps:
+    def __getattr__(self, name):
+        return lambda *given: ("seen", 1.0, False, {})
+"""
 ROW = {
     "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "guess",
     "images": [], "videos": [], "seed": 1, "group_seed": 2**40 + 9, "level": 2, "shown": Image.new("RGB", (2, 2)),
@@ -323,7 +298,7 @@ ROW = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
-    for name, text in (("of_trl", TRL), ("of_openrlhf", OPENRLHF), ("of_openenv", OPENENV)):
+    for name, text in (("of_trl", TRL), ("of_openrlhf", OPENRLHF), ("of_openenv", OPENENV), ("others", OTHERS)):
         (folder / f"{name}.py").write_text(text)
     return folder
 
@@ -360,13 +335,9 @@ def test_trl_reset_gets_the_columns_that_it_names(folder):
     assert [schema["function"]["name"] for schema in judged.schemas()] == ["guess", "look"]
     assert [judged.step(called("guess", number=number))[1] for number in (3, 7, 7)] == [0.5, 1.5, 0.0]
     assert made(folder, "of_trl.py:Shows").reset(ROW).shape == (28, 28, 3)
-
-
-def test_trl_tool_may_be_called_step(folder):
-    environment = made(folder, "of_trl.py:Steps")
-    assert [schema["function"]["name"] for schema in environment.schemas()] == ["look", "step"]
-    assert environment.reset(ROW) == "what is it?"
-    assert environment.step(called("step", number=3))[0][0]["content"] == "at 3"
+    stepping = made(folder, "of_trl.py:Steps")  # a tool of its own has that name
+    assert [schema["function"]["name"] for schema in stepping.schemas()] == ["guess", "look", "step"]
+    assert stepping.step(called("step", number=3))[0][0]["content"] == "at 3"
 
 
 def test_text_for_the_end_of_an_openrlhf_episode_is_no_end(folder):
@@ -410,17 +381,12 @@ PAD = "<|vision_start|><|image_pad|><|vision_end|>"
     ],
 )
 def test_openrlhf_agent_shows_images_where_its_feedback_has_their_placeholders(folder, feedback, parts):
-    environment = made(folder, "of_openrlhf.py:Showing")
+    environment = made(folder, "of_openrlhf.py:Telling")
     environment.reset(ROW)
     (message,), reward, done, _ = environment.step(Action(feedback))
     assert (message, reward, done) == ({"role": "user", "content": parts}, 0.5, False)
     with pytest.raises(ValueError, match="1 placeholders of images, there are 2 images"):
         environment.step(Action(f"only {PAD}"))
-
-
-def test_openrlhf_executor_that_generates_by_itself_is_refused(folder):
-    with pytest.raises(ConfigError, match="Server is an executor of OpenRLHF that generates by itself"):
-        made(folder, "of_openrlhf.py:Server")
 
 
 @pytest.mark.parametrize(
@@ -443,7 +409,7 @@ def test_openenv_client_takes_text_or_calls(folder):
     assert environment.step(called("act", message="four")) == (None, 4.0, True, {})
 
 
-def test_openenv_client_that_is_asynchronous_and_has_several_fields(folder):
+def test_openenv_client_with_several_fields_is_asynchronous_or_made_synchronous(folder):
     environment = made(folder, "of_openenv.py:make_async")
     assert environment.reset(ROW) == '{"x": 0, "y": 0}'
     assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
@@ -455,12 +421,9 @@ def test_openenv_client_that_is_asynchronous_and_has_several_fields(folder):
     assert "one call in a turn, not 2" in observation
     environment.close()
     assert environment.client.closed
-
-
-def test_openenv_client_of_which_a_synchronous_one_was_asked_has_its_action(folder):
-    environment = made(folder, "of_openenv.py:make_sync")
-    assert environment.schemas()[0]["function"]["parameters"]["required"] == ["x", "y"]
-    assert environment.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
+    synchronous = made(folder, "of_openenv.py:make_sync")
+    assert synchronous.schemas()[0]["function"]["parameters"]["required"] == ["x", "y"]
+    assert synchronous.step(called("act", x=1, y=2)) == ('{"x": 1, "y": 2}', 0.5, False, {})
 
 
 def test_openenv_client_of_a_tool_server_has_its_tools_and_a_seed_for_the_group(folder):
@@ -508,9 +471,17 @@ def test_images_in_an_openenv_observation_are_shown(fields, images, text):
     assert [part["text"] for part in found if part["type"] == "text"] == [text] * bool(text)
 
 
-def test_openenv_client_whose_action_is_unknown_is_refused(folder):
-    with pytest.raises(ConfigError, match="Nameless: neither its step's type hint"):
-        made(folder, "of_openenv.py:make_nameless")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("of_openrlhf.py:Server", "Server is an executor of OpenRLHF that generates by itself"),
+        ("of_openenv.py:make_nameless", "Nameless: neither its step's type hint"),
+        ("others.py:Empty", "has no step"),
+    ],
+)
+def test_class_that_cannot_be_an_environment_is_refused(folder, name, told):
+    with pytest.raises((ConfigError, EnvironmentFailure), match=told):
+        made(folder, name)
 
 
 def test_they_run_in_processes_of_their_own(folder):
@@ -523,14 +494,5 @@ def test_they_run_in_processes_of_their_own(folder):
     assert step.observation.messages[0]["content"] == [{"type": "text", "text": "Try again."}]
 
 
-def test_class_without_steps_or_tools_is_refused(tmp_path):
-    (tmp_path / "empty.py").write_text("class Empty:\n    pass\n")
-    with pytest.raises((ConfigError, EnvironmentFailure), match="has no step"):
-        made(tmp_path, "empty.py:Empty")
-
-
-def test_class_that_answers_to_every_name_is_no_client_of_openenv(tmp_path):
-    (tmp_path / "wraps.py").write_text(
-        "class Wraps:\n    def __getattr__(self, name):\n        return lambda *given: ('seen', 1.0, False, {})\n"
-    )
-    assert made(tmp_path, "wraps.py:Wraps").step(Action("a")) == ("seen", 1.0, False, {})
+def test_class_that_answers_to_every_name_is_no_client_of_openenv(folder):
+    assert made(folder, "others.py:Wraps").step(Action("a")) == ("seen", 1.0, False, {})

@@ -103,8 +103,7 @@ def test_several_functions_in_one_setting_are_summed():
 def test_settings_of_a_recipe_reach_functions_of_other_systems():
     recipe = f'{{"*": [[func, "{FOLDER}/easyr1.py:compute_score", 1.0, {{format_weight: 0.5}}]]}}'
     engine = RewardComputationEngine.from_config(RewardConfig(reward_recipe=recipe))
-    lower = make_samples(["abc"], ["x"])
-    assert engine.compute_rewards([lower]).score.tolist() == [0.5]
+    assert engine.compute_rewards([make_samples(["abc"], ["x"])]).score.tolist() == [0.5]
 
 
 def test_lightrft_aggregates_by_the_names_of_the_rewards():
@@ -121,18 +120,17 @@ def test_the_form_can_be_chosen():
         engine_arguments(RewardConfig(reward_form="verrl"))
 
 
-def test_a_parameter_that_nothing_fills_is_found_before_the_run(tmp_path):
-    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth, dificulty):\n    return 1.0\n")
-    config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:compute_score")
-    with pytest.raises(ConfigError, match="asks for 'dificulty'.*did you mean 'difficulty'"):
-        engine_arguments(config, columns={"difficulty"})
-
-
-def test_a_function_of_trls_environments_is_told_that_their_reward_is_there_already(tmp_path):
-    path = tmp_path / "of_environments.py"
-    path.write_text("def reward(environments, **kwargs):\n    return [each.reward for each in environments]\n")
-    with pytest.raises(ConfigError, match="asks for environments, which have ended by now: leave the function out"):
-        engine_arguments(RewardConfig(reward_fn=f"{path}:reward"), columns={"prompt"})
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ("solution_str, ground_truth, dificulty", "asks for 'dificulty'.*did you mean 'difficulty'"),
+        ("environments, **kwargs", "asks for environments, which have ended by now: leave the function out"),
+    ],
+)
+def test_a_parameter_that_nothing_fills_is_found_before_the_run(tmp_path, parameters, told):
+    (tmp_path / "mine.py").write_text(f"def score({parameters}):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=told):
+        engine_arguments(RewardConfig(reward_fn=f"{tmp_path}/mine.py:score"), columns={"difficulty"})
 
 
 def test_a_native_function_that_reads_replies_of_a_server_stays_native(tmp_path, caplog):
@@ -166,16 +164,16 @@ def test_scorers_of_flow_grpo(name, rewards, metrics, caplog):
     assert f"reward function {name}: flow_grpo's form" in caplog.text
 
 
+def test_flow_grpo_scores_videos_as_one_tensor():
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:video"))
+    assert same(engine.score_media(["a"], videos=[torch.ones(3, 12, 4, 4)]).score, [1])
+
+
 def test_flow_grpo_is_given_the_first_image_that_each_was_made_from():
     red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (3, 2), "blue")
     edits = batch_from_media(["p", "q"], images=[red, red], source_images=[[blue], [red, blue]])
     first = CallableSource(lambda images, prompts, metadata, ref_images: [image.width for image in ref_images])
     assert first.score(edits).values.tolist() == [3, 2]
-
-
-def test_flow_grpo_scores_videos_as_one_tensor():
-    engine = RewardComputationEngine.from_config(RewardConfig(reward_fn=f"{FOLDER}/flow_grpo.py:video"))
-    assert same(engine.score_media(["a"], videos=[torch.ones(3, 12, 4, 4)]).score, [1])
 
 
 def test_a_function_with_more_names_of_ours_is_not_taken_for_flow_grpos():

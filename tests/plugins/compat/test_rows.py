@@ -81,18 +81,17 @@ def test_sharegpt(read):
         read("sharegpt.jsonl", [{"conversations": [{"from": "tool", "value": "x"}]}])
 
 
-def test_easyr1(read, png):
-    rows = [{"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": png, "path": None}]}]
-    (row,) = read("easyr1.parquet", rows)
-    assert (parts(row), row.reference, row.images[0].size) == ("[image]Find x.", "3", (30, 20))
-    assert row.metadata["problem"] == "<image>Find x."
-
-
-def test_trl(read, png):
+def test_easyr1_and_trl(read, png):
+    image = {"bytes": png, "path": None}
     message = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Find x."}]}
-    rows = [{"prompt": [message], "image": {"bytes": png, "path": "a.png"}, "solution": "3"}]
-    (row,) = read("trl.parquet", rows)
-    assert (parts(row), row.reference, row.images[0].size) == ("[image]Find x.", "3", (30, 20))
+    rows = {
+        "easyr1": {"problem": "<image>Find x.", "answer": "3", "images": [image]},
+        "trl": {"prompt": [message], "image": image, "solution": "3"},
+    }
+    for name, own in rows.items():
+        (row,) = read(f"{name}.parquet", [own])
+        assert (parts(row), row.reference, row.images[0].size) == ("[image]Find x.", "3", (30, 20))
+        assert name == "trl" or row.metadata["problem"] == "<image>Find x."
     (row,) = read("trl.jsonl", [{"prompt": "Find x.", "solution": "3"}])
     assert (parts(row), row.reference) == ("Find x.", "3")
 

@@ -29,7 +29,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_name_existing_images_of_the_asked_size(task):
+def test_rows_name_existing_images_of_the_asked_size_and_every_kind_has_its_share(task):
     rows = read(task.train)
     assert len(rows) == 60 and len(read(task.test)) == 20
     for row in rows:
@@ -38,9 +38,6 @@ def test_rows_name_existing_images_of_the_asked_size(task):
         for name in row["images"]:
             with Image.open(task.folder / name) as image:
                 assert (image.size, image.mode, image.format) == ((56, 56), "RGB", "PNG")
-
-
-def test_every_kind_has_its_share(task):
     assert Counter(row["label"] for row in read(task.test)) == questions._SHARES
     assert set(questions._SHARES) == set(questions.KINDS) == set(questions.QUESTIONS)
 

@@ -20,7 +20,6 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
 from lightrft_visual.plugins.embedded.scorers.judge_scorer import ShapeJudgeScorer, judge_images
 from lightrft_visual.plugins.embedded.scorers.shape_match import shape_match
 from lightrft_visual.plugins.embedded.shape_judge import (
-    JudgeSettings,
     embedded_judge,
     judge_file,
     kinds_of,
@@ -92,14 +91,6 @@ def test_images_of_another_size_and_captions_without_a_shape(cache_root):
     assert ShapeJudgeScorer()([[None]], ["a dog"]) == [None]
     with pytest.raises(Exception, match="part is 'size'"):
         ShapeJudgeScorer("size")
-
-
-def test_the_judge_is_trained_once(tmp_path):
-    settings = JudgeSettings(steps=2, batch_size=9, channels=(4, 4))
-    path = judge_file(tmp_path, settings)
-    stamp = path.stat().st_mtime_ns
-    assert judge_file(tmp_path, settings) == path and path.stat().st_mtime_ns == stamp
-    assert [each.name for each in tmp_path.glob("*")].count(path.name) == 1
 
 
 def test_kinds_are_one_number_a_pair(cache_root):

@@ -78,13 +78,6 @@ def folder(tmp_path_factory):
     return embedded_sd15_folder(tmp_path_factory.mktemp("cache"), SD15)
 
 
-def test_the_stock_pipeline_opens_the_folder(folder):
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    picture = pipeline("a red circle", num_inference_steps=2, guidance_scale=1.0).images[0]
-    assert picture.size == (32, 32)
-
-
 def test_the_folder_is_cached_by_its_settings(tmp_path):
     folder = embedded_diffusion_folder(tmp_path, SD3)
     stamp = (folder / "model_index.json").stat().st_mtime_ns
@@ -93,7 +86,10 @@ def test_the_folder_is_cached_by_its_settings(tmp_path):
     assert embedded_diffusion_folder(tmp_path, dataclasses.replace(SD3, seed=1)) != folder
 
 
-def test_the_policy_reads_it_as_a_ddim_model(folder):
+def test_the_stock_pipeline_opens_the_folder_and_the_policy_reads_it_as_a_ddim_model(folder):
+    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline("a red circle", num_inference_steps=2, guidance_scale=1.0).images[0].size == (32, 32)
     policy = DiffusionPolicy.from_pretrained(str(folder), family="sd15")
     assert policy.prediction == "epsilon"
     assert policy.encode_prompts(["a red circle"])["context"].shape == (1, TEXT_LENGTH, SD15.text_width)

@@ -12,14 +12,14 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.placement import DEVICES, GIB
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.vl import ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
-from lightrft_visual.plugins.memory_plan.shapes import near_shipped
+from lightrft_visual.plugins.memory_plan.shapes import language_model, near_shipped
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
@@ -30,9 +30,14 @@ SEVEN = (
 CARD = DEVICES["h100-80gb"]
 
 
-def plan_of(*settings: str) -> Plan:
-    config = parse_run(RunConfig, [*settings]).config
+def plan_of(*settings: str, schema: type = RunConfig) -> Plan | None:
+    config = parse_run(schema, [*settings]).config
     return check.plan_of(config, *check.named_device(config.plan))
+
+
+def held(plan: Plan, phase: int) -> dict[str, float]:
+    """Bytes by item."""
+    return {item.name: item.bytes for item in plan.phases[phase].items}
 
 
 # The plan of the video recipe takes half a minute; --dry_run shows it.
@@ -62,8 +67,8 @@ def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> No
 
 def test_a_teacher_is_counted_by_its_own_shape() -> None:
     teaching = ["--teacher_pretrain", "Qwen/Qwen2.5-VL-3B-Instruct", "--teacher_coef", "1", "--offload_trainer"]
-    items = {item.name: item for item in plan_of(*SEVEN, *teaching).phases[1].items}
-    assert 3e9 < items["teacher: weights"].bytes / 2 < 5e9 < items["policy: weights"].bytes / 2
+    items = held(plan_of(*SEVEN, *teaching), 1)
+    assert 3e9 < items["teacher: weights"] / 2 < 5e9 < items["policy: weights"] / 2
 
 
 def test_without_that_they_are_refused_with_what_would_help() -> None:
@@ -99,46 +104,40 @@ def test_the_copy_of_a_checkpoint_that_is_written_behind_the_run_is_counted_on_t
 
 def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
     """One of 7 billion weights: on the host at rest, whole or a part of it on the device while it scores."""
-    from lightrft_visual.config.vl import ModelConfig
-    from lightrft_visual.plugins.memory_plan.shapes import language_model
-
     shape = language_model(ModelConfig(pretrain="Qwen/Qwen2.5-VL-7B-Instruct"))
     shape.dtype = "bfloat16"
     shape.save_pretrained(tmp_path)
     whole, judged = 2 * 8_292_166_656, ["--reward_pretrain", f"judge={tmp_path}"]
     name = "reward model judge: weights"
 
-    def held(*settings: str) -> list[tuple[str, float]]:
+    def judge(*settings: str) -> list[tuple[str, float]]:
         own = "--init_kl_coef 0 --micro_rollout_batch_size 1 --offload_trainer".split()  # less than the judge needs
         phases = plan_of(*SEVEN, *own, *judged, *settings).phases
         found = [item for phase in phases[1:3] for item in phase.items if item.name == name]
         return [(item.where, item.bytes) for item in found]
 
-    assert held() == [(HOST, whole), ("device", whole)]
-    assert held("--zero_stage", "3")[0] == (HOST, whole / 8)
-    assert held("--zero_stage", "3", "--no_reward_cpu_offload")[0] == ("device", whole / 8)
+    assert judge() == [(HOST, whole), ("device", whole)]
+    assert judge("--zero_stage", "3")[0] == (HOST, whole / 8)
+    assert judge("--zero_stage", "3", "--no_reward_cpu_offload")[0] == ("device", whole / 8)
 
 
 def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     """Eight answers of 64 tokens to a prompt of 1,024: 1,536 tokens in place of 8,704, in activations and in time."""
     settings = [*SEVEN, "--generate_max_len", "64", "--n_samples_per_prompt", "8", "--train_batch_size", "64"]
     shared, alone = plan_of(*settings), plan_of(*settings, "--share_prefix", "false")
-    items = [{item.name: item.bytes for item in plan.phases[3].items} for plan in (shared, alone)]
-    used = [each["activations of a micro-batch"] for each in items]
+    used = [held(plan, 3)["activations of a micro-batch"] for plan in (shared, alone)]
     assert used[0] < 0.6 * used[1]  # the gradient of the head's weights is the same
     assert shared.phases[3].seconds < 0.6 * alone.phases[3].seconds  # each of 32 updates also has its optimizer step
-    padded = plan_of(*settings, "--attn_implementation", "eager").phases[3]  # takes no segments
-    assert {item.name: item.bytes for item in padded.items}["activations of a micro-batch"] == used[1]
+    padded = plan_of(*settings, "--attn_implementation", "eager")  # takes no segments
+    assert held(padded, 3)["activations of a micro-batch"] == used[1]
 
 
 def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
     settings = [*SEVEN, "--micro_train_batch_size", "16", "--no_gradient_checkpointing"]
     plans = [plan_of(*settings, "--sp_size", size) for size in ("1", "4")]
-    one, four = (
-        {item.name: item.bytes for item in plan.phases[3].items}["activations of a micro-batch"] for plan in plans
-    )
+    one, four = (held(plan, 3)["activations of a micro-batch"] for plan in plans)
     assert one / 4 < four < one / 2  # each has the whole row's embeddings, a chunk of logits, one prompt's images
-    hosts = [{item.name: item.bytes for item in plan.phases[3].items}["tokens of the batch"] for plan in plans]
+    hosts = [held(plan, 3)["tokens of the batch"] for plan in plans]
     assert hosts[1] == 4 * hosts[0]  # the samples of all four
     seconds = [plan.phases[3].seconds for plan in plans]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.25)  # smaller forwards, four times as many of them
@@ -147,14 +146,13 @@ def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
 def test_gradients_of_one_micro_batch_come_as_its_activations_go() -> None:
     settings = [*SEVEN, "--train_batch_size", "64", "--share_prefix", "false"]
 
-    def held(size: int, *more: str) -> set[str]:
-        plan = plan_of(*settings, "--micro_train_batch_size", str(size), *more)
-        return {item.name for item in plan.phases[3].items}
+    def names(size: int, *more: str) -> set[str]:
+        return {*held(plan_of(*settings, "--micro_train_batch_size", str(size), *more), 3)}
 
-    one, two = (held(size, "--grad_accum_dtype", "bf16") for size in (8, 4))
+    one, two = (names(size, "--grad_accum_dtype", "bf16") for size in (8, 4))
     assert "activations of a micro-batch" in one & two
     assert "policy: gradients" in two - one  # those of the first lie there while the second runs
-    assert {"activations of a micro-batch", "policy: gradients"} <= held(8)  # in fp32 they are one tensor
+    assert {"activations of a micro-batch", "policy: gradients"} <= names(8)  # in fp32 they are one tensor
 
 
 @pytest.mark.parametrize("extra,code", [([], 1), (["--plan", "force"], 0)])
@@ -172,16 +170,12 @@ def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:
     assert stop.value.code == 0 and "no plan: the shape of someone/unheard-of" in capsys.readouterr().out
 
 
-def test_near_shipped_name_with_a_slip_is_answered_by_the_whole_name() -> None:
+def test_devices_and_models_are_named_in_full() -> None:
+    for slip, device in (("h100", "h100-80gb"), ("a100_80gb", "a100-80gb")):
+        with pytest.raises(ConfigError, match=f"did you mean '{device}'"):
+            parse_run(RunConfig, ["--plan_device", slip])
     assert near_shipped("Qwen/Qwen2.5-VL-3B-Instrct") == "; did you mean Qwen/Qwen2.5-VL-3B-Instruct?"
     assert near_shipped("someone/unheard-of") == near_shipped("./qwen2.5-vl-3b") == ""
-
-
-def test_devices_are_named_in_full() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'h100-80gb'"):
-        parse_run(RunConfig, ["--plan_device", "h100"])
-    with pytest.raises(ConfigError, match="did you mean 'a100-80gb'"):
-        parse_run(RunConfig, ["--plan_device", "a100_80gb"])
 
 
 def test_a_plan_warns_by_default_and_refuses_where_it_is_asked_to(monkeypatch, caplog) -> None:
@@ -233,15 +227,16 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
     assert held("--beta", "0.01", item="reference on the kept steps")["train"] > 0
 
 
-@pytest.mark.parametrize("family", ["internvl", "qwen2"])  # tiles and no grid, text alone
-def test_an_embedded_family_is_planned_and_fits(family: str) -> None:
-    assert plan_of("--embedded_family", family, "--plan_device", "cpu").fits
-
-
-@pytest.mark.parametrize("family", ["gemma4", "smolvlm"])  # with patches of a size, with tiles
-def test_families_without_an_adapter_are_planned(family: str, tmp_path) -> None:
-    STOCK[family]()[0].save_pretrained(tmp_path)
-    assert plan_of("--pretrain", str(tmp_path), "--plan_device", "cpu").fits
+@pytest.mark.parametrize(
+    ("family", "embedded"), [("internvl", True), ("qwen2", True), ("gemma4", False), ("smolvlm", False)]
+)
+def test_a_family_is_planned_and_fits(family: str, embedded: bool, tmp_path) -> None:
+    """With tiles and no grid, with text alone; without an adapter, with patches of a size and with tiles."""
+    named = ["--embedded_family", family]
+    if not embedded:
+        STOCK[family]()[0].save_pretrained(tmp_path)
+        named = ["--pretrain", str(tmp_path)]
+    assert plan_of(*named, "--plan_device", "cpu").fits
 
 
 def test_host_memory_counts_too() -> None:
@@ -260,8 +255,8 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
     tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
     side = "64" if name == "ltx2" else "32"
     size = ["--height", side, "--width", side, "--lora_rank", "2"]
-    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
-    plan = check.plan_of(config, *check.named_device(config.plan))
+    named = ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]
+    plan, config = plan_of(*named, schema=DiffusionRunConfig), parse_run(DiffusionRunConfig, named).config
     items = {item.name: item for item in plan.phases[1].items}
     assert plan.fits and items["denoisers: weights"].bytes > 0
     told = items["texts and images to edit"]
@@ -274,23 +269,15 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
 @pytest.mark.parametrize("name", ["hunyuan_video15", "qwen_image21"])
 def test_a_model_that_branches_on_values_is_not_planned(tmp_path, name: str) -> None:
     tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
-    size = ["--height", "32", "--width", "32", "--num_frames", "5"]
-    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *size, "--plan_device", "h100-80gb"]).config
-    assert check.plan_of(config, *check.named_device(config.plan)) is None
+    size = f"--pretrain {tmp_path} --height 32 --width 32 --num_frames 5 --plan_device h100-80gb".split()
+    assert plan_of(*size, schema=DiffusionRunConfig) is None
 
 
 def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) -> None:
     tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
     size = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --plan_world_size 4".split()
-    found = []
-    for shared in ("1", "4"):
-        batch = f"--train_batch_size 32 --micro_train_batch_size 8 --beta 0 --sp_size {shared}".split()
-        config = parse_run(DiffusionRunConfig, [*size, *batch]).config
-        (train,) = (
-            each for each in check.plan_of(config, *check.named_device(config.plan)).phases if each.name == "train"
-        )
-        found.append({item.name: item.bytes for item in train.items})
-    one, four = found
+    size += "--train_batch_size 32 --micro_train_batch_size 8 --beta 0 --sp_size".split()
+    one, four = (held(plan_of(*size, shared, schema=DiffusionRunConfig), 3) for shared in ("1", "4"))
     assert four["activations of a micro-batch"] == pytest.approx(one["activations of a micro-batch"] / 4, rel=0.1)
     name = "latents of the samples"
     assert four[name] == 4 * one[name]  # on the host

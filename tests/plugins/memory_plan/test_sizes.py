@@ -27,25 +27,19 @@ def config_of(*argv: str) -> RunConfig:
     return parse_run(RunConfig, [*given.split(), *argv], preset=None).config
 
 
-def test_the_largest_that_leaves_a_tenth_of_the_card_free(made_plans) -> None:
-    made_plans({"none": 0.9})
-    config = config_of("--micro_train_batch_size", "1", "--micro_rollout_batch_size", "1")
-    assert sizes.chosen_sizes(config, CARD, 8, 8) == {ROLLOUT: 128, TRAIN: 64}
-    assert config.train.micro_train_batch_size == 1  # only looked at
-
-
-def test_a_small_card_keeps_what_is_given_and_a_large_one_takes_the_whole_step(made_plans) -> None:
-    made_plans({"none": 0.5})
-    config = config_of("--micro_train_batch_size", "3")
-    assert sizes.chosen_sizes(config, replace(CARD, memory=0.05 * CARD.memory), 8, 8)[TRAIN] == 3
-    assert sizes.chosen_sizes(config, CARD, 8, 8)[TRAIN] == 128
-
-
-def test_a_size_that_nobody_gave_may_be_smaller_than_its_default(made_plans) -> None:
-    made_plans({"none": 30})
-    config = config_of()
-    assert sizes.chosen_sizes(config, CARD, 8, 8)[TRAIN] == 2 < config.train.micro_train_batch_size
-    assert sizes.chosen_sizes(config_of("--micro_train_batch_size", "5"), CARD, 8, 8)[TRAIN] == 5
+@pytest.mark.parametrize(
+    ("kept", "given", "memory", "chosen"),
+    [(0.9, 1, 1, 64), (0.5, 3, 0.05, 3), (0.5, 3, 1, 128), (30, None, 1, 2), (30, 5, 1, 5)],
+    ids=["a part", "a small card", "the whole step", "less than the default", "not less than what is given"],
+)
+def test_the_largest_that_leaves_a_tenth_of_the_card_free(made_plans, kept, given, memory, chosen) -> None:
+    made_plans({"none": kept})
+    argv = [] if given is None else ["--micro_train_batch_size", str(given)]
+    config = config_of(*argv, "--micro_rollout_batch_size", "1")
+    size = config.train.micro_train_batch_size
+    found = sizes.chosen_sizes(config, replace(CARD, memory=memory * CARD.memory), 8, 8)
+    assert found[TRAIN] == chosen and (memory < 1 or found[ROLLOUT] == 128)
+    assert config.train.micro_train_batch_size == size > (2 if given is None else 0)  # only looked at
 
 
 def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:

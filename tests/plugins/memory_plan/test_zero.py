@@ -84,6 +84,8 @@ def test_stage_3_hands_weights_over_in_buckets() -> None:
     assert zero(3).handed_over(BILLION)[0].bytes == BUCKET_BYTES
     assert zero(3).handed_over(Model(1000, 0, 10, 10, width=2))[0].bytes == 2000
     assert zero(3).handed_over(Model(10**9, 0, 10, 10**9, width=2))[0].bytes == 2 * 10**9
+    assert zero(2).on_its_way("it", BILLION).bytes == 2.2e9
+    assert zero(3).on_its_way("it", BILLION).bytes == 2e6  # one weight
 
 
 def test_buckets_are_whole_on_accelerators_and_touched_on_the_host() -> None:
@@ -99,8 +101,3 @@ def test_offloaded_states_lie_on_the_host(stage: int) -> None:
     assert states.where == HOST and states.bytes == (12 + 4 + 2) * 1e9 / 8
     assert all(item.where == HOST for item in zero(stage, adam_offload=True).step("it", BILLION))
     assert zero(stage).step("it", BILLION)[0].where == DEVICE
-
-
-def test_what_is_on_its_way_is_one_weight_under_stage_3() -> None:
-    assert zero(2).on_its_way("it", BILLION).bytes == 2.2e9
-    assert zero(3).on_its_way("it", BILLION).bytes == 2e6

@@ -83,7 +83,8 @@ def test_samples_that_a_function_on_ray_fails_on_are_left_out_by_the_policy(clus
     config = RewardConfig(
         reward_fn=f"{tmp_path}/mine.py:score", reward_transport="ray", on_reward_error="skip", reward_max_invalid=0.5
     )
-    engine = RewardComputationEngine.from_config(config)
+    engine = RewardComputationEngine.from_config(config, resources=ResourcesConfig(reward_num_workers=2))
+    assert [len(source._actors) for source in engine._sources.values()] == [2]
     result = engine.compute_rewards([make_samples(["a", "bb", "ccc"])])
     engine.close()
     assert result.valid.tolist() == [True, False, True] and result.score[[0, 2]].tolist() == [-1, 1]
@@ -95,6 +96,9 @@ def test_bad_scorer_is_found_on_construction(cluster, tmp_path):
     (tmp_path / "mine.py").write_text("class Score:\n    def __init__(self):\n        raise OSError('no weights')\n")
     with pytest.raises(ConfigError, match=r"(?s)does not start on Ray.*no weights"):
         RaySource("x", f"{tmp_path}/mine.py:Score")
+    given = RewardConfig(reward_fn=f"{tmp_path}/mine.py:Score", reward_transport="ray", reward_fn_timeout=5.0)
+    with pytest.raises(ConfigError, match="reward_fn_timeout is for functions in this process"):
+        RewardComputationEngine.from_config(given)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
@@ -198,25 +202,3 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
         ray_pool.actor_pool(ResourcesConfig(reward_num_gpus=3.0, reward_num_workers=2))
     with pytest.raises(ConfigError, match="reward_num_workers is 3, but rewards have 2 device"):
         ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3], reward_num_workers=3))
-
-
-def test_ray_carries_a_function_given_by_path(tmp_path, monkeypatch):
-    (tmp_path / "scores.py").write_text("def anything(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    made = []
-
-    def remember(self, name, key, settings=None, **options):
-        self.name = name
-        made.append((name, key, len(options["options"])))
-
-    monkeypatch.setattr(RaySource, "__init__", remember)
-    RewardComputationEngine.from_config(
-        RewardConfig(reward_fn=f"{tmp_path}/scores.py:anything", reward_transport="ray"),
-        resources=ResourcesConfig(reward_num_workers=2),
-    )
-    assert [(name, actors) for name, _, actors in made] == [("anything", 2)] and made[0][1].endswith(
-        "scores.py:anything"
-    )
-    with pytest.raises(ConfigError, match="reward_fn_timeout is for functions in this process"):
-        RewardComputationEngine.from_config(
-            RewardConfig(reward_fn=f"{tmp_path}/scores.py:anything", reward_transport="ray", reward_fn_timeout=5.0)
-        )

@@ -33,34 +33,14 @@ MODULES = {
 }
 
 
-class Tokenizer:
-    def batch_decode(self, rows, skip_special_tokens):
-        return [" ".join(map(str, row)) for row in rows]
+TOKENIZER = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [" ".join(map(str, row)) for row in rows])
 
 
-class Accelerator:
-    free = 60
-
-    def __init__(self, name):
-        self.name = name
-
-    def device_name(self):
-        return self.name
-
-    def current_device(self):
-        return 3
-
-    def empty_cache(self):
-        """Nothing is cached."""
-
-    def current_device_name(self):
-        return "cpu"
-
-    def total_memory(self):
-        return 80 * 2**30
-
-    def available_memory(self):
-        return self.free * 2**30
+def card(free: int = 60) -> SimpleNamespace:
+    """The third of a host, of 80 GiB of which so many are free."""
+    answers = {"device_name": "cuda", "current_device": 3, "empty_cache": None, "current_device_name": "cpu"}
+    answers |= {"total_memory": 80 * 2**30, "available_memory": free * 2**30}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})
 
 
 def stop(ids, sampling):
@@ -74,7 +54,7 @@ def fake(monkeypatch):
         fake.install(monkeypatch)
         for name in ("plugins.sglang.engine", "rollout.resident"):
             found = import_module(f"lightrft_visual.{name}")
-            monkeypatch.setattr(found, "get_accelerator", lambda: Accelerator("cuda"))
+            monkeypatch.setattr(found, "get_accelerator", card)
         yield fake
         fake.loop.close()
 
@@ -82,7 +62,7 @@ def fake(monkeypatch):
 def engine_with(**rollout) -> module.SGLangEngine:
     """Of a model whose token 7 is never sampled."""
     family = SimpleNamespace(banned_ids=lambda tokenizer: [7])
-    checkpoint = SimpleNamespace(path="a/model", tokenizer=Tokenizer(), eos_ids=[EOS], family=family)
+    checkpoint = SimpleNamespace(path="a/model", tokenizer=TOKENIZER, eos_ids=[EOS], family=family)
     config = run_with(**({"prompt_max_len": 14, "generate_max_len": 6} | rollout))
     config.model.bf16 = True
     return module.SGLangEngine(config, checkpoint)
@@ -114,7 +94,7 @@ def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
 def test_the_engine_fills_a_share_of_the_device_and_not_of_what_the_trainer_leaves(
     fake, monkeypatch, free, util, given
 ):
-    monkeypatch.setattr(Accelerator, "free", free)
+    monkeypatch.setattr(module, "get_accelerator", lambda: card(free))
     engine_with(engine_mem_util=util)
     assert fake.named("Engine.__init__")[0]["kwargs"]["mem_fraction_static"] == pytest.approx(given)
 
@@ -221,11 +201,10 @@ def test_sleep_without_weights_takes_the_cache_back_after_new_ones(fake):
 def test_an_engine_that_has_not_taken_its_cache_back_releases_its_weights_alone(fake):
     """As before a checkpoint behind a sync. SGLang ends its process where memory is released twice."""
     made = engine_with()
-    made.sleep(keep_weights=False)
-    made.update_weights([("lm_head.weight", torch.ones(2))])
-    fake.calls.clear()
-    made.sleep(keep_weights=False)
-    made.update_weights([("lm_head.weight", torch.ones(2))])
+    for _ in range(2):
+        fake.calls.clear()
+        made.sleep(keep_weights=False)
+        made.update_weights([("lm_head.weight", torch.ones(2))])
     made.sleep()
     made.wake()
     tags = [given["tags"] for name, given in fake.calls if name.endswith("memory_occupation")]
@@ -260,13 +239,6 @@ def test_settings_of_a_run_by_sglangs_names(fake, tmp_path):
     assert {name: given[name] for name in wanted} == wanted
 
 
-def test_without_the_package_it_is_said_how_to_install_it(tmp_path):
-    if _installed():
-        pytest.skip("sglang is installed")
-    with pytest.raises(ConfigError, match=f"pip install sglang=={VERSION}"):
-        check_engine(run_with(), checkpoint_of(tmp_path, "qwen2"))
-
-
 def test_models_that_sglang_is_not_built_for_are_named(fake, tmp_path):
     with pytest.raises(ConfigError, match="built for qwen2_vl.*not for internvl"):
         check_engine(run_with(), checkpoint_of(tmp_path, "internvl"))
@@ -277,8 +249,11 @@ def _installed() -> bool:
     return found is not None and found.origin is not None
 
 
-def test_the_stand_ins_signatures_are_those_of_the_version_that_is_pinned():
+@pytest.mark.skipif(_installed(), reason="sglang is installed")
+def test_without_the_package_it_is_said_how_to_install_the_version_of_the_stand_in(tmp_path):
     assert INTERFACE["version"] == VERSION
+    with pytest.raises(ConfigError, match=f"pip install sglang=={VERSION}"):
+        check_engine(run_with(), checkpoint_of(tmp_path, "qwen2"))
 
 
 @pytest.mark.skipif(not _installed(), reason="sglang is not installed: it is for CUDA")

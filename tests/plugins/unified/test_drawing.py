@@ -99,13 +99,8 @@ def test_a_gate_probes_with_the_guidance_of_the_run(rig):
 def test_transformers_draws_the_same_tokens_and_images(rig):
     for rollout in decided(lambda seed: drawn_rollouts(rig, GREEDY), seeds=1):
         ids, model = torch.tensor([rollout.prompt.token_ids]), rig.actor.model
-        theirs = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            generation_mode="image",
-            do_sample=False,
-            guidance_scale=3.0,
-        )
+        plain = {"attention_mask": torch.ones_like(ids), "generation_mode": "image", "do_sample": False}
+        theirs = model.generate(input_ids=ids, **plain, guidance_scale=3.0)
         assert (theirs[0] + rig.checkpoint.config.get_text_config().vocab_size).tolist() == rollout.token_ids
         pixels = list(model.decode_image_tokens(theirs).float())
         image = rig.checkpoint.processor.postprocess(pixels, return_tensors="pt")["pixel_values"][0]

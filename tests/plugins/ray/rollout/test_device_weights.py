@@ -1,7 +1,5 @@
 """Weights from the trainer to workers in processes of their own, by a group over gloo; what happens where it breaks."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -188,22 +186,13 @@ def test_a_worker_that_is_not_back_yet_does_not_end_the_sending(sender_to, membe
 def test_transfers_that_break_one_after_the_other_end_the_sending(sender_to, members, monkeypatch):
     sender = sender_to(members)
     assert sent(sender, 1, named(1))
+
+    def broken(*arguments):
+        raise RuntimeError("NCCL error")
+
     monkeypatch.setattr(sender, "_send", broken)
     assert [sent(sender, number, named()) for number in range(2, 2 + MOST_FAILURES)] == [False] * MOST_FAILURES
     assert not sender.ready(9)
-
-
-def broken(*arguments):
-    raise RuntimeError("NCCL error")
-
-
-class Away:
-    """A worker that cannot be reached."""
-
-    name = "away"
-
-    def call(self, method, *arguments):
-        raise RolloutError("no route to host")
 
 
 def test_an_address_of_another_host_is_a_failure_and_no_error(sender_to, members, caplog):
@@ -214,7 +203,10 @@ def test_an_address_of_another_host_is_a_failure_and_no_error(sender_to, members
 
 @pytest.mark.parametrize("required", [False, True])
 def test_workers_that_cannot_be_reached_are_tried_once_or_are_an_error(sender_to, required, caplog):
-    sender = sender_to([Away()], required=required)
+    def away(method, *arguments):
+        raise RolloutError("no route to host")
+
+    sender = sender_to([SimpleNamespace(name="away", call=away)], required=required)
     if required:
         with pytest.raises(RolloutError, match="worker away: no route to host.*use weight_transfer host, or auto"):
             sender.ready(1)
@@ -224,14 +216,10 @@ def test_workers_that_cannot_be_reached_are_tried_once_or_are_an_error(sender_to
 
 
 class Weights:
-    """Read anew by each pass. passes: the scales that were read."""
+    """Read anew by each pass, which is noted in passes."""
 
-    def __init__(self) -> None:
-        self.scale, self.passes = 0, []
-
-    def of(self, scale: int) -> Weights:
-        self.scale = scale
-        return self
+    def __init__(self, scale: int, passes: list[int] | None = None) -> None:
+        self.scale, self.passes = scale, [] if passes is None else passes
 
     def __iter__(self):
         self.passes.append(self.scale)
@@ -256,23 +244,23 @@ def workers_of():
 
 
 def test_a_run_goes_on_by_the_host_where_a_worker_dies_on_the_way(workers_of, members):
-    workers, weights = workers_of(members), Weights()
-    workers.update(weights.of(1))
-    assert weights.passes == [1] and not workers.pool.copied
+    workers, passes = workers_of(members), []
+    workers.update(Weights(1, passes))
+    assert passes == [1] and not workers.pool.copied
     members[0].call("signal_at", "half", KILL)
-    workers.update(weights.of(2))
-    assert weights.passes == [1, 2, 2] and workers.pool.copied and workers.version == 2
+    workers.update(Weights(2, passes))
+    assert passes == [1, 2, 2] and workers.pool.copied and workers.version == 2
     made = [workers.pool.submit().result(BOUND) for _ in range(4)]
     assert {version for _, version in made} == {2}
     members[0].make_ready()  # also if it was asked for nothing
-    workers.update(weights.of(3))
-    assert weights.passes == [1, 2, 2, 3] and all(equal(each.call("held"), named(3)) for each in members)
+    workers.update(Weights(3, passes))
+    assert passes == [1, 2, 2, 3] and all(equal(each.call("held"), named(3)) for each in members)
 
 
 def test_what_a_worker_held_that_was_started_again_is_done_by_those_that_have_the_weights(workers_of, members):
     first, second = members
     workers = workers_of(members)
-    workers.update(Weights().of(1))
+    workers.update(Weights(1))
     first.kill()
     made = {workers.pool.submit().result(BOUND) for _ in range(6)}
     assert made == {(second.process.pid, 1)}
@@ -280,7 +268,7 @@ def test_what_a_worker_held_that_was_started_again_is_done_by_those_that_have_th
 
 def test_a_run_without_a_worker_that_has_the_weights_ends_with_its_name(workers_of, members):
     workers = workers_of(members)
-    workers.update(Weights().of(1))
+    workers.update(Weights(1))
     for each in members:
         each.kill()
     with pytest.raises(RolloutError, match="no rollout worker has the present weights.*worker (first|second) was st"):
@@ -290,7 +278,7 @@ def test_a_run_without_a_worker_that_has_the_weights_ends_with_its_name(workers_
 
 def test_one_worker_alone_finds_a_copy_on_the_host(workers_of, members):
     workers = workers_of(members[:1])
-    workers.update(Weights().of(1))
+    workers.update(Weights(1))
     assert workers.pool.copied and workers.pool.posted.number == 1
     members[0].kill()
     assert workers.pool.submit().result(BOUND) == (members[0].process.pid, 1)

@@ -43,6 +43,15 @@ class Handle:
         self.restarts += 1
 
 
+def failing(error):
+    """Work, or the call of a worker, that ends with this error."""
+
+    def fail(*arguments):
+        raise error
+
+    return fail
+
+
 def test_whoever_is_free_takes_the_next_piece(pool_of):
     begun, rest_done = threading.Event(), threading.Event()
 
@@ -81,11 +90,7 @@ def test_what_a_dead_worker_held_is_done_by_another_once(pool_of):
 
 
 def test_work_that_kills_every_worker_ends_with_an_error():
-    def work(handle, order, arguments):
-        raise WorkerDied("out of memory")
-
-    handle = Handle("a", work)
-    pool = WorkerPool([handle])
+    pool = WorkerPool([Handle("a", failing(WorkerDied("out of memory")))])
     with pytest.raises(RolloutError, match=f"{MOST_DEATHS} workers died over the same prompts.*out of memory"):
         pool.submit(1).result(60)
     pool.close()
@@ -94,16 +99,8 @@ def test_work_that_kills_every_worker_ends_with_an_error():
 
 
 def test_a_worker_that_does_not_come_back_is_left_out(pool_of):
-    def work(handle, order, arguments):
-        if handle.name == "lost":
-            raise WorkerDied("host gone")
-        return "made"
-
-    def gone():
-        raise RolloutError("not back within 600 s")
-
-    handles = [Handle("lost", work), Handle("kept", work)]
-    handles[0].wait_until_back = gone
+    handles = [Handle("lost", failing(WorkerDied("host gone"))), Handle("kept", lambda *_: "made")]
+    handles[0].wait_until_back = failing(RolloutError("not back within 600 s"))
     pool = pool_of(handles)
     assert [pool.submit(number).result(60)[0] for number in range(8)] == ["made"] * 8
 
@@ -111,15 +108,12 @@ def test_a_worker_that_does_not_come_back_is_left_out(pool_of):
 def test_a_worker_that_is_still_coming_back_when_the_run_ends_is_no_loss(caplog):
     closing, closed = threading.Event(), threading.Event()
 
-    def work(handle, order, arguments):
-        raise WorkerDied("killed")
-
     def gone():
         closing.set()
         assert closed.wait(60)
         raise RolloutError("the connection to Ray is closed")
 
-    handle = Handle("a", work)
+    handle = Handle("a", failing(WorkerDied("killed")))
     handle.wait_until_back = gone
     pool = WorkerPool([handle])
     pool.submit(1)
@@ -169,11 +163,8 @@ def test_workers_are_sent_what_their_engines_read(pool_of, reads_patches):
 
 
 def test_weights_that_an_idle_worker_cannot_load_end_the_work_of_all(pool_of):
-    def call(method, *arguments):
-        raise ConfigError("the worker's model has no such weight")
-
     handle = Handle("a", None)
-    handle.call = call
+    handle.call = failing(ConfigError("the worker's model has no such weight"))
     pool = pool_of([handle], shared=True)
     pool.give_weights(1, Posted(1, ()), at_once=False)
     pool._threads[0].join(60)
@@ -195,23 +186,36 @@ def test_a_rank_raises_what_fails_on_it_alone(monkeypatch):
         workers.update(tensors())
 
 
-def test_devices_are_divided():
-    assert divided(ResourcesConfig(), [0, 1, 2, 3], 2) == [2, 3]
-    assert divided(ResourcesConfig(rollout_num_gpus="1"), [0, 1, 2, 3], 1) == [1]
-    named = ResourcesConfig(visible_devices=[0, 1, 2, 3], trainer_devices=[0], rollout_devices=[1, 2, 3])
-    assert divided(named, [0], 1) == [1, 2, 3]
-    assert divided(ResourcesConfig(visible_devices=[4, 5]), [4], 1) == [5]
-    assert divided(ResourcesConfig(reward_devices=[2]), [0, 1, 2, 3], 1) == [1, 3]
-    with pytest.raises(ConfigError, match="devices \\[1\\] are the rewards' and the trainer's or the rollouts' alike"):
-        ResourcesConfig(reward_devices=[1], rollout_devices=[1, 2])
-    with pytest.raises(ConfigError, match="no device is left for rollouts: the trainer has \\[0\\] of \\[0\\]"):
-        divided(ResourcesConfig(), [0], 1)
-    with pytest.raises(ConfigError, match="trainer_devices names 1 device"):
-        divided(named, [0, 1], 2)
-    with pytest.raises(ConfigError, match="rollout_num_gpus is 3"):
-        divided(ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1)
-    with pytest.raises(ConfigError, match="devices \\[1\\] are the trainer's and the rollouts' alike"):
-        ResourcesConfig(trainer_devices=[0, 1], rollout_devices=[1])
+NAMED = ResourcesConfig(visible_devices=[0, 1, 2, 3], trainer_devices=[0], rollout_devices=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("resources", "trainers", "ranks", "rollouts"),
+    [
+        (ResourcesConfig(), [0, 1, 2, 3], 2, [2, 3]),
+        (ResourcesConfig(rollout_num_gpus="1"), [0, 1, 2, 3], 1, [1]),
+        (NAMED, [0], 1, [1, 2, 3]),
+        (ResourcesConfig(visible_devices=[4, 5]), [4], 1, [5]),
+        (ResourcesConfig(reward_devices=[2]), [0, 1, 2, 3], 1, [1, 3]),
+        (ResourcesConfig(), [0], 1, "no device is left for rollouts: the trainer has \\[0\\] of \\[0\\]"),
+        (NAMED, [0, 1], 2, "trainer_devices names 1 device"),
+        (ResourcesConfig(rollout_num_gpus="3"), [0, 1], 1, "rollout_num_gpus is 3"),
+    ],
+)
+def test_devices_are_divided(resources, trainers, ranks, rollouts):
+    if isinstance(rollouts, list):
+        assert divided(resources, trainers, ranks) == rollouts
+        return
+    with pytest.raises(ConfigError, match=rollouts):
+        divided(resources, trainers, ranks)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [("reward", "the rewards' and the trainer's or"), ("trainer", "the trainer's and")]
+)
+def test_devices_that_two_are_given_are_refused(own, told):
+    with pytest.raises(ConfigError, match=f"devices \\[1\\] are {told} the rollouts' alike"):
+        ResourcesConfig(**{f"{own}_devices": [1]}, rollout_devices=[1, 2])
 
 
 def test_devices_that_a_scheduler_names_otherwise_than_by_numbers(monkeypatch):
@@ -275,14 +279,9 @@ def test_a_cluster_that_is_not_there_is_told_before_models_load(monkeypatch, roo
 
 
 def test_workers_that_the_cluster_cannot_place_are_told_with_what_it_has_left():
-    class TimedOut(Exception):
-        pass
-
-    def get(waiting, timeout):
-        raise TimedOut
-
     cluster = Accelerated(ResourcesConfig(), devices=2, free=1)
-    cluster.ray.get, cluster.ray.exceptions = get, SimpleNamespace(GetTimeoutError=TimedOut, RayError=TimedOut)
+    cluster.ray.get = lambda waiting, timeout: failing(TimeoutError())()
+    cluster.ray.exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=TimeoutError)
     cluster._probe = SimpleNamespace(at=None)
     cluster._actors = {"a": SimpleNamespace(describe=SimpleNamespace(remote=lambda probe: None))}
     with pytest.raises(ConfigError, match="it has {'CPU': 8.0, 'GPU': 1.0} left.* for 2$"):
@@ -307,13 +306,8 @@ def test_an_idle_worker_gets_new_weights_at_once_for_the_other_ranks(pool_of):
 
 def test_a_worker_is_not_called_once_the_run_has_left_ray():
     """Ray would start a cluster for the call."""
-
-    class Actor:
-        def __getattr__(self, name):
-            raise AssertionError(f"{name} was called")
-
     ray = SimpleNamespace(is_initialized=lambda: False, exceptions=None)
-    worker = RayWorker(ray, Actor(), "a", timeout=1.0)
+    worker = RayWorker(ray, SimpleNamespace(), "a", timeout=1.0)  # an actor without methods: a call would fail
     with pytest.raises(WorkerDied, match="is closed"):
         worker.call("run")
     with pytest.raises(RolloutError, match="is closed"):

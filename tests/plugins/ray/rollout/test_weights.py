@@ -89,14 +89,6 @@ def test_ranks_of_a_workers_engine_map_the_trainers_memory_where_they_can(near):
     assert handed == [posted if near else "a copy"]
 
 
-def test_a_byte_that_changes_on_the_way_is_noticed():
-    post = WeightPost()
-    posted = post.post(named().items())
-    post._files[1, 0].content[100] += 1
-    with pytest.raises(WeightsRefused, match="was damaged on its way"):
-        received(posted)
-
-
 def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(monkeypatch):
     hashed = []
     digest = weights.xxhash.xxh3_64_intdigest
@@ -113,7 +105,7 @@ def test_workers_of_a_host_share_the_checking_and_each_refuses_what_is_damaged(m
     posted = post.post(named(4.0).items())
     post._files[0, 1].content[3] += 1
     for files in mapped:
-        with pytest.raises(WeightsRefused, match="bucket 1 of weight version 4"):
+        with pytest.raises(WeightsRefused, match="bucket 1 of weight version 4 .* damaged on its way"):
             received(posted, files=files)
 
 
