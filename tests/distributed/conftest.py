@@ -1,14 +1,16 @@
 """Whole runs on one and on two ranks, in one launch each; the tests of this folder read what they wrote."""
 
 import json
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import elsewhere
 import hostile
 import pytest
-from late_server import late_rewards_server
 from plans import DRAWN_ROW, HOSTILE_ROWS, ONE_RANK, TEXT_ROW, TWO_RANKS, UNIFIED_STEPS, rows_apart, small
+from reward_servers import serving
 from whole_runs import run_plan
 
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
@@ -20,9 +22,16 @@ def made_elsewhere(tmp_path_factory) -> Path:
     return elsewhere.build(tmp_path_factory.mktemp("elsewhere"))
 
 
+def late_reward(prompts, responses):
+    """Takes its time, and has no score for few of the responses."""
+    time.sleep(0.1)
+    numbers = [zlib.crc32((prompt + response).encode()) for prompt, response in zip(prompts, responses)]
+    return [None if number % 31 == 2 else number % 8 / 8 for number in numbers]
+
+
 @pytest.fixture(scope="session")
 def late() -> Iterator[str]:
-    with late_rewards_server() as url:
+    with serving(late_reward) as url:
         yield url
 
 

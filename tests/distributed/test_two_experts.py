@@ -1,15 +1,12 @@
 """A model of two experts on two ranks trains as on one, under ZeRO 0, 2 and 3, though the ranks' steps differ."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import tiny_families
 import torch
 from whole_runs import ROOT, rows, run_plan
-
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-import tiny_families
 
 DRIVER = ROOT / "tests" / "distributed" / "run_drawing.py"
 # Four steps of which two lie on either side of the boundary; each sample is trained on two of its own, so that one rank

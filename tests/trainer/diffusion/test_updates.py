@@ -167,6 +167,7 @@ def test_graphs_are_kept_up_to_a_size_counted_once_and_without_the_weights(gib, 
 @pytest.mark.parametrize(
     "argv,serve",
     [
+        ("", True),
         ("--diffusion_algorithm mix_grpo --num_steps 8", True),
         ("--beta 0.1 --guidance_scale 4.5 --timestep_fraction 0.5", True),
         ("--rollout_graph_gib 0", False),

@@ -57,6 +57,7 @@ def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off(caplog)
 @pytest.mark.parametrize(
     "flags,ranks,expected",
     [
+        ({}, 1, (50, 400)),
         ({}, 4, (48, 384)),  # a number that the ranks share
         ({"train_batch_size": 512}, 1, (50, 200)),  # two updates, as before
         ({"train_batch_size": 8}, 1, (50, 8)),  # still divides a rollout
