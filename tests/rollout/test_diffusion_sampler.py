@@ -54,14 +54,17 @@ def test_sde_marginals_match_the_data(trajectory):
     assert result.latents.mean().item() == pytest.approx(0.5, abs=0.02)
 
 
-def test_the_last_step_is_not_drawn_and_an_ode_keeps_no_path():
+def test_the_last_step_is_not_drawn_and_neither_an_ode_nor_finished_samples_keep_a_path():
     result = draw()
     assert result.trajectory.shape == (4, 7, 2, 4, 4) and result.log_probs.shape == (4, 6)
     assert result.trajectory.dtype == result.log_probs.dtype == torch.float32
     assert result.stochastic.tolist() == [True] * 5 + [False]
     assert not result.log_probs[:, -1].any() and torch.equal(result.trajectory[:, -1], result.latents)
-    ode = draw("ode")
-    assert ode.trajectory is None and ode.log_probs is None
+    finished = draw(noise=NoiseConfig(keep_path=False))
+    for pathless in (draw("ode"), finished):
+        assert pathless.trajectory is None and pathless.log_probs is None
+    assert torch.equal(result.latents, finished.latents)
+    assert result.means is None and draw(noise=NoiseConfig(keep_means=True)).means.shape == (4, 6, 2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +118,6 @@ def test_a_sliding_window_is_mixgrpos():
     assert [window_start(8, again, 1, step) for step in range(7)] == [0, 1, 2, 3, 4, 0, 1]
     bounded = NoiseConfig(window_size=2, window_move="slide", window_interval=1, window_range=(2, 5))
     assert [window_start(8, bounded, 1, step) for step in range(4)] == [2, 3, 3, 3]
-
-
-@pytest.mark.parametrize("size,within", ((2, (0, 6)), (2, (3, 4)), (2, (-1, 3)), (0, (0, 3))))
-def test_a_range_that_cannot_hold_the_window_is_refused(size, within):
-    with pytest.raises(ConfigError, match="window"):
-        DiffusionSampler(SamplingConfig(6, trajectory="sde"), NoiseConfig(window_size=size, window_range=within))
-
-
-def test_finished_samples_are_the_same_without_their_path():
-    kept, dropped = draw(), draw(noise=NoiseConfig(keep_path=False))
-    assert torch.equal(kept.latents, dropped.latents) and dropped.trajectory is None and dropped.log_probs is None
-    assert kept.means is None and draw(noise=NoiseConfig(keep_means=True)).means.shape == (4, 6, 2, 4, 4)
 
 
 def test_flow_match_euler_has_the_models_shift():
@@ -193,6 +184,18 @@ def test_a_stochastic_trajectory_needs_a_step_that_can_be_drawn(settings):
     assert DiffusionSampler(SamplingConfig(**settings))
 
 
+@pytest.mark.parametrize("trajectory,noise,message", (
+    *(("sde", {"window_size": 2, "window_range": within}, "window") for within in ((0, 6), (3, 4), (-1, 3))),
+    ("sde", {"window_size": 0, "window_range": (0, 3)}, "window"),
+    *((trajectory, {"noise_level": 0.0}, "noise_level") for trajectory in ("sde", "sde_reflow", "cps")),
+    *(("cps", {"noise_level": level}, "noise_level") for level in (2.0, 3.0, float("nan"), float("inf"))),
+))  # fmt: skip
+def test_a_range_that_cannot_hold_the_window_and_noise_without_deviation_are_refused(trajectory, noise, message):
+    with pytest.raises(ConfigError, match=message):
+        DiffusionSampler(SamplingConfig(6, trajectory=trajectory), NoiseConfig(**noise))
+    assert DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=1.5))
+
+
 @pytest.mark.parametrize("mapping,message", (
     ({"num_stepz": 3}, "num_steps"),
     ({"num_steps": 3, "timesteps": [900, 500, 100], "sigmas": [0.9, 0.5]}, "equal length"),
@@ -206,13 +209,3 @@ def test_a_stochastic_trajectory_needs_a_step_that_can_be_drawn(settings):
 def test_wrong_configs_are_refused(mapping, message):
     with pytest.raises(ConfigError, match=message):
         SamplingConfig.from_mapping(mapping)
-
-
-@pytest.mark.parametrize(
-    "trajectory,level",
-    (("sde", 0.0), ("sde_reflow", 0.0), *(("cps", level) for level in (0.0, 2.0, 3.0, float("nan"), float("inf")))),
-)
-def test_noise_that_is_none_or_has_no_deviation_is_refused(trajectory, level):
-    with pytest.raises(ConfigError, match="noise_level"):
-        DiffusionSampler(SamplingConfig(trajectory=trajectory), NoiseConfig(noise_level=level))
-    assert DiffusionSampler(SamplingConfig(trajectory="cps"), NoiseConfig(noise_level=1.5))

@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import textwrap
 import threading
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from tiny_models import checkpoint_of
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.data.media import Video, load_image
-from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.rollout.environment_pool import ProcessHost, runs_apart
 from lightrft_visual.rollout.environment_process import pack, unpack
@@ -36,11 +37,11 @@ def row_of(kind: str) -> dict:
     return {"kind": kind, "seed": 7, "messages": [{"role": "user", "content": []}], "images": [Image.new("L", (9, 9))]}
 
 
-def episodes_of(rig, kinds: list[str], on_error: str = "mask") -> tuple[list[Rollout], float]:
+def episodes_of(rig, kinds: list[str]) -> tuple[list[Rollout], float]:
     """An episode of three turns with an environment of each kind; and the seconds that it took to end them all."""
     before = os.getcwd(), dict(os.environ)
     host = ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad", env_timeout=SECONDS))
-    stage = stage_of(rig, limits=EpisodeLimits(3, 400, on_error))
+    stage = stage_of(rig, limits=EpisodeLimits(3, 400))
     stage.host = host
     messages = [[{"role": "user", "content": [{"type": "text", "text": kind}]}] for kind in kinds]
     batch = replace(batch_of([0] * len(kinds), images=False), messages=messages)
@@ -64,12 +65,9 @@ def episodes(rig) -> tuple[list[Rollout], float]:
     return episodes_of(rig, KINDS)
 
 
-def good(episodes) -> list[Rollout]:
-    return [each for kind, each in zip(KINDS, episodes[0]) if kind == "good"]
-
-
-def test_every_kind_is_told():
+def test_every_kind_is_told_and_ending_waits_for_a_close_that_hangs_no_longer_than_its_limit(episodes):
     assert set(TOLD) == set(kinds())
+    assert episodes[1] < 20
 
 
 @pytest.mark.parametrize("kind", TOLD)
@@ -83,63 +81,69 @@ def test_bad_environment_masks_its_own_sample_with_its_reason_or_goes_on(episode
 
 
 def test_no_state_reaches_another_episode_and_each_draws_its_own_numbers(episodes):
-    assert all(each.valid and each.episode.failure is None for each in good(episodes))
-    for each in good(episodes):
+    good = [each for kind, each in zip(KINDS, episodes[0]) if kind == "good"]
+    assert all(each.valid and each.episode.failure is None for each in good)
+    for each in good:
         texts = [turn.observation[0]["content"][0]["text"] for turn in each.episode.turns[:2]]
         assert [text.rpartition(" ")[2] for text in texts] == ["1", "2"]
-    assert len({each.episode.turns[0].info["drawn"] for each in good(episodes)}) == 4
-
-
-def test_what_numpy_has_comes_back_as_plain_values(episodes):
+    assert len({each.episode.turns[0].info["drawn"] for each in good}) == 4
     info = episodes[0][KINDS.index("numpy")].episode.turns[0].info
     assert info["b"] == 2 and info["a"].tolist() == [0, 1, 2]
 
 
-def test_ending_waits_for_a_close_that_hangs_no_longer_than_its_limit(episodes):
-    assert episodes[1] < 20
-
-
-def test_bad_environment_stops_the_run_where_the_policy_says_so(rig):
-    with pytest.raises(RolloutError, match="(?s)KeyError.*on_environment_error stop"):
-        episodes_of(rig, ["good", "raises"], on_error="stop")
+def host_of(folder: Path, source: str, name: str = "mine.py:Mine") -> closing[ProcessHost]:
+    (folder / "mine.py").write_text(textwrap.dedent(source))
+    return closing(ProcessHost(EpisodeConfig(environment=f"{folder}/{name}", env_timeout=30.0)))
 
 
 def test_environment_that_kills_its_parent_costs_itself_only(tmp_path):
-    (tmp_path / "killer.py").write_text(
-        "import os, signal\nclass Killer:\n    def step(self, action):\n"
-        "        if action.text == 'kill':\n            os.kill(os.getppid(), signal.SIGKILL)\n"
-        "        return 'alive', 0.0, False, {}\n"
-    )
-    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/killer.py:Killer", env_timeout=10.0))) as host:
+    source = """
+        import os, signal
+        class Mine:
+            def step(self, action):
+                if action.text == "kill":
+                    os.kill(os.getppid(), signal.SIGKILL)
+                return "alive", 0.0, False, {}
+    """
+    with host_of(tmp_path, source) as host:
         for text in ("kill", "go on"):
             host.reset(0, {}).result(timeout=60)
-            assert (
-                host.step(0, Action(text)).result(timeout=60).observation.messages[0]["content"][0]["text"] == "alive"
-            )
+            step = host.step(0, Action(text)).result(timeout=60)
+            assert step.observation.messages[0]["content"][0]["text"] == "alive"
             host.end(0)
 
 
 def test_process_that_ends_while_it_is_copied_is_started_anew(tmp_path):
-    (tmp_path / "ends.py").write_text(
-        "import os, pathlib, signal\nmarker = pathlib.Path(__file__).with_suffix('.once')\n"
-        "def end_once():\n    if not marker.exists():\n        marker.touch()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\nos.register_at_fork(before=end_once)\n"
-        "class Ends:\n    def step(self, action):\n        return 'alive', 0.0, True, {}\n"
-    )
-    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/ends.py:Ends", env_timeout=10.0))) as host:
+    source = """
+        import os, pathlib, signal
+        marker = pathlib.Path(__file__).with_suffix(".once")
+        def end_once():
+            if not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.register_at_fork(before=end_once)
+        class Mine:
+            def step(self, action):
+                return "alive", 0.0, True, {}
+    """
+    with host_of(tmp_path, source) as host:
         host.reset(0, {}).result(timeout=60)
         assert host.step(0, Action("go on")).result(timeout=60).done
-    assert (tmp_path / "ends.once").exists()
+    assert (tmp_path / "mine.once").exists()
 
 
 def test_environments_run_beside_each_other(tmp_path):
-    (tmp_path / "meets.py").write_text(
-        "import pathlib, time\nclass Meets:\n    def step(self, action):\n"
-        "        here = pathlib.Path(__file__).parent\n        (here / f'{action.text}.here').touch()\n"
-        "        while len(list(here.glob('*.here'))) < 4:\n            time.sleep(0.02)\n"
-        "        return 'met', 0.0, True, {}\n"
-    )
-    with closing(ProcessHost(EpisodeConfig(environment=f"{tmp_path}/meets.py:Meets", env_timeout=30.0))) as host:
+    source = """
+        import pathlib, time
+        class Mine:
+            def step(self, action):
+                here = pathlib.Path(__file__).parent
+                (here / f"{action.text}.here").touch()
+                while len(list(here.glob("*.here"))) < 4:
+                    time.sleep(0.02)
+                return "met", 0.0, True, {}
+    """
+    with host_of(tmp_path, source) as host:
         for future in [host.reset(episode, {}) for episode in range(4)]:
             future.result(timeout=60)
         for future in [host.step(episode, Action(str(episode))) for episode in range(4)]:

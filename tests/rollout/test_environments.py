@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,9 +117,20 @@ def test_what_making_an_environment_raises_is_told_and_coroutines_that_make_or_c
     assert any(Kept.closed for _ in polls(20.0))
 
 
+def begun(make, seconds: float = 20.0) -> ThreadHost:
+    """A host of such environments, whose episode 0 has begun."""
+    host = ThreadHost(make, seconds)
+    host.reset(0, {}).result(20)
+    return host
+
+
+def step_of(host: ThreadHost, episode: int = 0, *calls: ToolCall):
+    return host.step(episode, Action("", [], list(calls))).result(20)
+
+
 def answer_of(host: ThreadHost, episode: int, *calls: ToolCall) -> str:
     host.reset(episode, {}).result(20)
-    return host.step(episode, Action("", [], list(calls))).result(20).observation.messages[0]["content"][0]["text"]
+    return step_of(host, episode, *calls).observation.messages[0]["content"][0]["text"]
 
 
 def test_coroutine_that_blocks_or_waits_for_another_holds_up_no_other_episode():
@@ -145,10 +157,9 @@ def test_coroutine_that_blocks_or_waits_for_another_holds_up_no_other_episode():
         async def step(self, action):
             return super().step(action)
 
-    blocked, quick = ThreadHost(Blocks, 0.2), ThreadHost(Quick, 5.0)
-    blocked.reset(0, {}).result(20)
+    blocked, quick = begun(Blocks, 0.2), ThreadHost(Quick, 5.0)
     with pytest.raises(EnvironmentFailure, match="longer than env_timeout"):
-        blocked.step(0, Action("")).result(20)
+        step_of(blocked)
     assert answer_of(quick, 1) == "here"
     released.set()
     tools = ThreadHost(lambda: CallsTools([double, fails]), 5.0)
@@ -197,52 +208,35 @@ def test_exit_whose_code_has_no_text_fails_its_episode_instead_of_holding_up_the
         def step(self, action):
             raise SystemExit(WithoutText())
 
-    host = ThreadHost(Exits, 20.0)
-    host.reset(0, {}).result(20)
     with pytest.raises(EnvironmentFailure, match="SystemExit"):
-        host.step(0, Action("")).result(10)
+        step_of(begun(Exits))
 
 
 @pytest.mark.parametrize("given", [("seen", {}), (np.zeros((8, 8, 3), np.uint8), {"seed": 3})])
 def test_reset_as_gymnasium_has_it_is_refused_by_name(given):
-    class Gymnasium:
-        def reset(self, row):
-            return given
-
     with pytest.raises(EnvironmentFailure, match="Gymnasium"):
-        ThreadHost(Gymnasium, 20.0).reset(0, {}).result(20)
+        begun(lambda: SimpleNamespace(reset=lambda row: given, step=None))
 
 
-def test_run_stays_in_its_folder_whichever_an_environment_enters(tmp_path):
+def test_run_keeps_its_folder_and_outputs_whatever_an_environment_enters_or_closes(tmp_path, monkeypatch, caplog):
     class Moves:
         def reset(self, row):
             os.chdir(tmp_path)
+            sys.stdout.close()
 
         def step(self, action):
             os.chdir(tmp_path / "missing")
 
-    host, before = ThreadHost(Moves, 20.0), os.getcwd()
-    try:
-        host.reset(0, {}).result(20)
-        assert os.getcwd() == before
-        (tmp_path / "missing").mkdir()
-        with pytest.raises(EnvironmentFailure):
-            host.step(0, Action("")).result(20)
-        assert os.getcwd() == before
-    finally:
-        os.chdir(before)
-
-
-def test_run_keeps_its_outputs_whichever_an_environment_closes(caplog):
-    class Closes:
-        def reset(self, row):
-            sys.stdout.close()
-
-    before, host = sys.stdout, ThreadHost(Closes, 20.0)
-    host.reset(0, {}).result(20)
+    folder, stream = os.getcwd(), sys.stdout
+    monkeypatch.chdir(folder)  # the tests' folder comes back even if this fails
+    host = begun(Moves)
+    assert os.getcwd() == folder
     print("of the run")
+    (tmp_path / "missing").mkdir()
+    with pytest.raises(EnvironmentFailure):
+        step_of(host)
     host.close()
-    assert sys.stdout is before and not before.closed
+    assert os.getcwd() == folder and sys.stdout is stream and not stream.closed
     assert "an environment closes or replaces stdout" in caplog.text
 
 

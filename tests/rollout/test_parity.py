@@ -76,25 +76,17 @@ def test_the_figure_of_a_rollout_is_held_against_the_same_tolerance(rig):
 
 
 def test_the_cause_of_a_rollouts_difference_is_looked_for(rig):
-    gate = gate_of(rig, shift=0.5, cure="reload")
-    with pytest.raises(RolloutError, match="would be trained. Likely cause: stale weight"):
-        gate.check_rollouts(0.5, text_prompts())
-    with pytest.raises(RolloutError, match="Likely cause: numeric"):
-        gate.check_rollouts(0.5, text_prompts())  # cured: a probe shows nothing any more
-
-
-def test_an_engine_that_slept_without_weights_gets_them_for_the_search(rig):
-    gate = gate_of(rig, shift=0.5, cure="reload")
-    gate.engine.lacks_weights = True
-    with pytest.raises(RolloutError, match="Likely cause: stale weight or cache"):
-        gate.check_rollouts(0.5, text_prompts())
-
-
-def test_a_search_that_fails_hides_nothing(rig):
-    gate = gate_of(rig, shift=0.5)
-    gate.stage = None
-    with pytest.raises(RolloutError, match="what would be trained. Likely cause: unknown, the search failed"):
-        gate.check_rollouts(0.5, text_prompts())
+    gate, asleep, broken = (gate_of(rig, shift=0.5, cure="reload") for _ in range(3))
+    asleep.engine.lacks_weights = True  # it gets them for the search
+    broken.stage = None
+    for each, told in (
+        (gate, "would be trained. Likely cause: stale weight"),
+        (gate, "Likely cause: numeric"),  # cured: a probe shows nothing any more
+        (asleep, "Likely cause: stale weight or cache"),
+        (broken, "what would be trained. Likely cause: unknown, the search failed"),
+    ):
+        with pytest.raises(RolloutError, match=told):
+            each.check_rollouts(0.5, text_prompts())
 
 
 def test_a_rollout_is_held_against_the_gate_as_a_whole(rig):

@@ -74,24 +74,22 @@ def test_folder_of_a_killed_process_is_free_also_when_a_forked_child_lives_on(ho
 
 
 def test_second_lock_in_the_same_process_is_refused_until_the_first_is_released(tmp_path):
-    first = FolderLock.take(tmp_path / "new" / "run")
+    folder = tmp_path / "new" / "run"
+    first = FolderLock.take(folder)
     with pytest.raises(FolderInUse, match=f"process {os.getpid()} "):
-        FolderLock.take(tmp_path / "new" / "run")
+        FolderLock.take(folder)
     first.release()
-    assert list((tmp_path / "new" / "run").iterdir()) == []
-    second = FolderLock.take(tmp_path / "new" / "run")
+    assert list(folder.iterdir()) == []
+    (folder / FILE_NAME).write_text(json.dumps({"pid": 1, "host": "x" * 500, "since": "then"}))  # of a killed run
+    second = FolderLock.take(folder)
+    assert json.loads((folder / FILE_NAME).read_text())["pid"] == os.getpid()
     first.release()  # again: nothing of the second's
-    assert (tmp_path / "new" / "run" / FILE_NAME).exists()
+    assert (folder / FILE_NAME).exists()
     with pytest.raises(FolderInUse):
-        FolderLock.take(tmp_path / "new" / "run")
-    second.release()
-
-
-def test_lock_that_nothing_refers_to_is_released(tmp_path):
-    lock = FolderLock.take(tmp_path)
-    del lock
+        FolderLock.take(folder)
+    del second  # what nothing refers to is released
     gc.collect()
-    FolderLock.take(tmp_path).release()
+    FolderLock.take(folder).release()
 
 
 def test_forked_child_that_ends_by_itself_leaves_the_lock(tmp_path):
@@ -105,13 +103,6 @@ def test_forked_child_that_ends_by_itself_leaves_the_lock(tmp_path):
     os.waitpid(child, 0)
     with pytest.raises(FolderInUse):
         FolderLock.take(tmp_path)
-    lock.release()
-
-
-def test_file_that_a_killed_run_left_is_taken_over(tmp_path):
-    (tmp_path / FILE_NAME).write_text(json.dumps({"pid": 1, "host": "x" * 500, "since": "then"}))
-    lock = FolderLock.take(tmp_path)
-    assert json.loads((tmp_path / FILE_NAME).read_text())["pid"] == os.getpid()
     lock.release()
 
 
@@ -151,13 +142,11 @@ def test_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeyp
     assert os.strerror(code) in caplog.text
 
 
-def test_folder_that_cannot_be_written_is_a_config_error(tmp_path):
+def test_folder_that_cannot_be_written_or_is_full_is_a_config_error_and_leaves_no_lock(tmp_path, monkeypatch):
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         FolderLock.take(tmp_path / "run")
 
-
-def test_disk_that_is_full_leaves_no_lock(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

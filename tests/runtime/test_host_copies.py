@@ -12,23 +12,16 @@ from lightrft_visual.runtime import host_copies, offload
 from lightrft_visual.runtime.host_copies import known_on_host, on_host, to_device
 
 
-def test_a_moved_tensor_is_read_on_the_host_without_its_device():
-    ids = torch.arange(7)
-    assert on_host(to_device(ids, "meta")) is ids
-
-
-def test_a_tensor_that_was_made_on_the_device_is_not_known():
-    assert known_on_host(torch.arange(3, device="meta")) is None
-    with pytest.raises(NotImplementedError):
-        on_host(torch.arange(3, device="meta"))
-
-
-def test_the_hosts_tensor_is_let_go_with_the_devices():
+def test_the_host_knows_what_it_moved_until_the_device_lets_it_go_and_nothing_else():
     ids = torch.arange(5)
     moved = to_device(ids, "meta")
+    assert on_host(moved) is ids
     known = len(gc.get_referrers(ids))
     del moved
     assert len(gc.get_referrers(ids)) < known
+    assert known_on_host(torch.arange(3, device="meta")) is None
+    with pytest.raises(NotImplementedError):
+        on_host(torch.arange(3, device="meta"))
 
 
 def test_a_small_copy_to_the_device_does_not_wait_for_it():

@@ -46,14 +46,6 @@ def test_ranks_of_a_host_take_turns_and_local_rank_0_is_first(tmp_path):
     assert told[1::2] == [each for rank in told[1::4] for each in (rank, rank)]
 
 
-def test_alone_nothing_is_locked(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with hub.first_on_host("org/model"):
-        assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("text", "is_name"),
     [("org/name", True), ("org/name@v1.2", True), ("name", False), ("org/rows.jsonl", False), ("/a/b", False)],
@@ -62,15 +54,23 @@ def test_names_are_told_from_paths(text, is_name):
     assert hub.is_hub_name(text) is is_name
 
 
-def test_a_model_is_fetched_before_it_is_loaded_unless_offline(monkeypatch):
+def test_a_model_is_fetched_unless_offline_and_what_is_nowhere_says_where_was_looked(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **named: asked.append(name))
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.fetch_model("org/model")
     assert asked == []
+    with pytest.raises(ConfigError, match="model org/none cannot be loaded .looked at: folder .*org/none, cache .*hub; "
+                       "HF_HUB_OFFLINE is set"):  # fmt: skip
+        open_checkpoint("org/none", ModelConfig(), DataConfig())
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.fetch_model("org/model")
     assert asked == ["org/model"]
+    with hub.first_on_host("org/model"):  # alone nothing is locked
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("model", ["org/none", "none"])
@@ -84,18 +84,10 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_models_name_is_said(mo
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **named: asked.append(named))
-    with pytest.raises(
-        ConfigError, match=f"model {model} cannot be loaded .*the hub, which did not answer: Name or serv"
-    ):
+    told = f"model {model} cannot be loaded .*the hub, which did not answer: Name or serv"
+    with pytest.raises(ConfigError, match=told):
         open_checkpoint(model, ModelConfig(), DataConfig())
     assert asked == [hub.PATTERNS]
-
-
-def test_a_model_that_is_nowhere_says_where_was_looked(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="model org/none cannot be loaded .looked at: folder .*org/none, cache .*hub; "
-                       "HF_HUB_OFFLINE is set"):  # fmt: skip
-        open_checkpoint("org/none", ModelConfig(), DataConfig())
 
 
 def test_rows_of_the_hub_are_read_and_those_that_are_nowhere_say_where_was_looked(monkeypatch):

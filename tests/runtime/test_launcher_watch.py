@@ -52,6 +52,8 @@ def test_a_launcher_that_has_gone_is_noticed(tmp_path):
 
 def test_a_rank_is_told_which_process_stands_for_its_launcher(monkeypatch):
     """Workers of Ray have names of their own. One that is gone before its rank has imported everything counts too."""
+    alone = LauncherWatch()
+    assert not alone.launchers and not alone.gone()
     beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setenv(STARTED_BY, str(beside.pid))
     watch = LauncherWatch()
@@ -62,23 +64,15 @@ def test_a_rank_is_told_which_process_stands_for_its_launcher(monkeypatch):
     beside.stdin.close()
 
 
-def test_without_a_launcher_there_is_nothing_to_watch():
-    watch = LauncherWatch()
-    assert not watch.launchers and not watch.gone()
-
-
-def test_a_hangup_asks_whoever_listens_for_the_end():
+def test_a_hangup_asks_whoever_listens_for_the_end_unless_it_is_ignored():
     asked, before = [], signal.getsignal(signal.SIGHUP)
-    with handled(signal.SIGTERM, lambda *_: asked.append("end")), hangup_ends():
-        signal.raise_signal(signal.SIGHUP)
-    assert asked == ["end"] and signal.getsignal(signal.SIGHUP) == before
-
-
-def test_a_hangup_that_is_ignored_stays_so():
-    asked = []
-    with handled(signal.SIGHUP, signal.SIG_IGN), handled(signal.SIGTERM, lambda *_: asked.append("end")), hangup_ends():
-        signal.raise_signal(signal.SIGHUP)
-    assert not asked
+    with handled(signal.SIGTERM, lambda *_: asked.append("end")):
+        with hangup_ends():
+            signal.raise_signal(signal.SIGHUP)
+        assert asked == ["end"] and signal.getsignal(signal.SIGHUP) == before
+        with handled(signal.SIGHUP, signal.SIG_IGN), hangup_ends():
+            signal.raise_signal(signal.SIGHUP)
+    assert asked == ["end"]
 
 
 LISTENER = """

@@ -54,11 +54,6 @@ def test_the_step_of_a_checkpoint_needs_no_leading_zeros(tmp_path):
         resolve_resume(str(tmp_path / "checkpoint-6"), tmp_path)
 
 
-def test_rotation_keeps_the_newest(tmp_path):
-    saved(tmp_path, 1, 2, 3, 4, max_num=2)
-    assert folders(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
-
-
 @pytest.mark.parametrize("mode, best", [("max", 2), ("min", 1)])
 def test_rotation_keeps_the_best_and_the_last(tmp_path, mode, best):
     manager = CheckpointManager(tmp_path, max_num=1, keep_best=("reward", mode))
@@ -85,30 +80,28 @@ def test_rotation_never_exceeds_its_number_by_more_than_the_best(tmp_path_factor
     shutil.rmtree(root)
 
 
-def test_named_checkpoints_are_not_rotated_and_not_resumed(tmp_path):
-    manager = saved(tmp_path, 1, max_num=1)
-    manager.save(1, write_files, name="checkpoint-final")
-    saved(tmp_path, 2, 3, max_num=1)
-    assert folders(tmp_path) == ["checkpoint-000003", "checkpoint-final"]
-    assert manager.find_latest() == tmp_path / "checkpoint-000003"
+def test_named_checkpoints_neither_rotate_nor_are_rotated_nor_resumed(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / ".staging-other-model").mkdir()  # of another run
+    CheckpointManager(tmp_path, max_num=1).save(2, write_files, name="checkpoint-final")
+    assert folders(tmp_path) == [".staging-other-model", "checkpoint-000001", "checkpoint-000002", "checkpoint-final"]
+    manager = saved(tmp_path, 3, 4, max_num=1)
+    assert {"checkpoint-000004", "checkpoint-final"} == {name for name in folders(tmp_path) if name[0] != "."}
+    assert manager.find_latest() == tmp_path / "checkpoint-000004"
     with pytest.raises(CheckpointError, match="exported model"):
         resolve_resume(str(tmp_path / "checkpoint-final"), tmp_path)
 
 
-def test_names_are_no_paths(tmp_path):
+def test_names_are_no_paths_and_settings_are_checked(tmp_path):
     for name in ("checkpoint-../x", "../checkpoint-1", ".hidden", "a/b"):
         with pytest.raises(CheckpointError, match="name"):
             CheckpointManager(tmp_path).save(1, write_files, name=name)
     with pytest.raises(CheckpointError, match="resumable"):
         CheckpointManager(tmp_path).save(1, write_files, name="model", resumable=True)
-
-
-def test_a_named_save_neither_rotates_nor_touches_other_runs(tmp_path):
-    saved(tmp_path, 1, 2, 3)
-    other = tmp_path / ".staging-other-model"
-    other.mkdir()
-    CheckpointManager(tmp_path, max_num=1).save(3, write_files, name="my-model")
-    assert folders(tmp_path) == [other.name, "checkpoint-000001", "checkpoint-000002", "checkpoint-000003", "my-model"]
+    with pytest.raises(ConfigError, match="max_ckpt_num"):
+        CheckpointManager(tmp_path, max_num=0)
+    with pytest.raises(ConfigError, match="max or min"):
+        CheckpointManager(tmp_path, keep_best=("reward", "best"))
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path):
@@ -136,18 +129,17 @@ def test_half_a_checkpoint_over_which_a_run_resumed_is_put_aside_when_its_step_i
     assert any(aside.iterdir())
 
 
-def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints(tmp_path):
+def test_a_new_run_in_an_old_folder_does_not_lose_to_old_checkpoints_and_leaves_what_is_none(tmp_path):
     saved(tmp_path, 80, 90, 100)
+    foreign = tmp_path / "checkpoint-000001"
+    foreign.mkdir()
+    (foreign / "mine").write_text("precious")
     manager = saved(tmp_path, 10)
     assert manager.find_latest() == tmp_path / "checkpoint-000010"
-    assert folders(tmp_path) == ["checkpoint-000010", "checkpoint-000090", "checkpoint-000100"]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    manager = saved(tmp_path, 1)
-    manager.save(1, lambda folder: (folder / "other").write_text("new"))
-    assert folders(tmp_path) == ["checkpoint-000001"]
-    assert list(verify(tmp_path / "checkpoint-000001")["files"]) == ["other"]
+    assert folders(tmp_path) == [foreign.name, "checkpoint-000010", "checkpoint-000090", "checkpoint-000100"]
+    assert (foreign / "mine").read_text() == "precious"
+    manager.save(10, lambda folder: (folder / "other").write_text("new"))  # again: it is replaced
+    assert list(verify(tmp_path / "checkpoint-000010")["files"]) == ["other"]
 
 
 def linked(path: Path) -> None:
@@ -166,7 +158,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [(name, damage) for name in ("model.bin", "zero/rank_0.bin", "state.json") for damage in DAMAGES]
+    [(name, damage) for name in ("model.bin", "zero/rank_0.bin") for damage in DAMAGES]
     + [("manifest.json", damage) for damage in DAMAGES if damage != "linked"],
 )
 def test_every_damage_is_refused_by_name_and_auto_says_what_it_skips(tmp_path, damage, name, caplog):
@@ -250,21 +242,6 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     assert manager.find_latest() == tmp_path / ".replaced-checkpoint-000005"
     manager.save(6, write_files)
     assert folders(tmp_path) == ["checkpoint-000005", "checkpoint-000006"]
-
-
-def test_a_foreign_folder_is_left_alone(tmp_path):
-    foreign = tmp_path / "checkpoint-000001"
-    foreign.mkdir()
-    (foreign / "mine").write_text("precious")
-    saved(tmp_path, 2, 3, 4, max_num=1)
-    assert (foreign / "mine").read_text() == "precious"
-
-
-def test_settings_are_checked(tmp_path):
-    with pytest.raises(ConfigError, match="max_ckpt_num"):
-        CheckpointManager(tmp_path, max_num=0)
-    with pytest.raises(ConfigError, match="max or min"):
-        CheckpointManager(tmp_path, keep_best=("reward", "best"))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

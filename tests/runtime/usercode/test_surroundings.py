@@ -106,13 +106,8 @@ def test_numbers_of_the_run_do_not_hang_on_what_a_function_seeds_or_draws(functi
     assert [*found, numbers()] == expected
 
 
-def test_numbers_that_a_function_draws_go_on_from_call_to_call():
-    drawn = [call(numbers, "score", {}) for _ in range(4)]
-    assert len(set(drawn)) == 4
-
-
-def test_numbers_that_a_function_draws_go_on_after_a_resume():
-    call(numbers, "score", {})
+def test_numbers_that_a_function_draws_go_on_from_call_to_call_after_its_own_seed_and_after_a_resume():
+    assert len({call(numbers, "score", {}) for _ in range(4)}) == 4
     state = surroundings.rng_state()
     expected = call(numbers, "score", {}), numbers()
     surroundings._users_states.clear()
@@ -120,8 +115,6 @@ def test_numbers_that_a_function_draws_go_on_after_a_resume():
     surroundings.set_rng_state(state)
     assert (call(numbers, "score", {}), numbers()) == expected
 
-
-def test_seed_that_a_function_sets_holds_for_its_own_next_call():
     call(seeds_everything, "score", {})
     first = call(numbers, "score", {})
     call(seeds_everything, "score", {})
