@@ -43,12 +43,9 @@ def shared(differing: list[int]) -> tuple[int, int, list[int]]:
     return sampling.rounds, sampling.filled, ids
 
 
-def test_a_round_is_repeated_only_while_groups_that_differ_are_missing():
+def test_a_round_is_repeated_while_groups_that_differ_are_missing_and_equal_ones_fill_the_batch_after_the_last():
     sampling, ids = collected(ranks=1, rank=0, differing={1, 2, 4, 5, 6}, wanted=4, tries=5)
     assert sampling.rounds == 2 and sampling.filled == 0 and ids == [1, 2, 4, 5]
-
-
-def test_after_the_last_round_equal_groups_fill_the_batch_and_are_counted():
     sampling, ids = collected(ranks=1, rank=0, differing={6}, wanted=4, tries=2)
     assert sampling.rounds == 2 and sampling.filled == 3 and ids == [6, 0, 1, 2]
 

@@ -336,6 +336,9 @@ class TestWholeLoss:
             ({"tis_mode": "token"}, "rollout_log_probs"),
             ({"use_kl_loss": True, "kl_estimator": "k2"}, "ref_log_probs"),
             ({"entropy_coef": 0.1}, "entropy"),
+            ({"papo_coef": 0.1}, "papo_coef needs hidden_log_probs"),
+            ({"policy_loss": "clip_cov"}, "policy_loss clip_cov needs the tokens that were chosen"),
+            ({"policy_loss": "kl_cov"}, "policy_loss kl_cov needs the tokens that were chosen"),
         ],
     )
     def test_a_missing_tensor_is_an_error(self, config, missing):
@@ -492,8 +495,3 @@ def test_papo_takes_a_token_only_so_far():
     assert hidden.grad.abs().max() == 0
     plain.extra = {"hidden_log_probs": (plain.log_probs.detach() - 6.0).requires_grad_()}
     assert policy_loss(plain, AlgorithmConfig(papo_coef=1.0), denominators).metrics["perception_kl"] < 6
-
-
-def test_papo_says_what_it_lacks():
-    with pytest.raises(ValueError, match="papo_coef needs hidden_log_probs"):
-        policy_loss(replace(random_inputs(), extra={}), AlgorithmConfig(papo_coef=0.1), ONE)

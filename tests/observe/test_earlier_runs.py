@@ -32,6 +32,9 @@ def test_two_runs_of_one_name_do_not_meet(tmp_path):
     (tmp_path / "run" / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
     second = set_aside(tmp_path / "run")
     assert first != second and (first / "metrics.csv").is_file() and (second / "checkpoint-final").is_dir()
+    unreadable = run_folder(tmp_path / "other")
+    (unreadable / "env.json").write_text("[")
+    assert set_aside(unreadable) == unreadable / "earlier_runs" / "run"
 
 
 def test_a_run_that_never_made_a_step_is_no_run(tmp_path):
@@ -39,12 +42,6 @@ def test_a_run_that_never_made_a_step_is_no_run(tmp_path):
     (tmp_path / "env.json").write_text("{}")
     assert set_aside(tmp_path) is None
     assert set_aside(tmp_path / "not there") is None
-
-
-def test_an_unreadable_env_file_names_no_start(tmp_path):
-    folder = run_folder(tmp_path / "run")
-    (folder / "env.json").write_text("[")
-    assert set_aside(folder) == folder / "earlier_runs" / "run"
 
 
 def test_what_the_new_run_reads_stays(tmp_path):

@@ -22,9 +22,6 @@ SECRET = "s3cr3t-value-0123456789"
         [f"output.wandb_api_key={SECRET}"],
         ["--remote_rm_url", f"https://user:{SECRET}@host/score"],
         ["--remote_rm_url", f"https://host/score?api_key={SECRET}&x=1"],
-        ["--remote_rm_url", f"https://host/score?x=1&auth={SECRET}"],
-        ["--remote_rm_url", f"https://host/score?sig={SECRET}"],
-        ["--remote_rm_url", f"https://host/score?X-Amz-Signature={SECRET}"],
         ["--password", SECRET],
         ["--header", f"Authorization: Bearer {SECRET}"],
         ["--note", "hf_abcdefghijklmnopqrstuvwxyz"],
@@ -35,12 +32,14 @@ def test_secrets_on_the_command_line_are_masked(arguments):
     assert SECRET not in text and "abcdefghijklm" not in text and "***" in text
 
 
-def test_ordinary_flags_stay_readable():
+def test_ordinary_flags_and_text_stay_readable():
     arguments = [
         "--max_tokens_per_batch", "4096", "--input_key", "prompt", "--first_token_temperature=10",
         "--reward_token_env", "RM_TOKEN", "train.seed=1", "--high_entropy_token_ratio", "0.2",
     ]  # fmt: skip
     assert mask_command(arguments) == arguments
+    text = 'max_tokens=5 {"pad": "x", "tokens": "many"} http://h/s?model=judge-v2&seed=123456&flag=true TOKEN is set'
+    assert mask_text(text) == text
 
 
 def test_the_value_of_a_secret_variable_is_masked_anywhere(monkeypatch):
@@ -64,6 +63,10 @@ def test_secrets_in_yaml_and_json_text_are_masked():
 @pytest.mark.parametrize(
     "text",
     [
+        f"GET https://h/o?x=1&auth={SECRET}",
+        f"GET https://h/o?sig={SECRET}",
+        f"GET https://h/o?X-Amz-Signature={SECRET}",
+        f"GET https://h/o?X-Amz-Credential={SECRET}",
         f'{{"user": "me", "api_key": "{SECRET}", "n": 1}}',
         f"{{'headers': {{'Authorization': '{SECRET}'}}}}",
         f"export HF_TOKEN={SECRET}",
@@ -71,7 +74,6 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"HF_TOKEN={SECRET} python run.py",
         f"env MY_PASSWORD={SECRET}; ls",
         f"GET https://b.s3.amazonaws.com/o?X-Amz-Security-Token={SECRET}&X-Amz-Expires=60",
-        f"GET https://h/o?X-Amz-Credential={SECRET}",
         f"http://h/score?code={SECRET}",
         f"http://h/score?model=a&%61pi%5Fkey={SECRET}#x",
         f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{SECRET}",
@@ -81,11 +83,6 @@ def test_secrets_in_yaml_and_json_text_are_masked():
 def test_secrets_inside_lines_and_urls_are_masked(text):
     masked = mask_text(text)
     assert SECRET not in masked and "ABCDEFGHIJ" not in masked and "***" in masked
-
-
-def test_text_without_a_secret_stays_as_it_is():
-    text = 'max_tokens=5 {"pad": "x", "tokens": "many"} http://h/s?model=judge-v2&seed=123456&flag=true TOKEN is set'
-    assert mask_text(text) == text
 
 
 def test_description_holds_command_versions_hardware(monkeypatch):

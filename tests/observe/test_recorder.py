@@ -84,13 +84,7 @@ def test_cut_back_removes_everything_after_the_step(tmp_path):
     assert names == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
     assert sorted(path.name for path in tmp_path.glob("eval_epoch_*")) == ["eval_epoch_000001", "eval_epoch_000002"]
     assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 5
-
-
-def test_a_fresh_start_in_an_old_folder_cuts_everything(tmp_path):
-    run = recorder(tmp_path)
-    run.log_eval(0, {"eval_reward": 1})
-    run.save_rollouts(0, [{"images": [picture(1)]}], "eval_step")
-    run.cut_back(-1)
+    run.cut_back(-1)  # a fresh start in an old folder
     assert (tmp_path / "eval_metrics.csv").read_text() == "step,eval_reward,eval_reward_greedy\n"
     assert not list((tmp_path / "rollouts" / "images").iterdir())
 

@@ -32,7 +32,7 @@ def rollouts(images=()) -> list[Rollout]:
     ]
 
 
-def test_a_record_for_each_sample():
+def test_a_record_for_each_sample_with_its_own_images():
     first, second = records_from_rollouts(rollouts())
     assert first == {
         "prompt": "p", "response": "r", "reward": 0.5, "components": {"exact": 0.0}, "reference": "1", "label": "a",
@@ -40,9 +40,6 @@ def test_a_record_for_each_sample():
     }  # fmt: skip
     assert second["truncated"] and not second["valid"] and second["reference"] == 2
     assert score(first) == 0.5 and score(second) is None
-
-
-def test_pictures_come_with_their_sample():
     image = Image.new("RGB", (2, 2))
     first, second = records_from_rollouts(rollouts([image, image]))
     assert first["images"] == [image, image] and "images" not in second and "videos" not in first

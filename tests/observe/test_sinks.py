@@ -5,8 +5,8 @@ import json
 import math
 import re
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -145,44 +145,28 @@ def test_a_missing_package_is_named_at_the_start(tmp_path, monkeypatch, make, na
         make(*arguments)
 
 
-class FakeWandb(types.ModuleType):
-    """Stands in for the package: keeps what it was given."""
+def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, monkeypatch):
+    calls, given = [], {}
 
-    def __init__(self, failure: str | None = None):
-        super().__init__("wandb")
-        self.errors = types.SimpleNamespace(Error=RuntimeError)
-        self.failure, self.calls = failure, []
-
-    def init(self, **settings):
-        if self.failure:
-            raise RuntimeError(self.failure)
-        self.settings = settings
-        return types.SimpleNamespace(
-            define_metric=lambda *args, **kwargs: None,
-            log=self.calls.append,
-            finish=lambda: self.calls.append("finish"),
+    def init(**settings):
+        given.update(settings)
+        return SimpleNamespace(
+            define_metric=lambda *args, **kwargs: None, log=calls.append, finish=lambda: calls.append("finish")
         )
 
+    def no_key(**settings):
+        raise RuntimeError("api_key not configured")
 
-def with_fake(monkeypatch, fake: FakeWandb) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=RuntimeError))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
-
-
-def test_wandb_gets_steps_and_not_the_command_line(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    with_fake(monkeypatch, fake)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     sink = WandbSink(tmp_path / "w", "run", config={"lr": 1})
     sink.append(3, {"loss": 0.5})
     sink.close()
-    assert fake.settings["project"] == "mine" and fake.settings["config"] == {"lr": 1}
-    assert fake.settings["settings"]["x_disable_meta"] is True
-    assert fake.calls == [{"step": 3, "loss": 0.5}, "finish"]
-
-
-def test_wandb_without_a_key_is_a_config_error(tmp_path, monkeypatch):
-    with_fake(monkeypatch, FakeWandb(failure="api_key not configured"))
+    assert given["project"] == "mine" and given["config"] == {"lr": 1} and given["settings"]["x_disable_meta"] is True
+    assert calls == [{"step": 3, "loss": 0.5}, "finish"]
+    wandb.init = no_key
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(tmp_path / "w", "run")
 

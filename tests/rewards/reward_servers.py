@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             if call == owner.together:
                 owner.all_there.set()
             owner.all_there.wait(30)
-        if kind == "slow":
+        if kind in ("slow", "504"):
             time.sleep(owner.delay)
         known = ("query" if kind == "theirs" else "queries") in body  # by a server that knows one wire alone
         if kind in plain:
@@ -71,8 +71,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif kind == "flaky":  # two failures, then well
             self.reply(200 if call > 2 else 503, {"rewards": scores})
-        elif kind == "tenth":  # every tenth call fails
-            self.reply(500 if call % 10 == 0 else 200, {"rewards": scores})
         elif kind in ("theirs", "ours"):
             extras = {"scores": scores, "extra_logs": {}} if kind == "theirs" else {}
             self.reply(200 if known else 500, {"rewards": scores, **extras} if known else {"error": "KeyError"})
@@ -110,7 +108,7 @@ class _Server(ThreadingHTTPServer):
 
 class FaultyServer:
     def __init__(self, delay: float = 0.0, port: int = 0, together: int = 0) -> None:
-        """delay: of an answer of 'slow', in seconds. together: so many requests of that kind are answered at once."""
+        """delay: of 'slow' and '504', in seconds. together: so many requests of that kind are answered at once."""
         self.calls: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.headers: list[dict] = []

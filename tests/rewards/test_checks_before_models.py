@@ -49,17 +49,14 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
         ({"reward_recipe": '{"*": [[rule, math, 1.0]]}'}, "the scorer math is in the reward"),
     ],
 )
-def test_a_reward_that_compares_needs_references(settings, words):
+def test_a_reward_that_compares_needs_references_and_no_other_one(settings, words, rewards_file):
     config = RewardConfig(**settings)
     engine_arguments(config, references=True)
     engine_arguments(config)
     with pytest.raises(ConfigError, match=words):
         RewardComputationEngine.from_config(config, references=False)
-
-
-def test_other_rewards_need_no_references(rewards_file):
-    for config in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
-        engine_arguments(config, references=False)
+    for other in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
+        engine_arguments(other, references=False)
 
 
 def test_which_labels_a_configuration_scores():

@@ -51,15 +51,7 @@ def test_ocr_rule_by_hand():
     assert quoted_text('no "" but "this"') == "this" and quoted_text('"" and " "') is None
 
 
-def test_ocr_without_its_reader_is_an_error_not_a_zero(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    for reader, words in (("tesseract", "tesseract"), (None, r"rapidocr.*diffusion-rewards")):
-        with pytest.raises(ConfigError, match=words):
-            OCR(reader)
-
-
-def test_settings_of_tesseract_choose_it(monkeypatch):
+def test_settings_of_tesseract_choose_it_and_what_does_not_fit_or_is_not_installed_is_an_error(monkeypatch):
     monkeypatch.setattr("lightrft_visual.rewards.functions.ocr.RapidReader", lambda threads: "rapidocr")
     assert type(OCR(mode=7).reader).__name__ == "TesseractReader" and OCR().reader == "rapidocr"
     for settings, words in (
@@ -68,6 +60,12 @@ def test_settings_of_tesseract_choose_it(monkeypatch):
     ):
         with pytest.raises(ConfigError, match=words):
             OCR(**settings)
+    monkeypatch.undo()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    for reader, words in (("tesseract", "tesseract"), (None, r"rapidocr.*diffusion-rewards")):
+        with pytest.raises(ConfigError, match=words):
+            OCR(reader)
 
 
 def test_ocr_time_limit_is_a_failure(monkeypatch):

@@ -48,7 +48,6 @@ def test_numeric():
         ("(b)", "B"),
         ("The answer is B because A is wrong", "B"),
         ("Answer: (C)", "C"),
-        ("A cat sits there", None),
         ("the answer is a dog", None),
         ("\\boxed{D}", "D"),
     ],

@@ -1,9 +1,9 @@
-"""GenEval's rules on their own cases and on drawn scenes with a stub detector; the real detector tiny."""
+"""GenEval's rules on their own cases and on scenes of a stub detector; the real detector tiny."""
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from lightrft_visual.rewards.functions.geneval import COLOURS, GenEval, cut_out, kept, overlap, relations, verdict
 from lightrft_visual.rewards.functions.mask_detector import Found, MaskDetector
@@ -74,36 +74,7 @@ def test_rules_by_hand(row, right):
     assert verdict(None, objects, row, lambda image, own: [tell[each.score] for each in own]) == right
 
 
-# -- drawn scenes ----------------------------------------------------------------------------------------------------
-
-
-class Scenes:
-    """Scenes of coloured circles: a stub detector that knows what was drawn, and colours read from the cut-outs."""
-
-    def __init__(self):
-        self.known = {}
-
-    def draw(self, *objects):
-        """objects: (name, colour, x, y, score). The drawn image."""
-        image = Image.new("RGB", (240, 240), (200, 200, 210))
-        image.putpixel((0, 0), (len(self.known), 0, 0))  # no two scenes are one
-        found = []
-        for name, colour, x, y, score in objects:
-            box = (x, y, x + 40, y + 40)
-            ImageDraw.Draw(image).ellipse(box, fill=colour)
-            mask = Image.new("1", image.size)
-            ImageDraw.Draw(mask).ellipse(box, fill=1)
-            found.append(Found(name, tuple(map(float, box)), score, np.asarray(mask)))
-        self.known[image.tobytes()] = found
-        return image
-
-    def detector(self, image, device):
-        return self.known[image.tobytes()]
-
-    @staticmethod
-    def colours(image, objects, device):
-        names = {tuple(Image.new("RGB", (1, 1), name).getpixel((0, 0))): name for name in COLOURS}
-        return [names[cut_out(image, each).getpixel((20, 20))] for each in objects]
+# -- scenes ----------------------------------------------------------------------------------------------------------
 
 
 SURE = [("cat", "red", 5 + 45 * number, 60, 0.95) for number in range(3)]
@@ -124,12 +95,22 @@ SCENES = [  # tag, row, objects, verdict
 ]
 
 
-def test_drawn_scenes_of_each_kind_have_the_published_verdicts():
-    scorer, scenes = GenEval.__new__(GenEval), Scenes()
+def test_scenes_of_each_kind_have_the_published_verdicts():
+    """A stub detector and stub colours, which know each scene by the shade of its image."""
+    scorer = GenEval.__new__(GenEval)
     scorer.threshold, scorer.counting_threshold, scorer.position_threshold = 0.3, 0.9, 0.1
     scorer.max_objects, scorer.max_overlap, scorer._models = 16, 1.0, ()
-    scorer.detector, scorer.colours, scorer.names = scenes.detector, scenes.colours, ("cat", "dog")
-    images = [[scenes.draw(*objects)] for _, _, objects, _ in SCENES]
+    images = [[Image.new("RGB", (240, 240), (shade, 0, 0))] for shade in range(len(SCENES))]
+
+    def objects_of(image):
+        for name, colour, x, y, score in SCENES[image.getpixel((0, 0))[0]][2]:
+            yield colour, Found(name, (x, y, x + 40.0, y + 40.0), score)
+
+    scorer.names = ("cat", "dog")
+    scorer.detector = lambda image, device: [found for _, found in objects_of(image)]
+    scorer.colours = lambda image, asked, device: [
+        c for each in asked for c, found in objects_of(image) if found == each
+    ]
     rows = [row | {"tag": tag} for tag, row, _, _ in SCENES]
     wanted = [verdict for *_, verdict in SCENES]
     assert scorer(images, rows, "cpu") == wanted

@@ -25,21 +25,6 @@ def test_yaml_file_and_inline(tmp_path):
         assert recipe.for_label("anything")[0].name == "mine" == recipe.for_label(None)[0].name
 
 
-@pytest.mark.parametrize(
-    ("raw", "words"),
-    [
-        ({"a": [["rul", "exact", 1]]}, "label 'a', entry 1: type 'rul'; did you mean 'rule'"),
-        ({"a": [["rule", "exact"]]}, r"\[type, key, weight\]"),
-        ({"a": [["rule", "exact", "much"]]}, "weight 'much'"),
-        ({"a": [["rule", "exact", 1, 3]]}, "settings are a mapping"),
-        ({"a": [{"typ": "rule"}]}, "unknown key 'typ'; did you mean 'type'"),
-    ],
-)
-def test_bad_recipes(raw, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_recipe(raw)
-
-
 COLOUR = {"colour": [("rule", "exact", 1)]}
 CONUT = {"conut": [("rule", "numeric", 1)], "*": [("rule", "exact", 1)]}
 
@@ -82,31 +67,6 @@ def test_labels_are_read_as_they_are_written(tmp_path):
         parse_recipe({True: [("rule", "exact", 1)]})
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("gone.yaml", "gone.yaml does not exist"),
-        ("{a: [", "inline reward recipe is not valid YAML"),
-    ],
-)
-def test_what_names_no_recipe(source, words):
-    with pytest.raises(ConfigError, match=words):
-        load_recipe(source)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"a:\n  - [rule, exact, 1.0]\nb: [\n", "recipe.yaml:4: "),
-        (b"a:\n  - [rule, exact]\n", "recipe.yaml: reward recipe, label 'a', entry 1"),
-    ],
-)
-def test_a_file_that_is_no_recipe_is_named(tmp_path, content, words):
-    (tmp_path / "recipe.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=words):
-        load_recipe(str(tmp_path / "recipe.yaml"))
-
-
 def test_different_components_get_different_names_and_equal_ones_are_one():
     recipe = parse_recipe({"a": [("rule", "exact", 1), ("rule", "exact", 1, {"normalised": False})]})
     assert [entry.name for entry in recipe.components()] == ["exact", "exact_2"]
@@ -123,19 +83,6 @@ def test_components_form():
     assert (text.type, text.key, text.kwargs, text.score_key, text.name) == ("rule", "ocr", {"mode": 7}, "x", "text")
     assert (judge.type, judge.key, judge.weight, judge.name) == ("remote", "http://h/r", 0.5, "judge")
     assert recipe.average and list(recipe.entries) == [ANY_LABEL]
-
-
-@pytest.mark.parametrize(
-    ("components", "kwargs", "words"),
-    [
-        ({"ocr": 1.0}, {"orc": {}}, "kwargs.orc.*did you mean 'ocr'"),
-        ({"ocr": 1.0}, {"ocr": {"transport": "http"}}, "needs url"),
-        ({"j": 1.0}, {"j": {"transport": "http", "url": "http://h", "mode": 1}}, "server's own setting"),
-    ],
-)
-def test_bad_components(components, kwargs, words):
-    with pytest.raises(ConfigError, match=words):
-        recipe_from_components(components, kwargs)
 
 
 def shipped_ocr(*settings):
@@ -179,17 +126,48 @@ def test_settings_are_laid_over_those_of_the_recipe():
     assert (other.entries["count"][0].key, other.entries["count"][0].kwargs) == ("choice", {"letters": "AB"})
 
 
+def http(**more):
+    return {"transport": "http", **more}
+
+
+def composed(**kwargs):
+    return compose_recipe(parse_recipe(LABELLED), {}, kwargs)
+
+
 @pytest.mark.parametrize(
-    ("components", "kwargs", "words"),
+    ("read", "given", "words"),
     [
-        ({}, {"numerc": {"tolerance": 1}}, "kwargs.numerc.*did you mean 'numeric'"),
-        ({}, {"judge": {"mode": 1}}, "kwargs.judge.*is a remote.*no setting 'mode'"),
-        ({}, {"numeric": {"transport": "http", "url": "http://h"}}, "server's own setting"),
+        (parse_recipe, ({"a": [["rul", "exact", 1]]},), "label 'a', entry 1: type 'rul'; did you mean 'rule'"),
+        (parse_recipe, ({"a": [["rule", "exact"]]},), r"\[type, key, weight\]"),
+        (parse_recipe, ({"a": [["rule", "exact", "much"]]},), "weight 'much'"),
+        (parse_recipe, ({"a": [["rule", "exact", 1, 3]]},), "settings are a mapping"),
+        (parse_recipe, ({"a": [{"typ": "rule"}]},), "unknown key 'typ'; did you mean 'type'"),
+        (load_recipe, ("gone.yaml",), "gone.yaml does not exist"),
+        (load_recipe, ("{a: [",), "inline reward recipe is not valid YAML"),
+        (recipe_from_components, ({"ocr": 1.0}, {"orc": {}}), "kwargs.orc.*did you mean 'ocr'"),
+        (recipe_from_components, ({"ocr": 1.0}, {"ocr": http()}), "needs url"),
+        (recipe_from_components, ({"j": 1.0}, {"j": http(url="http://h", mode=1)}), "server's own setting"),
+        (lambda: composed(numerc={"tolerance": 1}), (), "kwargs.numerc.*did you mean 'numeric'"),
+        (lambda: composed(judge={"mode": 1}), (), "kwargs.judge.*is a remote.*no setting 'mode'"),
+        (lambda: composed(numeric=http(url="http://h")), (), "server's own setting"),
     ],
 )
-def test_what_contradicts_a_recipe(components, kwargs, words):
+def test_what_is_no_recipe_or_contradicts_one_is_refused(read, given, words):
     with pytest.raises(ConfigError, match=words):
-        compose_recipe(parse_recipe(LABELLED), components, kwargs)
+        read(*given)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a:\n  - [rule, exact, 1.0]\nb: [\n", "recipe.yaml:4: "),
+        ("a:\n  - [rule, exact]\n", "recipe.yaml: reward recipe, label 'a', entry 1"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, words):
+    (tmp_path / "recipe.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_recipe(str(tmp_path / "recipe.yaml"))
 
 
 def test_settings_need_something_they_belong_to():

@@ -90,8 +90,6 @@ def exits(model_reward_list):
     sys.exit(0)
 def raises(model_reward_list, completions):
     return model_reward_list[7]
-def nothing(model_reward_list):
-    pass
 def one(model_reward_list):
     return model_reward_list[0][:1]
 def endless(model_reward_list):
@@ -109,9 +107,8 @@ def changes(model_reward_list, completions):
     [
         ("skip", "exits", r"exits called sys.exit\(0\)", 4),
         ("error", "raises", "raises raised IndexError: list index out of range", 6),
-        ("skip", "nothing", "nothing returned NoneType", 7),
-        ("error", "one", "one returned 1 scores for 2 samples", 9),
-        ("skip", "endless", "endless: score 0 of 2 is not finite", 11),
+        ("error", "one", "one returned 1 scores for 2 samples", 7),
+        ("skip", "endless", "endless: score 0 of 2 is not finite", 9),
     ],
 )
 def test_faults_of_aggregating_functions_end_the_run_by_any_policy(tmp_path, policy, name, told, line):

@@ -83,6 +83,12 @@ UNIFIED = {ask: Judging(*question_and_pattern(ask), 0.0, 5.0) for ask in ASKED}
 AXES = "Alignment Score (1-5): 2.694700002670288\nCoherence Score (1-5): 2.3715\nStyle Score (1-5): 4.0\n"
 
 
+def test_pattern_without_a_group_or_that_is_none_is_refused():
+    for pattern, words in (("(", "not a regular expression"), ("score", "needs a group")):
+        with pytest.raises(ConfigError, match=words):
+            Judging(pattern=pattern)
+
+
 @pytest.mark.parametrize(
     ("judging", "reply", "value"),
     [
@@ -108,18 +114,6 @@ def test_reply_is_read_or_a_failure(judging, reply, value):
             judging.read(reply)
     else:
         assert judging.read(reply) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"pattern": "("}, "not a regular expression"),
-        ({"pattern": "score"}, "needs a group"),
-    ],
-)
-def test_bad_settings(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        Judging(**settings)
 
 
 def test_unified_prompts_hold_the_caption_in_brackets_and_say_the_label_that_is_read():

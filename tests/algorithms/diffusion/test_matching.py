@@ -12,7 +12,7 @@ from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise,
 from lightrft_visual.algorithms.diffusion.crd import CenteredReward
 from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference, ranked_pairs
-from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT, old_policy_decay
+from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT
 from lightrft_visual.algorithms.diffusion.preference import sums_of_groups
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
 
@@ -55,6 +55,14 @@ def rows(advantages, sigma=0.6, groups=None, valid=None):
         group_id=torch.zeros(count, dtype=torch.long) if groups is None else torch.tensor(groups),
         valid=torch.tensor(valid or [True] * count), coupling=None,
     )  # fmt: skip
+
+
+def gradient_where_equal(found, expected, policy):
+    """Of both losses, which are equal as their gradients are."""
+    torch.testing.assert_close(found, expected)
+    mine, theirs = (torch.autograd.grad(each, policy.own, retain_graph=True)[0] for each in (found, expected))
+    torch.testing.assert_close(mine, theirs)
+    return mine
 
 
 # -- the forward process -----------------------------------------------------------------------------------------
@@ -134,10 +142,6 @@ def test_losses_ask_for_the_rollout_policy(loss):
         loss.loss(LossContext(policy, policy), rows([1.0]), 1.0)
 
 
-def test_the_old_policys_decay_of_awm_and_dgpo():
-    assert [old_policy_decay(step, 3) for step in (0, 100, 300, 1000)] == [0.0, 0.1, 0.3, 0.3]
-
-
 # -- reward-weighted regression ----------------------------------------------------------------------------------
 
 
@@ -176,10 +180,7 @@ def test_dgpo_is_the_papers_loss_and_gradient(prediction, against):
     context = policy.context()
     found = group_preference(3.0, 3, against).loss(context, batch, 6.0).loss
     expected = group_loss(policy, context, batch, 3.0, 3, against) / 3.0
-    torch.testing.assert_close(found, expected)
-    mine, theirs = (torch.autograd.grad(each, policy.own, retain_graph=True)[0] for each in (found, expected))
-    torch.testing.assert_close(mine, theirs)
-    assert mine.abs().max() > 1e-3
+    assert gradient_where_equal(found, expected, policy).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("prediction", ("flow", "epsilon"))
@@ -197,25 +198,8 @@ def test_diffusion_dpo_is_the_authors_form(prediction):
     inside = [-0.5 * 5.0 * ((model[good] - model[bad]) - (base[good] - base[bad])) for good, bad in ((0, 1), (3, 2))]
     preference = -torch.nn.functional.logsigmoid(torch.stack(inside)).mean()
     kl = ((policy.own - policy.kept["base"]) ** 2).mean()
-    torch.testing.assert_close(found.loss, preference + 0.5 * kl)
-    mine, theirs = (
-        torch.autograd.grad(each, policy.own, retain_graph=True)[0] for each in (found.loss, preference + 0.5 * kl)
-    )
-    torch.testing.assert_close(mine, theirs)
+    gradient_where_equal(found.loss, preference + 0.5 * kl, policy)
     assert float(found.means["preference_accuracy"]) == sum(float(each.detach()) > 0 for each in inside) / 2
-
-
-def test_a_group_that_is_cut_gives_the_same_gradient():
-    whole, batch = Answers(4), rows([1.0, -0.5, -0.5, 2.0], groups=[0, 0, 0, 1])
-    context, loss = whole.context(), group_preference(4.0, 3)
-    loss.loss(context, batch, 4.0).loss.backward()
-    terms = loss.terms(context, batch)
-    batch.coupling = sums_of_groups(terms, batch)
-    assert batch.coupling[0] == batch.coupling[2] == pytest.approx(float(terms[:3].sum()))
-    parted = Answers(4)
-    loss.loss(parted.context(), batch, 4.0).loss.backward()
-    torch.testing.assert_close(parted.own.grad, whole.own.grad)
-    assert len(parted.asked) == 1  # the reference has been asked before
 
 
 # -- CRD ---------------------------------------------------------------------------------------------------------
@@ -246,21 +230,27 @@ def test_crd_is_the_authors_form(prediction):
     context = policy.context()
     found = CenteredReward(2.0, 5.0, 0.1).loss(context, batch, 3.0)
     expected = crd_loss(policy, context, batch, 2.0, 5.0, 0.1) / 3.0
-    torch.testing.assert_close(found.loss, expected)
-    mine, theirs = (torch.autograd.grad(each, policy.own, retain_graph=True)[0] for each in (found.loss, expected))
-    torch.testing.assert_close(mine, theirs)
+    mine = gradient_where_equal(found.loss, expected, policy)
     assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
 
 
-def test_a_cut_group_of_crd_gives_the_same_gradient():
-    whole, batch = Answers(4), rows([1.0, -0.5, 0.3, 2.0], groups=[0, 0, 0, 1], valid=[True, True, False, True])
-    context, loss = whole.context(), CenteredReward()
+@pytest.mark.parametrize("loss", [group_preference(4.0, 3), CenteredReward()], ids=["dgpo", "crd"])
+def test_a_group_that_is_cut_gives_the_same_gradient(loss):
+    """By the sums of whole groups; the reference of preferences is not asked again."""
+    preference = not isinstance(loss, CenteredReward)
+    whole, batch = Answers(4), rows([1.0, -0.5, 0.3, 2.0], groups=[0, 0, 0, 1], valid=[True, True, preference, True])
+    context = whole.context()
     loss.loss(context, batch, 4.0).loss.backward()
-    batch.coupling = sums_of_groups(loss.terms(context, batch), batch)
-    assert batch.coupling[:, 1].tolist() == [2, 2, 2, 1]
+    terms = loss.terms(context, batch)
+    batch.coupling = sums_of_groups(terms, batch)
+    if preference:
+        assert batch.coupling[0] == batch.coupling[2] == pytest.approx(float(terms[:3].sum()))
+    else:
+        assert batch.coupling[:, 1].tolist() == [2, 2, 2, 1]
     parted = Answers(4)
     loss.loss(parted.context(), batch, 4.0).loss.backward()
     torch.testing.assert_close(parted.own.grad, whole.own.grad)
+    assert not preference or len(parted.asked) == 1
 
 
 def test_invalid_samples_pull_nothing():

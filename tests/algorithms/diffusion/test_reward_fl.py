@@ -37,9 +37,13 @@ def reward(media):
     return DifferentiableScore(media.square().mean(dim=1) + media[:, 0], torch.tensor([True, True, False]))
 
 
-def loss_of(model, settings, schedule):
-    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return settings.loss(LossContext(model, model), start, {}, schedule, reward, 2)
+def latents():
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, settings, start=None, schedule=None):
+    start = latents() if start is None else start
+    return settings.loss(LossContext(model, model), start, {}, schedule or SCHEDULE, reward, 2)
 
 
 SCHEDULE = flow_match_schedule(8)
@@ -48,29 +52,28 @@ SCHEDULE = flow_match_schedule(8)
 def test_gradient_equals_finite_differences():
     model = TwoExperts(boundary=10_000.0)  # one expert for all steps
     settings = RewardFL(mid_timestep=5, weight=0.7, score_mean=0.2, score_std=1.3)
-    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # the state before the steps that carry gradient, with the weights as they are
-        x = start
+        x = latents()
         for step in range(5):
             at = SCHEDULE[0][step].expand(3)
             x = x + model(x, at, {}, 1.0) * float(SCHEDULE[1][step + 1].double() - SCHEDULE[1][step].double())
     late = (SCHEDULE[0][5:], SCHEDULE[1][5:])
     tail = RewardFL(3, mid_timestep=0, final_timestep=2, weight=0.7, score_mean=0.2, score_std=1.3)
-    settings.loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2).loss.backward()
+    loss_of(model, settings).loss.backward()
     gradient = model.low.weight.grad.clone()
     for row, column in ((0, 0), (2, 1), (3, 3)):
         values = []
         for shift in (1e-5, -1e-5):
             with torch.no_grad():
                 model.low.weight[row, column] += shift
-                values.append(tail.loss(LossContext(model, model), x, {}, late, reward, 2).loss.item())
+                values.append(loss_of(model, tail, x, late).loss.item())
                 model.low.weight[row, column] -= shift
         assert gradient[row, column].item() == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-6)
 
 
 def test_steps_before_mid_run_without_gradient_and_the_last_one_is_final():
     model = TwoExperts()
-    loss_of(model, RewardFL(mid_timestep=3, final_timestep=5), SCHEDULE)
+    loss_of(model, RewardFL(mid_timestep=3, final_timestep=5))
     assert model.calls == [False] * 3 + [True] * 3
 
 
@@ -78,28 +81,26 @@ def test_steps_before_mid_run_without_gradient_and_the_last_one_is_final():
 def test_only_steps_of_the_expert_under_training_carry_gradient(trained):
     model = TwoExperts(boundary=550.0)  # sigmas 1, .875, .75, .625 | .5 ...
     model.trained = (trained,)
-    loss_of(model, RewardFL(mid_timestep=0), SCHEDULE).loss.backward()
+    loss_of(model, RewardFL(mid_timestep=0)).loss.backward()
     moved = {name for name in ("high", "low") if getattr(model, name).weight.grad is not None}
     assert moved == {trained}
 
 
 def test_an_invalid_sample_gives_no_gradient_and_is_counted():
-    model = TwoExperts()
-    outcome = loss_of(model, RewardFL(), SCHEDULE)
+    start = latents().requires_grad_(True)
+    outcome = loss_of(TwoExperts(), RewardFL(), start)
+    outcome.loss.backward()
     assert float(outcome.means["invalid_share"]) == pytest.approx(1 / 3)
-    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
-    RewardFL().loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2).loss.backward()
     assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
 
 
 def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
-    model = TwoExperts()
-    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    model, start = TwoExperts(), latents().requires_grad_(True)
     with torch.no_grad():
         final = RewardFL().denoise(LossContext(model, model), start, {}, *SCHEDULE).latents
     scores = reward(model.decode(final)).scores[:2]  # the third is invalid
     settings = RewardFL(target=scores.mean().item())
-    outcome = settings.loss(LossContext(model, model), start, {}, SCHEDULE, reward, 2)
+    outcome = loss_of(model, settings, start)
     outcome.loss.backward()
     better, worse = scores.argmax(), scores.argmin()
     assert not start.grad[better].any() and start.grad[worse].abs().sum() > 0

@@ -151,11 +151,8 @@ def test_prompts_that_are_all_alike_are_measured_by_their_change():
     gains = DivergenceTest(True)
     found = [gains.see(PairedScores(step, [0, 1, 2], [step / 4] * 3, [1 - step / 4] * 3)) for step in range(3)]
     assert found[0] is None and found[1] == Divergence(0, 0, (0.0, 0.25), (1.0, 0.75))
-
-
-def test_values_that_never_differ_say_nothing():
-    gains = DivergenceTest(True)
-    assert [gains.see(PairedScores(step, [0, 1, 2], [0.5] * 3, [0.0] * 3)) for step in range(5)] == [None] * 5
+    never, same = DivergenceTest(True), ([0, 1, 2], [0.5] * 3, [0.0] * 3)
+    assert [never.see(PairedScores(step, *same)) for step in range(5)] == [None] * 5  # no change says nothing
 
 
 @pytest.mark.parametrize(("t", "degrees", "expected"), [(4.032, 5, 2.576), (3.169, 10, 2.576), (5.408, 30, 4.417)])
@@ -186,11 +183,9 @@ def test_thumbnails_of_images_and_of_the_middle_frame_of_videos():
     assert thumbnails(video).float().mean() == 255
 
 
-def test_distance_is_a_share_of_full_brightness():
-    assert torch.allclose(distances(flat(0, 255), flat(0, 51)), torch.tensor([[0.0, 0.2], [1.0, 0.8]]), atol=1e-4)
-
-
 def test_diversity_is_the_mean_over_the_pairs_of_a_group():
+    shares = torch.tensor([[0.0, 0.2], [1.0, 0.8]])  # of full brightness
+    assert torch.allclose(distances(flat(0, 255), flat(0, 51)), shares, atol=1e-4)
     thumbs, groups = flat(0, 255, 0, 51), torch.tensor([0, 0, 1, 1])
     assert math.isclose(diversity(thumbs, groups), 0.6, rel_tol=1e-5)  # pairs of 1 and 0.2
     assert math.isclose(diversity(thumbs, groups, torch.tensor([0, 1, 2, 2])), 0.2, rel_tol=1e-5)

@@ -30,6 +30,9 @@ def test_a_signal_is_told_once_each_time_that_it_leaves():
     guard = Guard(GuardConfig(), learn_steps=4)
     steps = lengths(10, 10, 10, 10, 20, 20, 20, 10, 20, 20)
     assert walk(guard, steps) == [(6, "response_length"), (10, "response_length")]
+    assert walk(Guard(GuardConfig(watch=False), learn_steps=4), steps) == []
+    unreadable = lengths(4, 4, float("nan"), float("inf")) + [{"reward_mean": float("nan")}, {}]
+    assert walk(Guard(GuardConfig(), learn_steps=2), unreadable) == []
 
 
 ENTROPIES = [1.0] * 8 + [0.2] * 6
@@ -71,18 +74,12 @@ def test_form_without_content_is_a_component_that_parts_from_the_whole():
     assert [signal for _, signal in told] == ["reward/exact"] and told[0][0] < 22
 
 
-def test_penalties_may_fall():
-    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, "reward/penalty": 1 - i / 40} for i in range(30)]
+@pytest.mark.parametrize("name", ["penalty", "time", "invalid_share", "format"])
+def test_penalties_times_and_failures_may_fall_and_components_may_not(name):
+    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, f"reward/{name}": 1 - i / 40} for i in range(30)]
     guard = Guard(GuardConfig(), learn_steps=8)
     guard.penalties = {"penalty"}
-    assert walk(guard, steps) == []
-    assert walk(Guard(GuardConfig(), learn_steps=8), steps) != []
-
-
-@pytest.mark.parametrize("name", ["time", "invalid_share"])
-def test_times_and_failures_of_scoring_are_no_components(name):
-    steps = [{"reward_mean": i / 30, "reward/exact": i / 30, f"reward/{name}": 1 - i / 40} for i in range(30)]
-    assert walk(Guard(GuardConfig(), learn_steps=8), steps) == []
+    assert (walk(guard, steps) == []) == (name != "format")
 
 
 def test_gold_between_evaluations_and_images_far_from_the_base():
@@ -100,11 +97,6 @@ def test_gold_between_evaluations_and_images_far_from_the_base():
     assert guard.best == (0.6, 10)
 
 
-def test_values_that_are_missing_or_not_finite_are_not_looked_at():
-    guard = Guard(GuardConfig(), learn_steps=2)
-    assert walk(guard, lengths(4, 4, float("nan"), float("inf")) + [{"reward_mean": float("nan")}, {}]) == []
-
-
 def test_it_goes_on_alike_after_a_resume():
     steps = [
         {"reward_mean": 0.1 * i, "gold": 0.5 - 0.04 * abs(i - 12), "response_length": 5.0 + (i > 15) * 9}
@@ -117,10 +109,6 @@ def test_it_goes_on_alike_after_a_resume():
     second.load_state_dict(state)
     assert state["partings"] and told + walk(second, steps[13:], first=14) == expected and len(expected) == 2
     assert second.best == (0.2, 0)
-
-
-def test_off_it_says_nothing():
-    assert walk(Guard(GuardConfig(watch=False)), lengths(*[1] * 8, *[99] * 9)) == []
 
 
 @pytest.mark.parametrize(
@@ -140,11 +128,8 @@ def test_same_answers_within_and_between_groups():
     assert found == {"repetition": 0, "identical_share": (0.75 + 1.0) / 2, "common_answer": 1.0}
     found = text_statistics([[1], [1], [2], [2]], [0, 0, 1, 1], alone)
     assert found["common_answer"] == 0.5 and found["identical_share"] == 1.0
-
-
-def test_what_cannot_be_compared_is_left_out():
-    assert text_statistics([[1], [2]], [0, 1], alone) == {"repetition": 0}
-    assert text_statistics([[1], [1]], [0, 0], alone) == {"repetition": 0}
+    for tokens, groups in (([[1], [2]], [0, 1]), ([[1], [1]], [0, 0])):  # nothing to compare
+        assert text_statistics(tokens, groups, alone) == {"repetition": 0}
 
 
 def test_each_rank_has_the_statistics_of_all_also_with_no_group_to_compare():

@@ -34,12 +34,12 @@ HOSTILE = [
 class Elements(HTMLParser):
     """Collects the elements of a page and what they refer to."""
 
-    def __init__(self, text: str):
+    def __init__(self, path):
         super().__init__()
         self.names: list[str] = []
         self.links: list[str] = []
         self.handlers: list[str] = []
-        self.feed(text)
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, name, attributes):
         self.names.append(name)
@@ -48,10 +48,6 @@ class Elements(HTMLParser):
                 self.links.append(value or "")
             if key.startswith("on"):
                 self.handlers.append(key)
-
-
-def elements(path) -> Elements:
-    return Elements(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,7 @@ def run_folder(tmp_path_factory):
 
 def test_the_page_is_complete_in_itself(run_folder, tmp_path):
     path = write_report([run_folder], tmp_path / "report.html")
-    page = elements(path)
+    page = Elements(path)
     assert all(link.startswith(("data:image/", "#")) for link in page.links)
     assert not page.handlers and page.names.count("script") == 1
     text = path.read_text()
@@ -120,8 +116,8 @@ def test_text_cannot_inject_markup(tmp_path):
         (recorder.folder / "rollouts" / "eval_step_000001.jsonl").write_text("\n".join(lines))
         (recorder.folder / "env.json").write_text(json.dumps({"command": texts, "versions": {texts[0]: texts[1]}}))
         (recorder.folder / "config.resolved.yaml").write_text(json.dumps({texts[0]: texts[2]}))
-    hostile = elements(write_report([run.folder], tmp_path / "hostile.html", title=HOSTILE[0]))
-    harmless = elements(write_report([plain.folder], tmp_path / "plain.html", title="x"))
+    hostile = Elements(write_report([run.folder], tmp_path / "hostile.html", title=HOSTILE[0]))
+    harmless = Elements(write_report([plain.folder], tmp_path / "plain.html", title="x"))
     allowed = {"span", "div"}  # labels of special tokens and turns
     assert [n for n in hostile.names if n not in allowed] == [n for n in harmless.names if n not in allowed]
     assert not hostile.handlers and hostile.links == harmless.links
@@ -156,17 +152,12 @@ def test_images_outside_the_run_are_not_read(tmp_path):
 
 def test_comparison_of_runs(run_folder, tmp_path):
     make_run(tmp_path / "second", steps=20, seed=2)
-    path = write_report([run_folder, tmp_path / "second"], tmp_path / "both.html")
-    text = path.read_text()
+    text = write_report([run_folder, tmp_path / "second"], tmp_path / "both.html").read_text()
     assert "<h2>Comparison</h2>" in text and "train.seed" in text and "reward.hf_token" not in text
     assert text.count(">first</span>") > 3 and text.count(">second</span>") > 3
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    for parent in ("a", "b"):
-        make_run(tmp_path / parent / "run", steps=1)
-    text = write_report([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "r.html").read_text()
-    assert "a/run" in text and "b/run" in text
+    make_run(tmp_path / "other" / "first", steps=1)
+    text = write_report([run_folder, tmp_path / "other" / "first"], tmp_path / "names.html").read_text()
+    assert f"{run_folder.parent.name}/first" in text and "other/first" in text
 
 
 def test_large_runs_stay_below_ten_megabytes(tmp_path):
@@ -220,13 +211,6 @@ def test_what_html_and_utf8_cannot_carry_is_replaced():
     assert printable("a\ud800\x00b\n") == "a��b\n" and printable(None) == "" and printable(3) == 3
 
 
-def test_a_folder_that_is_not_there_is_named_and_none_is_refused(tmp_path):
-    with pytest.raises(DataError, match="absent is not the folder of a run"):
-        write_report([tmp_path / "absent"], tmp_path / "x.html")
-    with pytest.raises(DataError):
-        write_report([], tmp_path / "x.html")
-
-
 def test_metrics_that_never_change_take_no_panel(tmp_path):
     run = RunRecorder(tmp_path / "run")
     for step in range(1, 5):
@@ -260,40 +244,22 @@ def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):
     assert "Best, answers" in text and "Worst, drawn images" in text
 
 
-def a_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def an_alias_bomb(path):
-    lines = [f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi")]
-    path.write_text("a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(lines))
-
-
-def columns_twice(path):
-    path.write_text("step,step,loss,loss\n1,1,2,3\n2,2,1e400,-1e400\n\n3,3,nan,x\n")
-
-
-def times_without_end(path):
-    path.write_text("step,time_step,time_train,time_sync\n1,1,1e308,1e308\n2,1,1e308,1e308\n")
-
-
-def a_field_too_long(path):
-    path.write_text("step,loss\n1," + "9" * 200_000 + "\n")
-
-
-DAMAGES = [a_pipe, a_folder, an_alias_bomb, columns_twice, times_without_end, a_field_too_long]
+ALIASES = [f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi")]
+DAMAGES = {
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a bomb of aliases": "a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(ALIASES),
+    "columns twice": "step,step,loss,loss\n1,1,2,3\n2,2,1e400,-1e400\n\n3,3,nan,x\n",
+    "times without end": "step,time_step,time_train,time_sync\n1,1,1e308,1e308\n2,1,1e308,1e308\n",
+    "a field too long": "step,loss\n1," + "9" * 200_000 + "\n",
+}
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "config.resolved.yaml", "env.json", "rollouts/eval_step_000010.jsonl"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_report_is_written_whatever_stands_in_place_of_a_file(damaged_run, name, damage):
-    damage(damaged_run / name)
+    made, path = DAMAGES[damage], damaged_run / name
+    path.write_text(made) if isinstance(made, str) else made(path)
     assert "</html>" in write_report([damaged_run], damaged_run / "report.html").read_text()
 
 
@@ -315,7 +281,7 @@ def seeds(tmp_path, count=3):
     return [tmp_path / f"plain_seed{seed}" for seed in range(1, count + 1)]
 
 
-def test_three_seeds_are_one_line_with_mean_and_deviation(tmp_path):
+def test_three_seeds_are_one_line_with_mean_and_deviation_where_all_have_the_step(tmp_path):
     folders = seeds(tmp_path)
     runs = [load_run(folder) for folder in folders]
     (one,) = taken_together(runs, None)
@@ -330,10 +296,6 @@ def test_three_seeds_are_one_line_with_mean_and_deviation(tmp_path):
     assert len(line["band"]["x"]) == 20 and panel.chart["y"][0] <= min(line["band"]["low"])
     text = write_report(folders, tmp_path / "seeds.html").read_text()
     assert "plain_seed (3 seeds)" in text and "1.000 ± 0.000" in text
-
-
-def test_steps_that_a_seed_lacks_are_left_out_of_the_mean(tmp_path):
-    folders = seeds(tmp_path)
     make_run(tmp_path / "plain_seed1", steps=10, seed=1)
     (one,) = taken_together([load_run(folder) for folder in folders], None)
     assert max(step for step, _ in one.metrics["loss"]) == 10
@@ -353,7 +315,11 @@ def test_groups_of_other_settings_stay_apart(tmp_path):
     assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]
 
 
-def test_page_that_cannot_be_written_is_said(tmp_path):
+def test_runs_that_are_not_there_and_a_page_that_cannot_be_written_are_named(tmp_path):
+    with pytest.raises(DataError, match="absent is not the folder of a run"):
+        write_report([tmp_path / "absent"], tmp_path / "x.html")
+    with pytest.raises(DataError):
+        write_report([], tmp_path / "x.html")
     make_run(tmp_path / "run")
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/page.html cannot be written: \w+"):

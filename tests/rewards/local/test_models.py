@@ -42,45 +42,29 @@ def test_sequence_classifier_in_padded_batches_equals_one_by_one(classifier):
     assert list(outputs[0].reward_metrics) == ["safety"]
 
 
-def test_a_reward_model_without_its_head_is_refused(classifier, tmp_path):
-    shutil.copytree(classifier, tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["score.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="lacks 1 weight.s.: score.weight"):
-        RewardComputationEngine.from_config(RewardConfig(reward_pretrain=str(tmp_path)))
-
-
-def test_several_models_in_a_recipe(classifier):
-    config = RewardConfig(
-        reward_pretrain=f"a={classifier},b={classifier}",
-        reward_recipe="{k: [[model, a, 2.0]], '*': [[model, b, 1.0], [rule, exact, 0.0]]}",
-    )
-    samples = make_samples(RESPONSES[:2], labels=["k", None])
-    result = RewardComputationEngine.from_config(config).compute_rewards([samples])
-    wanted = one_by_one(classifier, samples.queries)
-    assert torch.allclose(result.score, wanted * torch.tensor([2.0, 1.0]), atol=1e-5)
-    assert result.components["a"].isnan().tolist() == [False, True]
-
-
 def test_a_text_beyond_the_limit_is_failed_not_cut(classifier):
     config = RewardConfig(reward_pretrain=classifier)
     result = RewardComputationEngine.from_config(config).compute_rewards([make_samples(["a", "b" * 60])])
     assert result.valid.tolist() == [True, False] and result.metrics["reward/model/failures"] == 1
 
 
-def test_what_holds_no_reward_model_is_refused(classifier, tmp_path):
+def test_what_holds_no_reward_model_or_one_without_its_head_is_refused(classifier, tmp_path):
     from transformers import AutoConfig, Qwen2ForCausalLM
 
-    for path, words in (
-        ("/nowhere/model", "/nowhere/model is no transformers checkpoint"),
-        (str(tmp_path), "no trans"),
-    ):
+    for name in ("empty", "causal", "headless"):
+        (tmp_path / name).mkdir()
+    Qwen2ForCausalLM(AutoConfig.from_pretrained(classifier)).save_pretrained(tmp_path / "causal")
+    shutil.copytree(classifier, tmp_path / "headless", dirs_exist_ok=True)
+    weights = load_file(tmp_path / "headless" / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+    refused = {
+        "gone": "gone is no transformers checkpoint", "empty": "no transformers checkpoint",
+        "causal": "holds Qwen2ForCausalLM", "headless": "lacks 1 weight.s.: score.weight",
+    }  # fmt: skip
+    for name, words in refused.items():
         with pytest.raises(ConfigError, match=words):
-            RewardComputationEngine(path)
-    Qwen2ForCausalLM(AutoConfig.from_pretrained(classifier)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="holds Qwen2ForCausalLM"):
-        RewardComputationEngine(str(tmp_path))
+            RewardComputationEngine(str(tmp_path / name))
 
 
 class SumOfTokens(torch.nn.Module):

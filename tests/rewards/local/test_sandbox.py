@@ -5,7 +5,7 @@ import pytest
 from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.errors import RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 
 SOURCE = """
@@ -72,29 +72,20 @@ def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, cap
     assert rewards(engine, "a").valid.all()
 
 
-def test_an_exception_shows_the_users_own_lines(engine, path):
-    with pytest.raises(RewardError) as caught:
-        rewards(engine, "raise")
-    assert str(caught.value).splitlines() == [
-        "reward function score raised ValueError: what went wrong",
-        f'  File "{path}", line 12, in score',
-        '    raise ValueError("what went wrong")',
-    ]
-
-
 @pytest.mark.parametrize(
-    ("first", "told"), [("exit 0", "called sys.exit(0)"), ("interrupt", "raised KeyboardInterrupt")]
+    ("first", "told", "line"),
+    [
+        ("raise", "raised ValueError: what went wrong", 12),
+        ("exit 0", "called sys.exit(0)", 14),
+        ("interrupt", "raised KeyboardInterrupt", 18),
+    ],
 )
-def test_leaving_the_process_is_an_error(engine, first, told):
-    with pytest.raises(RewardError, match=re.escape(f"reward function score {told}")):
+def test_an_exception_or_leaving_the_process_is_an_error_with_the_users_own_line(engine, path, first, told, line):
+    where = f'reward function score {told}\n  File "{path}", line {line}, in score\n    raise '
+    with pytest.raises(RewardError, match=re.escape(where)):
         rewards(engine, first)
 
 
 def test_failed_and_none_cross(engine):
     result = rewards(engine, "odd")
     assert not result.valid.any() and result.metrics["reward/score/failures"] == 1
-
-
-def test_a_bare_callable_cannot_be_moved_to_a_process():
-    with pytest.raises(ConfigError, match="give it as path.py:function"):
-        RewardComputationEngine(custom_reward_func=lambda completions: [], config=RewardConfig(reward_fn_timeout=1.0))

@@ -67,7 +67,6 @@ def test_numbers_that_json_lacks_are_null():
     [
         (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
         (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
-        (["--scorer", "exct"], "did you mean 'exact'"),
         (["--host", "0.0.0.0"], "set a token"),
     ],
 )
