@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,10 +44,7 @@ def test_whole_files_are_read(fuzzer, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError(), fuzz.Hang()])
 def test_a_case_fails_on_any_other_error(fuzzer, monkeypatch, error):
-    def raising(*_):
-        raise error
-
-    monkeypatch.setitem(fuzz.CASES, "png", raising)
+    monkeypatch.setitem(fuzz.CASES, "png", Mock(side_effect=error))
     outcome, wrong = fuzz.checked(fuzzer, 1, "png")
     assert outcome == "failed" and type(error).__name__ in wrong
 

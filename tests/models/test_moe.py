@@ -199,27 +199,29 @@ def test_without_noise_the_trainer_chooses_as_the_rollout_did_and_replaying_it_c
 
 @pytest.mark.parametrize("mode", ["rollout", "old"])
 def test_padded_packed_and_shared_prompts_replay_alike(rig, rounded, routers, mode):
-    routers.use(mode)
-    padded, packed = (log_probs_of(rig, rounded, packed) for packed in (False, True))
     sharing = sharing_actor(rig)
-    sharing.backbone.routers.use(mode)
+    for each in (routers, sharing.backbone.routers):
+        each.use(mode)
+    padded, packed = (log_probs_of(rig, rounded, packed) for packed in (False, True))
     shared = sharing(inputs_of(rig.checkpoint, rounded), RULE).log_probs
     assert (padded - packed).abs().max() < 1e-5 and (padded - shared).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_old_notes_the_choices_of_a_pass_without_gradient(rig, rounded, routers, share):
-    rollouts = [replace(each, experts=None) for each in rounded]
     actor = sharing_actor(rig) if share else rig.actor
     actor.backbone.routers.use("old")
+
+    def passed(experts):
+        return actor(inputs_of(rig.checkpoint, [replace(r, experts=own) for r, own in zip(rounded, experts)]), RULE)
+
     with torch.no_grad():
-        old = actor(inputs_of(rig.checkpoint, rollouts), RULE)
-    assert actor(inputs_of(rig.checkpoint, rollouts), RULE).experts is None
-    for rollout, own in zip(rollouts, old.experts):
+        old = passed([None] * len(rounded))
+    assert passed([None] * len(rounded)).experts is None
+    for rollout, own in zip(rounded, old.experts, strict=True):
         assert len(own) == len(rollout.prompt.token_ids) + len(rollout.token_ids)
-    noted = [replace(each, experts=own) for each, own in zip(rollouts, old.experts)]
     with rounded_routers(actor):
-        assert actor(inputs_of(rig.checkpoint, noted), RULE).log_probs.shape == old.log_probs.shape
+        assert passed(old.experts).log_probs.shape == old.log_probs.shape
     assert 0 < actor.backbone.routers.metrics()["routed_otherwise"] < 0.1
 
 

@@ -164,21 +164,13 @@ def test_rollout_replay_update_and_lora(name, tmp_path):
     assert not any("lora" in name for each in denoisers for name, _ in each.named_modules())
 
 
-# How the stock pipeline is asked for what `rollout` draws, beside size, steps and latents; lengths of texts.
+# Whose stock pipelines are asked for the same images: lengths of texts.
 STOCK = {
-    "sd3": (5, {"max_sequence_length": 5}),
-    "flux": (5, {"max_sequence_length": 5}),
-    "qwen_image": (200, {"max_sequence_length": 200, "true_cfg_scale": 3.0}),
-    "qwen_image21": (None, {"true_cfg_scale": 3.0}),
-    "z_image": (60, {"max_sequence_length": 60}),
-    "hunyuan_video15": (400, {}),
-    "ltx2": (32, {
-        "max_sequence_length": 32, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0,
-        "audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "audio_guidance_rescale": 0.0,
-    }),
-    "flux2": (300, {"max_sequence_length": 300}),
-    "flux2_klein": (40, {"max_sequence_length": 40}),
+    "sd3": 5, "flux": 5, "qwen_image": 200, "qwen_image21": None, "z_image": 60, "hunyuan_video15": 400, "ltx2": 32,
+    "flux2": 300, "flux2_klein": 40,
 }  # fmt: skip
+SILENT = {f"{kind}{name}": value for kind in ("", "audio_")
+          for name, value in (("stg_scale", 0.0), ("modality_scale", 1.0), ("guidance_rescale", 0.0))}  # fmt: skip
 READ_NEGATIVE = ("sd3", "qwen_image", "qwen_image21", "z_image", "hunyuan_video15", "ltx2")  # others are told none here
 
 
@@ -196,7 +188,7 @@ def given_to_ltx2(pipeline, latents):
 @pytest.mark.parametrize("name", STOCK)
 def test_all_trained_weights_draw_the_same_images_in_the_stock_pipeline(name, tmp_path):
     (height, width, frames), guidance = CASES[name]
-    text_length, asked = STOCK[name]
+    text_length, asked = STOCK[name], {"max_sequence_length": STOCK[name]}
     policy = DiffusionPolicy(family_of(pipeline_of(name), text_length))
     conditions = conditions_of(policy, name, "a dog" if name in READ_NEGATIVE else "")
     start = torch.randn(2, *policy.latent_shape(height, width, frames))
@@ -204,12 +196,14 @@ def test_all_trained_weights_draw_the_same_images_in_the_stock_pipeline(name, tm
     if name == "hunyuan_video15":
         stock.tokenizer_max_length, stock.guider.guidance_scale = text_length, guidance
         stock.vae.enable_slicing()  # it decodes no batch
-    elif "true_cfg_scale" not in asked:
-        asked = asked | {"guidance_scale": guidance}
+    else:
+        asked["true_cfg_scale" if name.startswith("qwen") else "guidance_scale"] = guidance
+    if name in ("hunyuan_video15", "qwen_image21"):
+        del asked["max_sequence_length"]
     given = {"flux": pack, "qwen_image": pack, "qwen_image21": lambda each: each.flatten(2).transpose(1, 2)}
     if name == "ltx2":
         stock.transformer.register_forward_pre_hook(without_sound, with_kwargs=True)
-        given["ltx2"] = partial(given_to_ltx2, stock)
+        given["ltx2"], asked = partial(given_to_ltx2, stock), asked | SILENT
     latents, drawn = given.get(name, lambda each: each)(start), []
     asked = asked | ({"num_frames": frames} if name in VIDEOS else {})
     for rows in ([0], [1]) if name == "qwen_image21" else ([0, 1],):  # in a batch its texts would change each other

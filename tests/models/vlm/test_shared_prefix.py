@@ -50,29 +50,25 @@ def test_the_first_tokens_have_rules_of_their_own(root):
 # --- the row -------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_holds_each_prompt_and_its_media_once(root):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_holds_each_prompt_and_its_media_once(root, packed):
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     rollouts = grouped_rollouts(checkpoint, prompts_for(checkpoint))
     prompts = {rollout.prompt.group_id: rollout.prompt for rollout in rollouts}
-    for packed in (False, True):
-        inputs = inputs_of(checkpoint, rollouts, packed)
-        row = SharedSequence.of(inputs)
-        wanted = [
-            [prompt.token_ids, *(each.token_ids for each in rollouts if each.prompt.group_id == group)]
-            for group, prompt in prompts.items()
-        ]
-        parts = row.select(inputs.sequences).squeeze(0).split(row.lengths)
-        assert [part.tolist() for part in parts] == sum(wanted, [])
-        assert row.saved == sum(len(prompt.token_ids) for prompt in prompts.values())
-        assert [id(own) for own in row.vision.samples] == [id(p.vision.samples[0]) for p in prompts.values()]
-        starts = torch.tensor([0, *row.lengths]).cumsum(0).tolist()
-        heads = [start for start, of in zip(starts, row.continues) if of is None]
-        assert len(heads) == len(prompts) and {of for of in row.continues if of is not None} == {
-            starts.index(head) for head in heads
-        }
-        real = inputs.attention_mask.flatten() != 0
-        found = row.select(inputs.sequences).squeeze(0)[row.indices]
-        assert torch.equal(found[real], inputs.sequences.flatten()[real])
+    inputs = inputs_of(checkpoint, rollouts, packed)
+    row = SharedSequence.of(inputs)
+    wanted = [
+        [prompt.token_ids, *(each.token_ids for each in rollouts if each.prompt.group_id == group)]
+        for group, prompt in prompts.items()
+    ]
+    ids = row.select(inputs.sequences).squeeze(0)
+    assert [part.tolist() for part in ids.split(row.lengths)] == sum(wanted, [])
+    assert row.saved == sum(len(prompt.token_ids) for prompt in prompts.values())
+    assert [id(own) for own in row.vision.samples] == [id(p.vision.samples[0]) for p in prompts.values()]
+    heads = {index for index, of in enumerate(row.continues) if of is None}
+    assert len(heads) == len(prompts) and {of for of in row.continues if of is not None} == heads
+    real = inputs.attention_mask.flatten() != 0
+    assert torch.equal(ids[row.indices][real], inputs.sequences.flatten()[real])
 
 
 def test_what_only_looks_alike_is_not_shared(root):
