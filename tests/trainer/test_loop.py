@@ -339,3 +339,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_it_was_asked_for
     unasked.fit()
     assert [line for line in unasked.said if "checkpoint-000002 failed: the disk is full" in line]
     assert verify(resolve_resume("auto", tmp_path / "b"))["step"] == 3
+
+
+def test_a_checkpoint_at_the_end_of_a_run_is_not_written_behind_it(tmp_path):
+    trainer = Writing(tmp_path, steps=3)
+    trainer.step = 1
+    trainer.state.save()
+    assert verify(tmp_path / "checkpoint-000001")["step"] == 1

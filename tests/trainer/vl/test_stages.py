@@ -95,6 +95,16 @@ def made_by(maker: ExperienceMaker | ResamplingMaker) -> StepData:
     return maker.make_experience(maker.score(maker.generate(PromptBatch.of(TEXTS))))
 
 
+def test_without_a_reader_the_training_forward_scores_the_policy(checkpoint):
+    told: list[str] = []
+    made = made_by(maker_of(checkpoint, told, score_policy=False))
+    assert "forward" not in told
+    assert all(each.action_log_probs is None and not each.kl.any() for each in made.batches)
+    metrics = MetricsAccumulator()
+    add_rollout_metrics(metrics, made.batches)
+    assert "entropy" not in metrics.reduce()
+
+
 def test_shaped_rewards_are_of_the_samples_that_have_one(checkpoint):
     maker, some = maker_of(checkpoint, []), [None, 3.0, None, 2.0, 3.0, 2.0]
     maker.rewards = RewardComputationEngine(custom_reward_func=lambda completions: some)
