@@ -77,22 +77,17 @@ def checkpoints(flow) -> None:
         result = trained("FlowGRPOTrainer", trainer.fit(), steps=2)
         assert abs(before["eval_reward"] - result.evaluations[0]["eval_reward"]) < 1e-6, (before, result.evaluations)
         assert trainer.evaluate()["eval_reward"] == result.metrics["eval_reward"]
-        print("a trainer evaluates before and after it trains")
         assert (trainer.save(OUT / "copied") / "pytorch_lora_weights.safetensors").is_file()
         numbered = folder / "checkpoint-000002"
         ask = dict(n=2, base=flow, num_inference_steps=4)
         own, exported = (sample(each, ["a red circle"], **ask)[0] for each in (numbered, result.checkpoint))
         assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(own, exported))
-        print("a numbered checkpoint draws what its export draws")
         averaged = evaluate(numbered, CAPTIONS[:2], redness, base=flow)
         assert abs(averaged["eval_reward"] - result.metrics["eval_reward"]) < 1e-6, (averaged, result.metrics)
-        print("averaged weights are evaluated as the run evaluated them")
         plain = evaluate(numbered, CAPTIONS[:2], redness, base=flow, eval_ema=False)
         assert plain["eval_reward"] != averaged["eval_reward"]
-        print("weights as they are evaluate otherwise")
         names = list(trainer._given)
     assert names and not any(name in given._objects for name in names if name.startswith("train_dataset"))
-    print("what is closed is let go of")
 
 
 def answering_trainer() -> None:

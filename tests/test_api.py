@@ -127,7 +127,12 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
     other.close()
 
 
-def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
+class Broken(list):
+    def __getitem__(self, index):
+        raise ZeroDivisionError("division by zero")
+
+
+def test_data_without_rows_are_refused_when_the_trainer_is_made_and_rows_that_raise_are_named():
     table = SimpleNamespace(columns=["prompt"], __len__=lambda: 1)
     for data, told in (
         (5, "is a int, without rows"),
@@ -139,6 +144,8 @@ def test_what_has_no_rows_is_refused_when_the_trainer_is_made():
     ):
         with pytest.raises(DataError, match=f"train_dataset.*{told}"):
             GRPOTrainer(train_dataset=data)
+    with pytest.raises(DataError, match="train_dataset:row 3: ZeroDivisionError: division by zero"):
+        given.source_of(Broken(ROWS), "train_dataset", "train")[3]
 
 
 @pytest.mark.plugin("unified")
@@ -151,33 +158,19 @@ def test_reward_of_ones_own_stands_in_place_of_that_of_the_embedded_task():
     assert UnifiedTrainer(reward_recipe="{'*': [[rule, exact, 1.0]]}").config.reward.reward_recipe.startswith("{'*'")
 
 
-def test_given_rows_that_raise_are_a_data_error_with_the_row():
-    class Rows(list):
-        def __getitem__(self, index):
-            raise ZeroDivisionError("division by zero")
-
-    with pytest.raises(DataError, match="train_dataset:row 3: ZeroDivisionError: division by zero"):
-        given.source_of(Rows(ROWS), "train_dataset", "train")[3]
-
-
-def test_source_of_dict_of_columns_has_its_rows():
-    columns = {"prompt": ["a", "b"], "extra": [{"x": 1}, {"x": 2}]}
-    rows = given.source_of(columns, "train_dataset", "train")
-    assert [rows[index] for index in range(len(rows))] == [
-        {"prompt": "a", "extra": {"x": 1}}, {"prompt": "b", "extra": {"x": 2}},
-    ]  # fmt: skip
-    GRPOTrainer(train_dataset=columns).close()
-
-
 def reward_of(*arguments):
     return GRPOTrainer(None, *arguments).config.reward
 
 
-def test_functions_are_named_by_text_and_found_again():
-    reward = reward_of([score, lambda completions: [0.0] * len(completions)])
-    first, second = reward.reward_fn.split(",")
+def test_functions_are_named_by_text_kept_apart_and_found_again_in_this_program_alone():
+    first, second = reward_of([score, lambda completions: [0.0] * len(completions)]).reward_fn.split(",")
     assert given.given(first) is score
     assert given.given(second).__name__ == "reward" and given.given(second)(["a"]) == [0.0]
+    other = SimpleNamespace(__name__="score")
+    one, two = given.give("score", score), given.give("score", other)
+    assert one != two and given.given(one) is score and given.given(two) is other
+    with pytest.raises(ConfigError, match="python:nobody is an object of another program"):
+        given.given("python:nobody")
 
 
 def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
@@ -204,41 +197,20 @@ def test_functions_of_one_name_have_weights_of_their_own():
     engine.close()
 
 
-def test_object_of_another_process_is_a_config_error():
-    with pytest.raises(ConfigError, match="python:nobody is an object of another program"):
-        given.given("python:nobody")
-
-
-def test_two_objects_of_one_name_are_kept_apart():
-    def other(completions):
-        return completions
-
-    other.__name__ = "score"
-    one, two = given.give("score", score), given.give("score", other)
-    assert one != two and given.given(one) is score and given.given(two) is other
-
-
 def rows_of(data, split="train"):
     config = GRPOTrainer(train_dataset=data).config
     source = open_source(config.data.prompt_data, split)
     return [source[index] for index in range(len(source))]
 
 
-def test_rows_of_a_list_and_of_a_dataset_are_the_same():
-    assert rows_of(ROWS) == ROWS
-    assert rows_of(datasets.Dataset.from_list(ROWS)) == ROWS
-    assert rows_of(datasets.Dataset.from_list(ROWS).select([1])) == ROWS[1:]
-    assert rows_of(datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))) == ROWS
-
-
-def test_transform_of_a_dataset_makes_its_rows():
-    shouted = datasets.Dataset.from_list(ROWS).with_transform(
-        lambda batch: batch | {"prompt": [each.upper() for each in batch["prompt"]]}
-    )
+def test_rows_of_lists_columns_and_datasets_are_the_same_and_paths_stay_paths(tmp_path, monkeypatch):
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    table = datasets.Dataset.from_list(ROWS)
+    for data in (ROWS, columns, table, datasets.DatasetDict(train=table)):
+        assert rows_of(data) == ROWS
+    assert rows_of(table.select([1])) == ROWS[1:]
+    shouted = table.with_transform(lambda batch: batch | {"prompt": [each.upper() for each in batch["prompt"]]})
     assert [row["prompt"] for row in rows_of(shouted)] == ["HOW MANY?", "WHICH COLOUR?"]
-
-
-def test_paths_stay_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows", "a", "b"):
         (tmp_path / f"{name}.jsonl").touch()
@@ -246,7 +218,7 @@ def test_paths_stay_paths(tmp_path, monkeypatch):
     assert GRPOTrainer(train_dataset=["a.jsonl", "b.jsonl"]).config.data.prompt_data == "a.jsonl,b.jsonl"
 
 
-def test_list_of_texts_is_a_list_of_prompts():
+def test_diffusion_trainers_take_texts_pairs_by_their_columns_and_one_differentiable_reward():
     trainer = FlowGRPOTrainer(None, score, ["a red circle, large", "a blue square"])
     rows = given.given(trainer.config.data.prompt_data)
     assert rows == [{"prompt": "a red circle, large"}, {"prompt": "a blue square"}]
@@ -254,6 +226,13 @@ def test_list_of_texts_is_a_list_of_prompts():
         FlowGRPOTrainer(None, score, ["my rows.jsonl"])
     with pytest.raises(ConfigError, match="no reward is given"):
         FlowGRPOTrainer(train_dataset=["a red circle, large"])
+    pairs = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
+    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=pairs).config.data.pair_data.startswith("python:")
+    assert lightrft_visual.DiffusionDPOTrainer(None, score, ROWS).config.data.pair_data is None
+    config = lightrft_visual.RewardFLTrainer(reward_funcs=[score]).config
+    assert given.given(config.algorithm.differentiable_reward) is score
+    with pytest.raises(ConfigError, match="one differentiable reward"):
+        lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
 
 
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
@@ -269,26 +248,9 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
         GRPOTrainer(train_dataset="org/other")
 
 
-def test_pairs_are_recognised_by_their_columns():
-    pairs = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
-    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=pairs).config.data.pair_data.startswith("python:")
-    assert lightrft_visual.DiffusionDPOTrainer(None, score, ROWS).config.data.pair_data is None
-
-
-def test_reward_fl_takes_one_differentiable_reward():
-    config = lightrft_visual.RewardFLTrainer(reward_funcs=[score]).config
-    assert given.given(config.algorithm.differentiable_reward) is score
-    with pytest.raises(ConfigError, match="one differentiable reward"):
-        lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
-
-
 def test_loaded_model_without_its_processor_is_refused():
-    class Model:
-        def save_pretrained(self, folder):
-            raise AssertionError("nothing is saved")
-
     with pytest.raises(ConfigError, match="comes with its processor"):
-        GRPOTrainer(Model(), score, ROWS).fit()
+        GRPOTrainer(SimpleNamespace(save_pretrained=pytest.fail), score, ROWS).fit()
 
 
 def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkeypatch, tmp_path):
@@ -330,17 +292,17 @@ def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompt
         *(({"n": n}, "n is .*1 or more") for n in (0, 2.0)),
         *(({"temperature": each}, "temperature is .*give 0, which is greedy") for each in ("hot", float("nan"))),
         ({"prompts": None}, "prompts is a NoneType: give a text"),
+        ({"model": ("embedded", None, None)}, "model is a tuple: give a hub name"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_anything_loads(asked, told):
     with pytest.raises(ConfigError, match=told):
-        inference.sample("embedded", **{"prompts": "a"} | asked)
+        inference.sample(**{"model": "embedded", "prompts": "a"} | asked)
 
 
-def test_what_is_no_model_is_refused_in_a_sentence():
-    for asked in (inference.evaluate, inference.sample):
-        with pytest.raises(ConfigError, match="model is a tuple: give a hub name"):
-            asked(("embedded", None, None), ["a"])
+def test_evaluate_of_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match="model is a tuple: give a hub name"):
+        inference.evaluate(("embedded", None, None), ["a"])
 
 
 def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():

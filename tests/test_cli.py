@@ -47,11 +47,14 @@ def test_help_is_25_lines_of_settings_that_exist(name):
     assert flags == set(cli.FIRST[root.kind]) and flags <= known and set(defaults) <= known
 
 
-def test_help_of_a_section_has_its_settings_and_help_all_everything():
+def test_help_of_a_section_help_all_and_choices_say_what_they_are_asked_for():
     said = command("train", "grpo", "--help", "guard")
     assert "--gold_fn" in said and "--pretrain" not in said
     everything = command("train", "grpo", "--help-all")
     assert "--gold_fn" in everything and "--n_samples_per_prompt int (8)" in everything
+    assert {"k1", "k2", "k3"} <= {line.split()[0] for line in command("choices", "kl_estimator").splitlines()}
+    assert "group_norm" in command("choices", "--advantage_estimator")
+    assert "| `group_norm`, `grpo` |" in command("choices")
 
 
 @pytest.mark.parametrize(
@@ -103,21 +106,12 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
         command("recipes", "copy", "embedded_vl", str(tmp_path / "mine.yaml"))
 
 
-def test_choices_of_a_setting_and_of_all():
-    assert {"k1", "k2", "k3"} <= {line.split()[0] for line in command("choices", "kl_estimator").splitlines()}
-    assert "group_norm" in command("choices", "--advantage_estimator")
-    assert "| `group_norm`, `grpo` |" in command("choices")
-
-
-def test_pairs_of_words_are_settings():
+def test_pairs_of_words_are_settings_and_arguments_of_the_functions_in_python_are_told_by_their_flags():
     words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
     assert cli._pairs(words) == {"temperature": 0.5, "engine_type": "hf", "bf16": True, "top_k": 3, "seed": 4}
-
-
-@pytest.mark.parametrize("word", ["--model", "--prompts=a"])
-def test_arguments_of_the_functions_in_python_are_told_by_their_flags(word):
-    with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: here .*"):
-        cli._pairs([word, "x"] if "=" not in word else [word])
+    for words in (["--model", "x"], ["--prompts=a"]):
+        with pytest.raises(ConfigError, match=f"{words[0].partition('=')[0]}: here .*"):
+            cli._pairs(words)
 
 
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):

@@ -82,19 +82,13 @@ def test_every_way_to_leave_a_run_has_its_code_and_line_and_adds_to_the_log(ende
     assert "ValueError: before" in log_of(tmp_path) and type(error).__name__ in log_of(tmp_path)
 
 
-def test_sigterm_before_the_first_step_ends_the_run_at_once(ended, capsys):
-    handlers = []
+def test_sigterm_before_the_first_step_ends_the_run_at_once_and_its_handler_goes_with_the_run(ended, capsys):
+    handlers, before = [], signal.getsignal(signal.SIGTERM)
     ended(lambda: handlers.append(signal.getsignal(signal.SIGTERM)))
+    assert signal.getsignal(signal.SIGTERM) is before and handlers[0] is not before
     with pytest.raises(Ended, match="143"):
         handlers[0](signal.SIGTERM, None)
     assert "ended by SIGTERM before the first step" in capsys.readouterr().err
-
-
-def test_a_run_that_failed_leaves_the_handler_of_sigterm_that_it_found(ended):
-    before = signal.getsignal(signal.SIGTERM)
-    during = []
-    ended(lambda: during.append(signal.getsignal(signal.SIGTERM)))
-    assert signal.getsignal(signal.SIGTERM) is before and during[0] is not before
 
 
 def test_a_run_that_was_stopped_ends_with_the_code_that_was_asked_for(monkeypatch):
@@ -195,39 +189,19 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """(exit code, output, errors) of programs whose run leaves something, and the folder of their file."""
-    folder = tmp_path_factory.mktemp("left")
-    (folder / "leaves.py").write_text(LEAVES)
-    command = [sys.executable, str(folder / "leaves.py"), json.dumps(CASES)]
-    done = finished(command, 300, cwd=folder, env=os.environ | {"PYTHONPATH": os.getcwd()})
+@pytest.mark.slow
+def test_threads_that_a_run_left_are_waited_for_or_named_and_a_program_that_goes_on_is_not_ended(tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, str(tmp_path / "leaves.py"), json.dumps(CASES)]
+    done = finished(command, 300, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout)
-    return {
-        name: (codes[name], *((folder / f"{name}.{kind}").read_text() for kind in ("out", "err"))) for name in CASES
-    }
-
-
-@pytest.mark.slow
-def test_threads_that_a_run_left_and_that_never_end_are_named_and_left(left):
-    code, told, errors = left["stays"]
-    assert code == 75 and told.endswith("written last")
+    assert json.loads(done.stdout) == {"stays": 75, "ends": 0, "goes_on": 0}
+    told, errors = ({name: (tmp_path / f"{name}.{kind}").read_text() for name in CASES} for kind in ("out", "err"))
+    assert told["stays"].endswith("written last")
     for name in ("telemetry", "pool_0"):
-        assert re.search(rf"threads that it started go on: .*{name}, at .*leaves.py, line", errors)
-
-
-@pytest.mark.slow
-def test_threads_that_end_in_time_are_waited_for_without_a_word(left):
-    code, told, errors = left["ends"]
-    assert code == 0 and "go on" not in errors
-    assert "atexit" in told and "ended by itself" in told
-
-
-@pytest.mark.slow
-def test_program_that_goes_on_after_its_run_is_not_ended(left):
-    code, told, errors = left["goes_on"]
-    assert code == 0 and "and on" in told and "telemetry" in errors
+        assert re.search(rf"threads that it started go on: .*{name}, at .*leaves.py, line", errors["stays"])
+    assert "go on" not in errors["ends"] and "atexit" in told["ends"] and "ended by itself" in told["ends"]
+    assert "and on" in told["goes_on"] and "telemetry" in errors["goes_on"]
 
 
 def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_aside():
