@@ -17,6 +17,7 @@ TENSORS = [
 
 
 def test_tensors_of_every_kind_arrive_as_they_were_with_memory_of_their_own():
+    assert len(pack(torch.zeros(100_000)[:10])) < 1000  # a view takes along its own numbers only
     arrived = unpack(pack({"tensors": TENSORS, "words": ("a", None, 3)}))
     assert arrived["words"] == ("a", None, 3) and values_equal(arrived["tensors"], TENSORS)
     for tensor, sent in zip(arrived["tensors"], TENSORS):
@@ -45,10 +46,6 @@ def test_what_samples_share_is_there_once_and_shared_afterwards():
     assert len({id(image) for _, image, _ in arrived}) == 1
     assert len({id(vision.samples[0]["pixel_values"]) for vision, _, _ in arrived}) == 1
     assert VisionTensors.gather([vision for vision, _, _ in arrived]).nbytes() == patches.nbytes
-
-
-def test_a_view_takes_along_its_own_numbers_only():
-    assert len(pack(torch.zeros(100_000)[:10])) < 1000
 
 
 def parcel(sender: int, receiver: int) -> dict | None:

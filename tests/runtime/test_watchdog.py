@@ -43,13 +43,6 @@ class Ranks:
                 dog.judge()
 
 
-def test_a_long_stage_is_no_stall():
-    ranks = Ranks(2)
-    with ranks.timers[0].phase("generate"), ranks.timers[1].phase("reward"):
-        ranks.pass_time(1000, alive=(0, 1))
-    assert not ranks.ended
-
-
 @pytest.mark.parametrize("silent", [1, 0])
 def test_a_rank_that_says_nothing_more_ends_the_others_with_stages_named(silent):
     ranks = Ranks(3)
@@ -65,9 +58,10 @@ def test_a_rank_that_says_nothing_more_ends_the_others_with_stages_named(silent)
     assert ranks.ended[1 - silent].endswith(f"rank {1 - silent} ends in stage: train")
 
 
-def test_a_rank_that_slept_itself_does_not_accuse_the_others():
+def test_neither_a_long_stage_nor_a_rank_that_slept_itself_is_a_stall_of_another():
     ranks = Ranks(2)
-    ranks.pass_time(3, alive=(0, 1))
+    with ranks.timers[0].phase("generate"), ranks.timers[1].phase("reward"):
+        ranks.pass_time(1000, alive=(0, 1))  # a long stage is no stall
     ranks.now += 500  # rank 0 was stopped; rank 1 went on, but its word is read only after this
     ranks.dogs[0].judge()
     ranks.pass_time(5, alive=(0, 1))

@@ -32,30 +32,29 @@ def test_export_hf_reloads_with_equal_logits(tmp_path, tied):
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_export_hf_uses_the_given_weights_not_the_models(tmp_path):
+def test_export_hf_uses_the_given_weights_not_the_models_and_casts_and_notes_the_type(tmp_path):
     model = tiny_model()
     doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
-    export_hf(model, None, tmp_path, doubled)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    export_hf(model, None, tmp_path / "doubled", doubled)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "doubled")
     assert torch.equal(again.lm_head.weight, model.lm_head.weight * 2)
-
-
-def test_export_hf_casts_and_notes_the_type(tmp_path):
-    model = tiny_model()
-    export_hf(model, None, tmp_path, dtype=torch.bfloat16)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+    export_hf(model, None, tmp_path / "cast", dtype=torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "cast").lm_head.weight.dtype == torch.bfloat16
     assert model.lm_head.weight.dtype == torch.float32
 
 
-def test_weights_that_were_not_gathered_or_are_absent_are_refused(tmp_path):
+def test_weights_that_were_not_gathered_or_are_absent_and_a_peft_model_are_refused(tmp_path):
     model = tiny_model()
     weights = dict(model.state_dict())
-    partitioned = weights | {"lm_head.weight": torch.zeros(0)}
-    with pytest.raises(CheckpointError, match="lm_head.weight"):
-        export_hf(model, None, tmp_path, partitioned)
-    weights.pop("model.norm.weight")
-    with pytest.raises(CheckpointError, match="model.norm.weight"):
-        export_hf(model, None, tmp_path, weights)
+    absent = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+    for given, told in (
+        (weights | {"lm_head.weight": torch.zeros(0)}, "lm_head.weight"),
+        (absent, "model.norm.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            export_hf(model, None, tmp_path, given)
+    with pytest.raises(CheckpointError, match="merged"):
+        export_hf(with_random_adapter(model, target_modules=["q_proj"]), None, tmp_path)
 
 
 def with_random_adapter(model, **settings):
@@ -73,12 +72,6 @@ def test_export_lora_reloads_in_peft(tmp_path):
     again = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
     assert torch.equal(again(TOKENS).logits, expected)
     assert not model.peft_config["default"].inference_mode
-
-
-def test_peft_model_is_no_full_export(tmp_path):
-    model = with_random_adapter(tiny_model(), target_modules=["q_proj"])
-    with pytest.raises(CheckpointError, match="merged"):
-        export_hf(model, None, tmp_path)
 
 
 def test_exported_files_follow_the_umask(tmp_path):

@@ -100,45 +100,33 @@ def call(worker, number, how="", data="", seconds=0.0, limit=20.0):
     return worker.call({"number": number, "how": how, "data": data, "seconds": seconds}, limit)
 
 
-def test_answers_of_a_function_that_forks_and_returns_twice_are_its_calls_own(worker, capfd):
-    answers = []
-    for number, how in enumerate(("forks and both return", "", "forks and the child returns late", "", ""), start=1):
+def test_answers_of_a_function_that_forks_and_returns_twice_or_raises_in_the_child_are_its_calls_own(worker, capfd):
+    ways, answers = ("forks and both return", "", "forks and the child returns late", "", ""), []
+    for number, how in enumerate(ways, start=1):
         answers.append(call(worker, number, how, seconds=0.5))
         time.sleep(0.3)
     assert answers == [1, 2, 3, 4, 5]
     assert capfd.readouterr().err.count("forked a process that came back") == 2
+    assert [call(worker, 6, "forks and the child raises"), call(worker, 7), call(worker, 8)] == [6, 7, 8]
 
 
-def test_error_raised_in_a_forked_child_is_no_answer(worker):
-    assert [call(worker, 1, "forks and the child raises"), call(worker, 2), call(worker, 3)] == [1, 2, 3]
+STRAY = {
+    "duplicate": line(1, result=9), "of another call": line(7, result=9), "torn": line(1, result=9)[:-5],
+    "no object": "[1]\n", "no text": "\xff",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        line(1, result=9),
-        line(7, result=9),
-        line(1, result=9)[:-5],
-        "[1]\n",
-        "\xff",
-    ],
-    ids=["duplicate", "of another call", "torn", "no object", "no text"],
-)
-def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, data):
+@pytest.mark.parametrize("kind", STRAY)
+def test_stray_bytes_in_the_pipe_fail_the_call_and_the_next_one_works(worker, kind):
     with pytest.raises(RewardError, match=f"reward function score: its process {SPOILED}"):
-        call(worker, 1, "writes", data)
+        call(worker, 1, "writes", STRAY[kind])
         call(worker, 2)
     assert [call(worker, number) for number in (3, 4, 5)] == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("how", "data"),
-    [
-        ("writes late", line(1, result=9)),
-        ("a child writes late", line(1, place=", at x")),
-    ],
-)
-def test_bytes_that_come_after_the_answer_fail_the_next_call(worker, how, data):
+@pytest.mark.parametrize("how", ["writes late", "a child writes late"])
+def test_bytes_that_come_after_the_answer_fail_the_next_call(worker, how):
+    data = line(1, result=9) if how == "writes late" else line(1, place=", at x")
     assert call(worker, 1, how, data, seconds=0.3) == 1
     time.sleep(1.0)
     with pytest.raises(RewardError, match=SPOILED):
@@ -167,13 +155,10 @@ def test_what_the_function_prints_is_no_answer(worker, capfd):
     assert told.err.count('"result": 9') == 4 and not told.out
 
 
-def test_pipe_is_out_of_the_way_of_code_that_handles_files_by_number(worker):
-    for number, how in enumerate(("writes to low files", "closes low files", ""), start=1):
-        assert call(worker, number, how, line(number, result=9)) == number
-
-
-def test_programs_that_the_function_starts_do_not_hold_the_pipe(worker):
+def test_neither_programs_that_the_function_starts_nor_files_by_number_reach_the_pipe(worker):
     assert os.waitstatus_to_exitcode(call(worker, 1, "starts a program")) == 1
+    for number, how in enumerate(("writes to low files", "closes low files", ""), start=2):
+        assert call(worker, number, how, line(number, result=9)) == number
 
 
 @pytest.fixture
