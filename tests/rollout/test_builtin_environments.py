@@ -57,14 +57,11 @@ def test_zoom_on_a_bad_box_is_answered_by_an_error_text(arguments, told):
     assert info["tool_errors"] == 1 and not done
 
 
-def test_zoom_on_a_sliver_is_refused():
-    with pytest.raises(ValueError, match="times as long as wide"):
-        pixel_box([0, 0, 500, 1], (500, 500))
-
-
-def test_region_of_a_tiny_image_has_at_least_the_side_that_models_take():
+def test_region_of_a_tiny_image_has_at_least_the_side_that_models_take_and_a_sliver_is_refused():
     assert enlarged(Image.new("RGB", (4, 2)), [0, 0, 1, 1]).size == (2 * LEAST_SIDE, LEAST_SIDE)
     assert enlarged(quarters(), [0, 0, 50, 25], side=112).size == (112, 56)
+    with pytest.raises(ValueError, match="times as long as wide"):
+        pixel_box([0, 0, 500, 1], (500, 500))
 
 
 # --- python ----------------------------------------------------------------------------------------------------------
@@ -126,15 +123,12 @@ def test_click_inside_the_target_is_rewarded_and_ends_the_episode_as_a_response_
     assert clicked("I do not know")[:3] == (None, 0.0, True)
 
 
-def test_click_outside_is_shown_with_a_cross():
+def test_first_click_of_a_response_counts_and_is_shown_with_a_cross_where_it_is_outside():
     messages, reward, done, _ = clicked("(10, 20)")
     (part,) = messages[0]["content"]
     assert (reward, done) == (0.0, False)
     assert part["image"].getpixel((10, 20)) == INK and part["image"].getpixel((60, 35)) == (0, 0, 0)
     assert SCREEN["images"][0].getpixel((10, 20)) == (0, 0, 0), "the row's own image is as it was"
-
-
-def test_only_the_first_click_of_a_response_counts():
     calls = [ToolCall("click", {"x": 1, "y": 20}), ToolCall("click", {"x": 60, "y": 35})]
     assert clicked("", calls)[1:3] == (0.0, False)
 
@@ -143,9 +137,6 @@ def test_only_the_first_click_of_a_response_counts():
 def test_target_may_be_text_or_shares_and_stand_in_the_reference(target):
     row = {"images": SCREEN["images"], "reference": target}
     assert clicked("(60, 35)", row=row)[1] == 1.0
-
-
-@pytest.mark.parametrize("row", [SCREEN | {"target": "there"}, {"images": SCREEN["images"]}, {"target": [1, 2, 3, 4]}])
-def test_row_without_screen_or_target_is_refused(row):
-    with pytest.raises(ValueError):
-        Click().reset(row)
+    for bad in (SCREEN | {"target": "there"}, {"images": SCREEN["images"]}, {"target": target}):
+        with pytest.raises(ValueError):
+            Click().reset(bad)

@@ -47,21 +47,19 @@ def test_without_noise_the_step_is_the_euler_step_bit_for_bit(rule, sigma, share
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_scoring_the_step_that_was_drawn_gives_its_log_prob_exactly(rule):
-    x, v, noise = latents()
+def test_a_drawn_step_is_scored_exactly_a_scalar_sigma_is_that_of_all_samples_and_bf16_is_stepped_in_fp32(rule):
+    given = x, v, noise = latents()
     sigma, sigma_next = torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.7, 0.4, 0.1])
     drawn = sde_step(x, v, sigma, sigma_next, 0.5, rule=rule, noise=noise)
     scored = sde_step(x, v, sigma, sigma_next, 0.5, rule=rule, prev_sample=drawn.prev)
     assert torch.equal(drawn.log_prob, scored.log_prob)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_scalar_and_a_per_sample_sigma_agree(rule):
-    x, v, noise = latents()
     one = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
     many = sde_step(x, v, torch.full((3,), 0.8), torch.full((3,), 0.6), 0.5, rule=rule, noise=noise)
     for left, right in zip(one, many):
         torch.testing.assert_close(left, right)
+    x, v, noise = (tensor.bfloat16() for tensor in given)
+    step = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
+    assert step.prev.dtype == step.log_prob.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -81,12 +79,8 @@ def test_a_step_by_hand(rule, level, wanted, deviation):
     assert step.mean.item() == pytest.approx(wanted, abs=1e-14)
     assert step.std.item() == pytest.approx(deviation, abs=1e-14)
     assert step.prev.item() == pytest.approx(wanted + deviation, abs=1e-14)
-
-
-def test_flow_grpo_at_sigma_one_divides_by_the_next():
-    x, v, noise = latents(dtype=torch.float64)
-    step = sde_step(x, v, 1.0, 0.75, 0.7, rule="flow_grpo", noise=noise)
-    assert step.std.flatten()[0].item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
+    first = sde_step(x, v, 1.0, 0.75, 0.7, rule="flow_grpo", noise=noise)  # at sigma 1 it divides by the next
+    assert first.std.item() == pytest.approx(0.7 * math.sqrt(1 / 0.25) * math.sqrt(0.25), abs=1e-14)
 
 
 @pytest.mark.parametrize("eta", (0.3, 1.0))
@@ -109,13 +103,6 @@ def test_reflow_noises_the_predicted_data_anew():
     data, first = torch.randn_like(x), torch.randn_like(x)  # with the true velocity the old noise is gone
     exact = sde_step(0.2 * data + 0.8 * first, first - data, 0.8, 0.6, 1.0, rule="reflow", noise=noise)
     torch.testing.assert_close(exact.prev, 0.4 * data + 0.6 * noise, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_bf16_inputs_are_stepped_in_fp32(rule):
-    x, v, noise = (tensor.bfloat16() for tensor in latents())
-    step = sde_step(x, v, 0.8, 0.6, 0.5, rule=rule, noise=noise)
-    assert step.prev.dtype == step.log_prob.dtype == torch.float32
 
 
 def test_refusals():

@@ -85,14 +85,15 @@ def test_a_change_of_the_weights_is_seen_at_once(rig):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 5])
-def test_a_response_does_not_depend_on_its_company(rig, micro_batch_size):
+def test_a_response_does_not_depend_on_its_company_nor_on_more_samples(rig, micro_batch_size):
     batch = mixed_prompts()
     together = rig.decided_token_ids(batch, PLAIN)
     rig.engine.micro_batch_size, size = micro_batch_size, rig.engine.micro_batch_size
     order = [4, 0, 6, 1]
-    apart = rig.token_ids(batch.select(order), PLAIN)
+    apart = rig.token_ids(batch.select(order), replace(PLAIN, n=5))
     rig.engine.micro_batch_size = size
-    assert apart == [together[3 * i + copy] for i in order for copy in range(3)]
+    firsts = [apart[5 * i + copy] for i in range(4) for copy in range(3)]
+    assert firsts == [together[3 * i + copy] for i in order for copy in range(3)]
     assert len({tuple(ids) for ids in together}) > 15
 
 
@@ -124,33 +125,28 @@ def test_prompts_held_once_give_responses_what_rows_of_their_own_give(prompts, d
     assert len(held.keys) == 3 and held.own[0].shape == (count, 2, 3, 7)
 
 
+def decoding_of(rig: Rig) -> Decoding:
+    """Two responses of one prompt."""
+    inputs = ModelInputs(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 0).bool())
+    with torch.no_grad():
+        return Decoding.of(rig.actor.backbone, inputs, [0, 0], 2)[1]
+
+
 @pytest.mark.parametrize("windows, kind", [(False, PromptLayer), (True, DynamicSlidingWindowLayer)])
 def test_prompts_are_held_once_where_no_layer_has_windows(windows, kind, root):
     sizes = {"use_sliding_window": windows, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
     rig, base = hf_rig(checkpoint_of(root, "qwen2")), checkpoint_of(root, "qwen2").config
     rig.actor.backbone.config = type(base)(**base.to_dict() | sizes)
-    inputs = ModelInputs(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 0).bool())
-    with torch.no_grad():
-        _, decoding = Decoding.of(rig.actor.backbone, inputs, [0, 0], 2)
-    assert {type(layer) for layer in decoding.cache.layers} == {kind}
-    assert len(decoding.cache.layers[0].keys) == (2 if windows else 1)
+    layers = decoding_of(rig).cache.layers
+    assert {type(layer) for layer in layers} == {kind} and len(layers[0].keys) == (2 if windows else 1)
 
 
 def test_a_model_that_does_not_look_at_its_prompts_is_refused(root):
     rig = hf_rig(checkpoint_of(root, "qwen2"))
-    inputs = ModelInputs(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 0).bool())
-    with torch.no_grad():
-        _, decoding = Decoding.of(rig.actor.backbone, inputs, [0, 0], 2)
-        base = rig.actor.backbone.base
-        rig.actor.backbone.base = lambda prompts, **given: base(**given)
-        with pytest.raises(ConfigError, match="takes no prompts apart"):
-            decoding.next(torch.tensor([5, 6]))
-
-
-def test_more_samples_leave_the_first_ones_as_they_are(rig):
-    few = rig.decided_token_ids(text_prompts(), PLAIN)
-    more = rig.token_ids(text_prompts(), SamplingSettings(n=5, max_new_tokens=6))
-    assert [more[i] for i in (0, 1, 2, 5, 6, 7, 10, 11, 12)] == few
+    decoding, base = decoding_of(rig), rig.actor.backbone.base
+    rig.actor.backbone.base = lambda prompts, **given: base(**given)
+    with torch.no_grad(), pytest.raises(ConfigError, match="takes no prompts apart"):
+        decoding.next(torch.tensor([5, 6]))
 
 
 def test_greedy_equals_transformers_own_generation(rig):

@@ -57,14 +57,10 @@ def test_every_prompt_keeps_its_own_media_and_equals_processing_alone(data):
                 continue
             assert [image.tobytes() for image in got.all_images[place]] == [image.tobytes() for image in own]
             assert torch.equal(got.all_images_grid_thw[place], torch.as_tensor(alone["image_grid_thw"]))
-            torch.testing.assert_close(got.all_images_pixel_values[place], alone["pixel_values"], rtol=0, atol=1e-6)
-
-
-def test_samples_of_a_prompt_share_tensors_and_images_but_prompts_do_not_share_storage(data):
-    got = data.process_multimodal_batch([p for p, _ in MIXED], [i for _, i in MIXED], n_samples_per_prompt=2)
-    pixels = got.all_images_pixel_values
-    assert pixels[2] is pixels[3] and got.all_images[2] is got.all_images[3]
-    assert pixels[4].untyped_storage().nbytes() == pixels[4].nbytes
+            pixels, first = got.all_images_pixel_values, 3 * index
+            torch.testing.assert_close(pixels[place], alone["pixel_values"], rtol=0, atol=1e-6)
+            assert pixels[place] is pixels[first] and got.all_images[place] is got.all_images[first]
+            assert pixels[place].untyped_storage().nbytes() == pixels[place].nbytes  # prompts share no storage
 
 
 def test_many_media_go_through_the_processor_in_parts_and_come_out_the_same(data, monkeypatch):
@@ -106,12 +102,11 @@ def test_videos_mix_with_images_and_text(data):
     assert got.all_images_num[::2] == [0, 0, 1, 0]
 
 
-def test_only_models_that_place_frames_in_time_get_seconds(tokenizer):
-    for family, seconds in (("qwen2_5_vl", [1.0]), ("qwen2_vl", None)):
-        data = MultimodalDataProcessor(tokenizer, build_processor(family, tokenizer), 512)
-        got = data.process_multimodal_batch([turn(VIDEO)], all_videos=[clip(0)])
-        (found,) = got.all_videos_second_per_grid_ts
-        assert (None if found is None else found.tolist()) == seconds
+@pytest.mark.parametrize(("family", "seconds"), [("qwen2_5_vl", [1.0]), ("qwen2_vl", None)])
+def test_only_models_that_place_frames_in_time_get_seconds(tokenizer, family, seconds):
+    data = MultimodalDataProcessor(tokenizer, build_processor(family, tokenizer), 512)
+    (found,) = data.process_multimodal_batch([turn(VIDEO)], all_videos=[clip(0)]).all_videos_second_per_grid_ts
+    assert (None if found is None else found.tolist()) == seconds
 
 
 @pytest.mark.parametrize(

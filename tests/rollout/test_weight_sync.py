@@ -39,7 +39,8 @@ def test_all_weights_come_once_whole_and_equal_to_the_model_and_its_file(root, k
     assert names == [name for name, _ in actor.model.named_parameters()]
     assert len(names) == len(set(names))
     own = actor.model.state_dict()
-    assert all(torch.equal(own[name], tensor) for name, tensor in sent)
+    assert all(torch.equal(own[name], tensor) and not tensor.requires_grad for name, tensor in sent)
+    assert {tensor.dtype for _, tensor in named_weights(engine_of(actor), torch.bfloat16)} == {torch.bfloat16}
     assert ("lm_head.weight" in names) == (not kind.endswith("+tied"))
     saved = load_file(f"{checkpoint_of(root, kind).path}/model.safetensors")
     assert sorted(each.sum().item() for each in saved.values()) == sorted(each.sum().item() for _, each in sent)
@@ -80,12 +81,6 @@ def test_weights_are_gathered_in_buckets_of_bounded_size(root, most):
     assert sum(len(bucket) for bucket in gathered) == len(own) and sum(weights) == len(expected)
     assert all(size <= most or count == 1 for size, count in zip(sizes, weights))
     assert len(gathered) == {1: len(expected), 10**9: 1}.get(most, len(gathered)) and (most == 1) == (max(weights) == 1)
-
-
-def test_precision_of_what_is_sent_can_be_chosen(root):
-    actor = actor_of(checkpoint_of(root, "qwen2"))
-    assert {tensor.dtype for _, tensor in named_weights(engine_of(actor), torch.bfloat16)} == {torch.bfloat16}
-    assert not any(tensor.requires_grad for _, tensor in named_weights(engine_of(actor)))
 
 
 def test_a_state_dict_is_a_copy_on_the_ranks_that_keep_it_with_what_a_checkpoint_keeps_beside_the_weights(root):
