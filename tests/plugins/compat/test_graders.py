@@ -9,13 +9,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.compat.graders import Geometry3K
 
 THINKS = "<think>x + 1 = 4</think> So \\boxed{3}"
-RESPONSES = [
-    THINKS,
-    "\\boxed{3}",
-    "< think >a</ think > \\boxed{3}",
-    THINKS.replace("3", "4"),
-    "<think></think>3",
-]
+BARE, BLANKS = "\\boxed{3}", "< think >a</ think > \\boxed{3}"
+RESPONSES = [THINKS, BARE, BLANKS, THINKS.replace("3", "4"), "<think></think>3"]
 # Stands in for the package where it is not installed: what it answers is not what is tested.
 STAND_IN = """
 def extract_boxed_content(text):
@@ -64,13 +59,10 @@ def test_grades_are_those_of_both_published_graders(mathruler):
     assert grades["format"] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_an_answer_that_cannot_be_graded_is_failed_and_one_without_reference_does_not_apply(stand_in):
+def test_what_cannot_be_graded_is_failed_does_not_apply_without_reference_and_needs_a_known_grader(stand_in):
     scorer = Geometry3K("verl", seconds=1.0)
     found = scorer(["\\boxed{raise}", "\\boxed{hang}", "\\boxed{3}", "\\boxed{3}"], ["3", "3", None, "3"])["rewards"]
     scorer.close()
     assert "ValueError" in found[0].reason and "mathruler" in found[1].reason and found[2:] == [None, 0.9]
-
-
-def test_an_unknown_grader_is_an_error():
     with pytest.raises(ConfigError, match="easyr1, verl"):
         Geometry3K("ver")

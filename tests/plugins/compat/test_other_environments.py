@@ -67,7 +67,14 @@ class Judges(Guess):
         return number
 
 
-class Steps(Guess):
+class Steps:
+    def reset(self, **columns):
+        return columns["prompt"][0]["content"]
+
+    def look(self) -> str:
+        """Look around."""
+        return "a wall"
+
     def step(self, number: int) -> str:
         """Go there.
 
@@ -335,9 +342,11 @@ def test_trl_reset_gets_the_columns_that_it_names(folder):
     assert [schema["function"]["name"] for schema in judged.schemas()] == ["guess", "look"]
     assert [judged.step(called("guess", number=number))[1] for number in (3, 7, 7)] == [0.5, 1.5, 0.0]
     assert made(folder, "of_trl.py:Shows").reset(ROW).shape == (28, 28, 3)
-    stepping = made(folder, "of_trl.py:Steps")  # a tool of its own has that name
-    assert [schema["function"]["name"] for schema in stepping.schemas()] == ["guess", "look", "step"]
-    assert stepping.step(called("step", number=3))[0][0]["content"] == "at 3"
+    stepping = made(folder, "of_trl.py:Steps")  # a tool of its own has that name, and there is no reward
+    assert [schema["function"]["name"] for schema in stepping.schemas()] == ["look", "step"]
+    assert stepping.reset(ROW) == "what is it?"
+    messages, reward, _, _ = stepping.step(called("step", number=3))
+    assert (messages[0]["content"], reward) == ("at 3", None)
 
 
 def test_text_for_the_end_of_an_openrlhf_episode_is_no_end(folder):

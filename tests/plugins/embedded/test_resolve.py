@@ -10,15 +10,12 @@ from lightrft_visual.config.diffusion import DiffusionDataConfig, DiffusionRunCo
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig
-from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.diffusion import WORDS
 from lightrft_visual.models.tiny.vlm import TINY_FAMILIES
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES as SEEING
 from lightrft_visual.plugins.embedded.drawn_shapes import all_captions
-from lightrft_visual.plugins.embedded.questions import SOURCE
 from lightrft_visual.plugins.embedded.resolve import DRAWING_FAMILIES, VISION_FAMILIES, place_captions, place_questions
-from lightrft_visual.plugins.embedded.task import build_task
 from lightrft_visual.plugins.embedded.warmup import embedded_task
 
 
@@ -45,13 +42,6 @@ def test_a_model_of_text_alone_is_given_the_questions_without_images(cache_root)
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         assert whole // 12 < len(rows) < whole // 8
         assert not any(row["images"] for row in rows) and {row["label"] for row in rows} == {"text"}
-
-
-def test_rows_of_the_task_load_for_training_and_evaluation(tmp_path):
-    task = build_task(SOURCE, tmp_path, n_train=40, n_eval=20)
-    config = DataConfig(prompt_data=str(task.train), eval_data=str(task.test), max_eval_samples=10)
-    train, evaluation = PromptDataset.for_training(config), PromptDataset.for_evaluation(config)
-    assert (len(train), len(evaluation)) == (40, 10) and not train.bad
 
 
 def test_families_and_words_are_those_of_the_builders():

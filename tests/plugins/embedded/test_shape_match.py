@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.embedded.drawn_shapes import (
@@ -28,8 +29,6 @@ def pictures(seed=0):
 
 
 def to_pil(image):
-    from PIL import Image
-
     return Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy())
 
 
@@ -48,14 +47,13 @@ def test_the_wrong_shape_or_colour_scores_little():
 def test_flat_pictures_and_noise_score_nothing():
     ink = colour_table(torch.zeros(1))[COLOURS][:, :, None, None]
     flat = ink.expand(-1, -1, 32, 32)
-    nearly = flat + 0.02 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed
+    nearly = flat + 0.02 * torch.randn(flat.shape, generator=generator(0))
     halves = torch.cat([torch.full_like(flat, 0.95)[..., :16], flat[..., 16:]], dim=-1)
     assert shape_match(flat, TEXTS)["score"].max() == 0
     assert shape_match(nearly, TEXTS)["score"].max() < 1e-3
     assert shape_match(halves, TEXTS)["score"].max() < 0.05
-    assert (
-        shape_match(torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(0)), TEXTS)["score"].max() < 0.1
-    )
+    assert shape_match(torch.rand(24, 3, 32, 32, generator=generator(0)), TEXTS)["score"].max() < 0.1
 
 
 def test_a_tiny_or_a_filling_shape_scores_less():

@@ -144,11 +144,10 @@ def test_demonstrations_of_click_call_the_tool_on_any_button(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "most"), [("zoom", zoom.call_text(3), 20), ("click", click.call_text(14, 42), 28)]
+    ("module", "call", "most"), [(zoom, zoom.call_text(3), 20), (click, click.call_text(14, 42), 28)]
 )
-def test_call_takes_few_tokens(name, call, most):
-    source = {"zoom": zoom.SOURCE, "click": click.SOURCE}[name]
-    tokenizer = build_tokenizer(source.vocabulary_texts(), tools=True)
+def test_call_takes_few_tokens(module, call, most):
+    tokenizer = build_tokenizer(module.SOURCE.vocabulary_texts(), tools=True)
     ids = tokenizer.encode(call)
     assert len(ids) < most and tokenizer.decode(ids) == call
     assert parse_tool_calls(call)[0].error is None

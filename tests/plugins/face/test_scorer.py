@@ -24,18 +24,20 @@ class MeanColor(torch.nn.Module):
         return pixels.mean(dim=(2, 3)) + 1.1
 
 
-def test_face_similarity_by_torchscript(tmp_path):
-    path = tmp_path / "face.pt"
-    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
+@pytest.fixture
+def embedder(tmp_path) -> str:
+    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(tmp_path / "face.pt"))
+    return str(tmp_path / "face.pt")
+
+
+def test_face_similarity_by_torchscript(tmp_path, embedder):
     red, blue = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
     red.save(tmp_path / "red.png")
     metadata = [{"reference_image": str(tmp_path / "red.png")}, {"face_image": red}, {}]
-    result = score(
-        "face_similarity", {"embedder": str(path), "size": 16}, ["", "", ""], [red, blue, red], metadata=metadata
-    )
+    settings = {"embedder": embedder, "size": 16}
+    result = score("face_similarity", settings, [""] * 3, [red, blue, red], metadata=metadata)
     vector = torch.tensor([2.1, 0.1, 0.1])
-    other = vector.flip(0)
-    wanted = float(vector @ other / (vector @ vector))
+    wanted = float(vector @ vector.flip(0) / (vector @ vector))
     assert result.score[:2].tolist() == pytest.approx([1.0, wanted], abs=1e-4)
     assert result.valid.tolist() == [True, True, False]
     assert result.metrics["reward/face_similarity/not_applicable"] == 1
@@ -59,15 +61,12 @@ def test_face_similarity_by_onnx(tmp_path):
     assert result.valid.tolist() == [True, True, False]
 
 
-def test_no_face_found_is_masked_and_counted(tmp_path):
-    path = tmp_path / "face.pt"
-    torch.jit.trace(MeanColor(), torch.zeros(1, 3, 16, 16)).save(str(path))
-    scorer = FaceSimilarity(str(path), size=16)
+def test_no_face_found_is_masked_and_counted(embedder):
+    scorer = FaceSimilarity(embedder, size=16)
     scorer._faces.finder = lambda rgb: np.eye(2, 3) if rgb.max() else None
     white, black = Image.new("RGB", (8, 8), "white"), Image.new("RGB", (8, 8), "black")
-    result = RewardComputationEngine(custom_reward_func=scorer).score_media(
-        ["", ""], [white, black], references=[white] * 2
-    )
+    engine = RewardComputationEngine(custom_reward_func=scorer)
+    result = engine.score_media(["", ""], [white, black], references=[white] * 2)
     assert result.valid.tolist() == [True, False] and result.score[0] == pytest.approx(1)
 
 

@@ -34,9 +34,8 @@ def held(tmp_path_factory) -> Callable[[list[str]], list[dict[str, tuple[str, fl
     save_text_length(model, TEXT_LENGTH)
 
     def planned(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
-        config = parse_run(
-            DiffusionRunConfig, ["--pretrain", str(model), *DRAWING, *argv], preset=DIFFUSION_PRESET
-        ).config
+        given = ["--pretrain", str(model), *DRAWING, *argv]
+        config = parse_run(DiffusionRunConfig, given, preset=DIFFUSION_PRESET).config
         plan = check.plan_of(config, *check.named_device(config.plan))
         return [{item.name: (item.where, item.bytes) for item in phase.items} for phase in plan.phases]
 
@@ -108,24 +107,18 @@ def test_a_vision_language_run_counts_scorers_too() -> None:
     assert {item.name: item.bytes for item in plan.phases[1].items}[NAMED.format("clip_score")] == CLIP
 
 
+TWO, OWN, BOTH = {"a": 1.0, "b": 1.0}, {"scorer": "clip_score"}, ["pick_score", "clip_score"]
+
+
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
         ({"components": {"clip_score": 1.0, "exact": 1.0}}, ["clip_score"]),  # exact has no model
         # One scorer under two names is built once, with other settings twice.
-        ({"components": {"a": 1.0, "b": 1.0}, "kwargs": {n: {"scorer": "clip_score"} for n in "ab"}}, ["a"]),
-        (
-            {
-                "components": {"a": 1.0, "b": 1.0},
-                "kwargs": {"a": {"scorer": "clip_score"}, "b": {"scorer": "clip_score", "weight": 2.0}},
-            },
-            ["a", "b"],
-        ),
+        ({"components": TWO, "kwargs": {"a": OWN, "b": OWN}}, ["a"]),
+        ({"components": TWO, "kwargs": {"a": OWN, "b": OWN | {"weight": 2.0}}}, ["a", "b"]),
         ({"components": {"multi": 1.0}, "kwargs": {"multi": {"components": {"clip_score": 1.0}}}}, ["clip_score"]),
-        (
-            {"reward_recipe": "{x: [[rule, pick_score, 1.0]], '*': [[func, clip_score, 1.0]]}"},
-            ["pick_score", "clip_score"],
-        ),
+        ({"reward_recipe": "{x: [[rule, pick_score, 1.0]], '*': [[func, clip_score, 1.0]]}"}, BOTH),
         ({"components": {"pick_score": 1.0}, "kwargs": {"pick_score": {"model_name": "no/such"}}}, []),
         ({"components": {"clip_score": 1.0}, "reward_transport": "ray"}, []),  # in a process of Ray
         ({"components": {"vlm_judge": 1.0}, "kwargs": {"vlm_judge": {"url": "http://x", "model": "m"}}}, []),
