@@ -22,13 +22,10 @@ def prompts(tmp_path, *rows, **settings) -> list:
     return DrawPrompts(str(path), "train", 100, DiffusionDataConfig(**settings), False).rows
 
 
-def test_a_column_that_a_flag_names_keeps_its_name_for_rewards(tmp_path):
+def test_a_column_that_a_flag_names_keeps_its_name_for_rewards_and_is_required(tmp_path):
     given = {"caption": "a cat", "kind": "x", "target": "cat", "label": "other"}
     (row,) = prompts(tmp_path, given, input_key="caption", label_key="kind", reference_key="target")
     assert (row.prompt, row.label, row.reference, row.metadata) == ("a cat", "x", "cat", given)
-
-
-def test_a_flag_that_names_a_column_makes_it_required(tmp_path):
     for flag in ("label_key", "reference_key"):
         with pytest.raises(DataError, match=rf"prompts.jsonl:1: no column 'kin' \({flag}\); the row has: prompt, kind"):
             prompts(tmp_path, {"prompt": "a cat", "kind": "x"}, **{flag: "kin"})
@@ -118,12 +115,9 @@ def test_a_row_that_is_gone_is_masked_and_counted_and_asked_for_again(rows, tmp_
     again = evaluation.fetch([2, 0, 1, 3], step=10)
     assert (again.indices, again.lost, sorted(again.rows)) == ([2, 0, 1, 3], 0, [1, 2])
     assert len(evaluation.dataset.bad) == 1
-
-
-def test_a_rank_whose_rows_are_all_gone_stays_in_step(rows):
     evaluation, gone = rows(on_bad_row="skip", max_bad_share=0.5)
-    gone.add(IMAGES[1])
-    found = evaluation.fetch([1, 2], step=0)
+    gone |= {IMAGES[1], IMAGES[2]}
+    found = evaluation.fetch([1, 2], step=0)  # all of a rank's
     assert (found.indices, found.masked, found.rows, found.lost) == ([0, 0], [True, True], {}, 2)
 
 

@@ -66,9 +66,12 @@ def test_impossible_arguments_are_value_errors(change):
         distributed_k_repeat_indices(**arguments | change)
 
 
-def test_strided_and_padded():
+def test_validation_shards_are_strided_and_padded_and_impossible_ones_value_errors():
     assert validation_shard_indices(5, rank=0, world_size=2) == [(0, True), (2, True), (4, True)]
     assert validation_shard_indices(5, rank=1, world_size=2) == [(1, True), (3, True), (0, False)]
+    for prompts, rank, world_size in ((-1, 0, 1), (3, 2, 2), (3, -1, 2), (3, 0, 0)):
+        with pytest.raises(ValueError):
+            validation_shard_indices(prompts, rank=rank, world_size=world_size)
 
 
 @settings(max_examples=30)
@@ -78,10 +81,3 @@ def test_every_prompt_is_real_exactly_once(prompts, world_size):
     assert len({len(shard) for shard in shards}) == 1
     assert sorted(index for shard in shards for index, is_real in shard if is_real) == list(range(prompts))
     assert all(0 <= index < prompts for shard in shards for index, _ in shard)
-
-
-@pytest.mark.parametrize("arguments", [(-1, 0, 1), (3, 2, 2), (3, -1, 2), (3, 0, 0)])
-def test_impossible_shards_are_value_errors(arguments):
-    prompts, rank, world_size = arguments
-    with pytest.raises(ValueError):
-        validation_shard_indices(prompts, rank=rank, world_size=world_size)

@@ -28,18 +28,20 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
         assert rows_of(written(tmp_path, name, b"\xef\xbb\xbf" + content.encode()))[0]["prompt"] == "q"
 
 
-def test_an_empty_csv_cell_is_nothing(tmp_path):
-    path = written(tmp_path, "a.csv", 'prompt,reference,extra\nq,,\nr\ns,"",1\n')
-    nothing = {"reference": None, "extra": None}
-    assert rows_of(path) == [{"prompt": "q", **nothing}, {"prompt": "r", **nothing},
-                             {"prompt": "s", "reference": None, "extra": "1"}]  # fmt: skip
-
-
-def test_spaces_after_commas_belong_to_no_name_and_no_cell(tmp_path):
-    path = written(tmp_path, "a.csv", 'prompt, reference , extra\nq, 3, "a, b"\n')
-    assert rows_of(path) == [{"prompt": "q", "reference": "3", "extra": "a, b"}]
-    path = written(tmp_path, "b.csv", "prompt,reference\nq, 3\n")
-    assert rows_of(path) == [{"prompt": "q", "reference": " 3"}]
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        (
+            'prompt,reference\nq,\nr\ns,""\n',
+            [{"prompt": prompt, "reference": None} for prompt in "qrs"],
+        ),
+        ('prompt, reference , extra\nq, 3, "a, b"\n', [{"prompt": "q", "reference": "3", "extra": "a, b"}]),
+        ("prompt,reference\nq, 3\n", [{"prompt": "q", "reference": " 3"}]),
+    ],
+    ids=["an empty cell is nothing", "spaces after commas of the header belong to no cell", "other spaces stay"],
+)
+def test_cells_of_csv(tmp_path, text, rows):
+    assert rows_of(written(tmp_path, "a.csv", text)) == rows
 
 
 def test_a_column_without_a_name_and_one_named_twice(tmp_path):
@@ -51,12 +53,6 @@ def test_a_column_without_a_name_and_one_named_twice(tmp_path):
     for name in ("b.csv", "b.parquet"):
         with pytest.raises(DataError, match=rf"{name}: .*column\(s\) prompt more than once"):
             open_source(tmp_path / name, "train")
-
-
-def test_a_csv_header_that_is_not_utf_8_is_shown_escaped(tmp_path):
-    with pytest.raises(DataError, match=r"a.csv: .*the header is not UTF-8 text: \['pr.udcff'") as caught:
-        open_source(written(tmp_path, "a.csv", b"pr\xff,b\nq,1\n"), "train")
-    str(caught.value).encode("utf-8")
 
 
 def test_one_csv_row_that_cannot_be_read_leaves_the_others(tmp_path):
@@ -71,12 +67,15 @@ def test_a_text_file_is_split_at_newlines_alone(tmp_path):
     assert [row["prompt"] for row in rows_of(path)] == ["one\u2028two\x0bthree", "four"]
 
 
-def test_bytes_that_are_not_utf_8_stay_with_their_row(tmp_path):
+def test_bytes_that_are_not_utf_8_stay_with_their_row_and_are_shown_escaped_of_a_header(tmp_path):
     for name, head in (("a.csv", b"prompt\n"), ("a.txt", b"")):
         rows = rows_of(written(tmp_path, name, head + b"good\n\xff\xfe\n"))
         assert rows[0] == {"prompt": "good"}
         with pytest.raises(DataError, match="column 'prompt' holds text that is not valid Unicode"):
             bounds.check_values(rows[1])
+    with pytest.raises(DataError, match=r"a.csv: .*the header is not UTF-8 text: \['pr.udcff'") as caught:
+        open_source(written(tmp_path, "a.csv", b"pr\xff,b\nq,1\n"), "train")
+    str(caught.value).encode("utf-8")
 
 
 def test_a_line_without_end_is_a_bad_row_and_not_all_memory(tmp_path, monkeypatch):
