@@ -68,14 +68,19 @@ def left_to_base(function: Function, holder: ast.Module | ast.ClassDef) -> bool:
     return bool(bases) and not function.decorator_list and "\n" not in (ast.get_docstring(function) or "")
 
 
+def explains(function: Function) -> bool:
+    """Whether `Args:` of its docstring name every parameter, or say that they are as of another function."""
+    _, found, told = (ast.get_docstring(function) or "").partition("Args:")
+    named = all(re.search(rf"\b{each}\b", told) for each in parameters(function))
+    return bool(found) and (named or told.startswith(" as of `"))
+
+
 def unexplained(source: str) -> list[str]:
-    """Public functions of three parameters or more whose docstring has no `Args:` and that no base may explain."""
+    """Public functions of three parameters or more that neither their docstring explains nor a base may."""
     return [
         each.name
         for holder, each in public_functions(ast.parse(source))
-        if len(parameters(each)) >= 3
-        and "Args:" not in (ast.get_docstring(each) or "")
-        and not left_to_base(each, holder)
+        if len(parameters(each)) >= 3 and not explains(each) and not left_to_base(each, holder)
     ]
 
 
@@ -100,8 +105,11 @@ def test_names_of_the_core_have_no_forbidden_word() -> None:
 
 
 def test_functions_without_args_are_found() -> None:
-    source = 'def f(a, b, c):\n    """Adds."""\n\n\ndef g(a, b, c):\n    """Adds.\n\n    Args:\n        a: one\n    """'
-    assert unexplained(source) == ["f"]
+    source = (
+        'def f(a, b, c):\n    """Adds."""\n\n\ndef g(a, b, c):\n    """Adds.\n\n    Args:\n        a: one{}\n    """'
+    )
+    assert unexplained(source.format("")) == ["f", "g"]
+    assert unexplained(source.format(", as b and c are")) == ["f"]
     assert unexplained("class _A:\n    def f(self, a, b, c): pass\n\n\nclass B:\n    def g(self, a, b): pass") == []
 
 

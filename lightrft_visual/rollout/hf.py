@@ -362,9 +362,10 @@ class Decoding:
 
     @classmethod
     def of(cls, backbone: Backbone, inputs: ModelInputs, prompts: list[int], most: int) -> tuple[T, Decoding]:
-        """(last hidden states (R, H), their decoding) after the prompts, which `backbone` runs.
+        """(last hidden states (R, H), their decoding) after the prompts.
 
         Args:
+            backbone: which runs them.
             inputs: the prompts (P, S), left-padded.
             prompts: of each response the number of its prompt.
             most: tokens of a response.

@@ -119,6 +119,7 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
     """Open what a run writes to, with config.resolved.yaml, env.json and the list of bad rows. Raises ConfigError.
 
     Args:
+        config: of the run.
         loop: where it goes on from a checkpoint; else what an earlier run left in the folder is put aside.
         locks: of its folders; the recorder releases them when it is closed.
         sets: of data, whose bad rows are listed.

@@ -72,6 +72,10 @@ class ReplayUpdate:
         Nothing is read off the device before the step, where the batches come from the host, on which they are planned.
 
         Args:
+            batches: the update's micro-batches of this rank, at least one.
+            context: for the loss.
+            seed: of what each sample's steps are drawn by.
+            metrics: what those of the loss are added to.
             first: the first update of this rollout.
             samples: valid ones of the update over all ranks, which the mean counts; see `plan_updates`.
         """
@@ -166,6 +170,8 @@ def plan_updates(
     """The updates of one pass over the buffer, whose samples are counted together. A collective.
 
     Args:
+        buffer: with the samples.
+        steps: micro-batches of this rank, of each update.
         only_advantages_count: see `without_zero_advantages`; what it leaves out the mean counts all the same.
     """
     kept, counts = [], []

@@ -231,6 +231,10 @@ class PolicyUpdate:
         """Losses of all micro-batches, then one guarded step.
 
         Args:
+            buffer: with the samples.
+            batch: of the step.
+            kl_coef: weight of the KL in the loss.
+            metrics: what those of the loss are added to.
             first: the first update of this rollout.
             check: settled before the step, of which nothing is left when it raises.
             version: of the policy; tokens of other ones are not compared.
