@@ -66,7 +66,7 @@ FORMS = {
         reward_fl: test_gradient_equals_finite_differences
     """,
     "beside": """
-        steps of Flow-GRPO: test_a_step_by_hand test_flow_grpo_at_sigma_one_divides_by_the_next
+        steps of Flow-GRPO: test_a_step_by_hand
         steps of DDIM: test_ddim_is_the_stochastic_step_of_the_stock_scheduler
         NoisyRollout: test_the_schedule_is_the_papers_sigmoid test_the_noise_is_a_step_of_the_forward_process
         selective replay: test_the_draw_is_in_proportion_to_the_advantage
