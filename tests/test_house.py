@@ -25,10 +25,9 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2130, "experience": 3108, "config": 4683, "runtime": 5514, "data": 3092,
-    "models": 5666, "rollout": 5062, "rewards": 3799, "algorithms": 1809, "trainer": 7256, "observe": 3326,
+    "models": 5666, "rollout": 5062, "rewards": 3799, "algorithms": 1800, "trainer": 7257, "observe": 3326,
 }  # fmt: skip
-# No entry itself: what the entries beside it read.
-LONGER_ENTRIES = {"lightrft_visual.algorithms.diffusion.denoising_batch": 213}
+LONGER_ENTRIES: dict[str, int] = {}
 
 
 def module_name(path: Path) -> str:

@@ -90,10 +90,7 @@ def token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
 def seq_mean_token_sum(values: T, mask: T, denominators: LossDenominators) -> T:
     """Share of: sum over the tokens of a sequence, mean over sequences.
 
-    Args:
-        values: (B, A) of the tokens; what is masked may be NaN or infinite.
-        mask: (B, A) bool.
-        denominators: of the train batch.
+    Args: as of `token_mean`.
     """
     return torch.where(mask, values, 0.0).sum() / denominators.sequences
 
@@ -101,10 +98,7 @@ def seq_mean_token_sum(values: T, mask: T, denominators: LossDenominators) -> T:
 def seq_mean_token_mean(values: T, mask: T, denominators: LossDenominators) -> T:
     """Share of: mean over the tokens of a sequence, mean over sequences.
 
-    Args:
-        values: (B, A) of the tokens; what is masked may be NaN or infinite.
-        mask: (B, A) bool.
-        denominators: of the train batch.
+    Args: as of `token_mean`.
     """
     sums = torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)
     return (sums / mask.sum(dim=1).clamp(min=1)).sum() / denominators.sequences
@@ -113,10 +107,7 @@ def seq_mean_token_mean(values: T, mask: T, denominators: LossDenominators) -> T
 def seq_mean_token_sum_norm(values: T, mask: T, denominators: LossDenominators) -> T:
     """Share of: sum over the tokens of a sequence over a constant length, mean over sequences (Dr. GRPO).
 
-    Args:
-        values: (B, A) of the tokens; what is masked may be NaN or infinite.
-        mask: (B, A) bool.
-        denominators: of the train batch.
+    Args: as of `token_mean`.
     """
     return torch.where(mask, values, 0.0).sum() / (denominators.sequences * denominators.max_tokens)
 

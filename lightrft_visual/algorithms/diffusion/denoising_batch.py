@@ -197,17 +197,3 @@ def _joined(parts: list[DenoisingBatch]) -> DenoisingBatch:
         else:
             joined[each.name] = torch.cat(values)
     return DenoisingBatch(**joined)
-
-
-def step_slices(experts: T, steps_per_forward: int) -> list[slice]:
-    """Columns of a plan that share a forward: at most `steps_per_forward`, and all of one expert.
-
-    experts (n): the network that serves each column, as `grouped_steps` has ordered them.
-    """
-    slices, start, column_experts = [], 0, experts.tolist()
-    for column in range(1, len(column_experts) + 1):
-        ends = column == len(column_experts) or column_experts[column] != column_experts[start]
-        if ends or column - start == steps_per_forward:
-            slices.append(slice(start, column))
-            start = column
-    return slices

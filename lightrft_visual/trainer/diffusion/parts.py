@@ -77,13 +77,7 @@ class DrawingWatched:
         return score_samples(self.gold.rewards, drawn.requests, drawn.media)
 
     def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
-        """Reward and gold of each prompt. A collective.
-
-        Args:
-            step: whose metrics get `gold`, the mean over the samples that could be scored.
-            scores: of the judge.
-            number: of the step.
-        """
+        """`gold`: the mean over the samples that could be scored. Args: as of `Watched.add_gold`."""
         drawn = step.rollouts
         step.metrics.add_mean("gold", scores.score, scores.valid)
         return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)

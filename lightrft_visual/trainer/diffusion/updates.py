@@ -17,7 +17,6 @@ from ...algorithms.diffusion.denoising_batch import (
     noisy_steps,
     random_share,
     shuffled_steps,
-    step_slices,
     trainable_steps,
 )
 from ...algorithms.diffusion.preference import couplings
@@ -74,7 +73,7 @@ class ReplayUpdate:
         Args:
             batches: the update's micro-batches of this rank, at least one.
             context: for the loss.
-            seed: of what each sample's steps are drawn by.
+            seed: of the order of each sample's steps.
             metrics: what those of the loss are added to.
             first: the first update of this rollout.
             samples: valid ones of the update over all ranks, which the mean counts; see `plan_updates`.
@@ -162,6 +161,20 @@ class PlannedUpdate(NamedTuple):
 
     micro_batches: list[MicroBatch]
     samples: int
+
+
+def step_slices(experts: T, steps_per_forward: int) -> list[slice]:
+    """Columns of a plan that share a forward: at most `steps_per_forward`, and all of one expert.
+
+    experts (n): the network that serves each column, as `grouped_steps` has ordered them.
+    """
+    slices, start, column_experts = [], 0, experts.tolist()
+    for column in range(1, len(column_experts) + 1):
+        ends = column == len(column_experts) or column_experts[column] != column_experts[start]
+        if ends or column - start == steps_per_forward:
+            slices.append(slice(start, column))
+            start = column
+    return slices
 
 
 def plan_updates(

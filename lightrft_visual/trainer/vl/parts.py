@@ -180,13 +180,7 @@ class VLWatched:
         return gold_scores(self.gold, rollouts)
 
     def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
-        """Reward and gold of each prompt. A collective.
-
-        Args:
-            step: whose metrics get `gold`, the mean over the rollouts that could be scored.
-            scores: of the judge.
-            number: of the step.
-        """
+        """`gold`: the mean over the rollouts that could be scored. Args: as of `Watched.add_gold`."""
         for score, valid in scores:
             if valid:
                 step.metrics.add("gold", score)

@@ -11,11 +11,11 @@ from lightrft_visual.algorithms.diffusion.denoising_batch import (
     random_share,
     samples_at,
     shuffled_steps,
-    step_slices,
     trainable_steps,
 )
 from lightrft_visual.experience.diffusion_sampling import SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
+from lightrft_visual.trainer.diffusion.updates import step_slices
 
 
 def rollout(count=4, steps=5, ode=False):
