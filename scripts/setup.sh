@@ -52,10 +52,5 @@ override=()
 # Bytecode is compiled once here: each rank of each run imports thousands of files.
 UV_COMPILE_BYTECODE=1 $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --reinstall-package lightrft_visual --no-deps --no-build-isolation -e .
-if [ "$device" = cpu ]; then # compiled once here instead of inside the first run
-  PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c \
-    'from lightrft_visual.runtime.extension_builds import SHARED_MEMORY, build_first; build_first(SHARED_MEMORY)' \
-    >/dev/null 2>&1 || echo "setup: DeepSpeed's shared-memory operator does not compile; plain gloo is used" >&2
-fi
 echo "$stamp" >.venv/.lightrft_setup
 echo "setup: done ($device)"

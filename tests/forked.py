@@ -23,6 +23,7 @@ import torch.multiprocessing
 from waiting import polls
 
 from lightrft_visual.runtime import watchdog
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 from lightrft_visual.runtime.host_memory import free_port
 
 PRELOADED = [
@@ -54,9 +55,17 @@ def ranks_environment(environment: dict[str, str], ranks: int) -> list[dict[str,
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
+def divide_again_after_use() -> None:
+    """Under ZeRO-3, as large models do. A tiny one lies within the distance (1e9 numbers) in which DeepSpeed looks for
+    a weight's next use, for each weight of each module anew, before it gives any up."""
+    division = DeepspeedStrategy._division
+    DeepspeedStrategy._division = lambda self: division(self) | {"stage3_max_reuse_distance": 0}
+
+
 def begin(environment: dict[str, str], log: str) -> None:
     """In the new process. What it has imported is not looked through by each collection of its garbage."""
     gc.freeze()
+    divide_again_after_use()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)

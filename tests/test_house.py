@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -24,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2130, "experience": 3108, "config": 4683, "runtime": 5514, "data": 3092,
+    "": 2130, "experience": 3108, "config": 4683, "runtime": 5486, "data": 3092,
     "models": 5666, "rollout": 5062, "rewards": 3799, "algorithms": 1800, "trainer": 7257, "observe": 3326,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
@@ -38,11 +39,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
 def imports_of(name: str) -> set[str]:
     """Modules of the package that a module names, at its top, in functions and for type checkers alike."""
     path, found = MODULES[name], set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             target = ".".join([*base, *(node.module.split(".") if node.module else [])])
@@ -124,7 +131,7 @@ def test_only_the_registry_names_what_is_in_a_plug_in():
         f"{name}: {node.value!r}"
         for name in MODULES.keys() - allowed
         if room(name) != "plugins"
-        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        for node in ast.walk(tree_of(name))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "lightrft_visual.plugins." in node.value
     ]
     assert not said
@@ -133,8 +140,8 @@ def test_only_the_registry_names_what_is_in_a_plug_in():
 def classes() -> dict[str, list[ast.ClassDef]]:
     """Classes of the package by their name."""
     found = {}
-    for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in MODULES:
+        for node in ast.walk(tree_of(name)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found
@@ -154,8 +161,8 @@ def test_every_public_function_has_a_docstring():
     known, missing = classes(), []
     protocols = (each for found in known.values() for each in found if "Protocol" in map(ast.unparse, each.bases))
     by_protocol = {m.name for each in protocols for m in each.body if isinstance(m, ast.FunctionDef)}
-    for name, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+    for name in MODULES:
+        for node in tree_of(name).body:
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
                 continue
             if not ast.get_docstring(node):

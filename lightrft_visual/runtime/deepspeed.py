@@ -21,8 +21,8 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import ConfigError
 from . import collectives, vendor_patches, watchdog
-from .extension_builds import CPU_ADAM, SHARED_MEMORY, build_first
-from .host_memory import keep_freed_memory, unlink_buffers
+from .extension_builds import CPU_ADAM, build_first
+from .host_memory import keep_freed_memory
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
 from .seeding import rate_schedule, seed_everything
@@ -109,21 +109,15 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
     """
     on_host = accelerator.device_name() == "cpu"
     backend = "gloo" if on_host else accelerator.communication_backend_name()
-    alone = int(os.environ["WORLD_SIZE"]) == 1
-    if not (alone and on_host):
-        build_first(SHARED_MEMORY)
-    if alone:
-        if not dist.is_initialized():
-            begin = partial(dist.init_process_group, backend, rank=0, world_size=1, timeout=timeout)
+    if int(os.environ["WORLD_SIZE"]) == 1 and not dist.is_initialized():
+        begin = partial(dist.init_process_group, backend, rank=0, world_size=1, timeout=timeout)
+        begin(store=dist.HashStore())
+        if deepspeed.comm.is_initialized():  # an earlier run's engine ended its group: let DeepSpeed forget that
+            deepspeed.comm.destroy_process_group()
             begin(store=dist.HashStore())
-            if deepspeed.comm.is_initialized():  # an earlier run's engine ended its group: let DeepSpeed forget that
-                deepspeed.comm.destroy_process_group()
-                begin(store=dist.HashStore())
+    try:
         with vendor_patches.without_shared_memory() if on_host else nullcontext():
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
-        return
-    try:
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -131,9 +125,6 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
             f"port {os.environ['MASTER_PORT']} of this host, at which the ranks meet, is taken by another run or "
             "program; choose a free one for this run: deepspeed --master_port PORT"
         ) from error
-    if on_host:
-        collectives.barrier()  # every rank has opened its buffer
-        unlink_buffers(collectives.rank())
 
 
 class DeepspeedStrategy:

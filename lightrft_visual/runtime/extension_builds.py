@@ -28,20 +28,18 @@ logger = logging.getLogger(__name__)
 
 OTHER_HOSTS = 600.0  # seconds that a lock may be the work of a process on another host that shares the folder
 PATIENCE = 5.0  # seconds after which a line says what is waited for
-SHARED_MEMORY = "ShareMemCommBuilder"  # DeepSpeed's collectives between ranks of one host without accelerators
 CPU_ADAM = "CPUAdamBuilder"  # its Adam on the host
 
 
-def build_first(*builders: str) -> None:
-    """Compile and load these parts of DeepSpeed before it asks for them; the first process of a host that comes does.
+def build_first(name: str) -> None:
+    """Compile and load this part of DeepSpeed before it asks for it; the first process of a host that comes does.
 
     What this host cannot build is left out: DeepSpeed does without it, or says why it cannot.
     """
     with building():
-        for name in builders:
-            builder = get_accelerator().create_op_builder(name)
-            if builder is not None and builder.is_compatible(verbose=False):
-                builder.load(verbose=False)
+        builder = get_accelerator().create_op_builder(name)
+        if builder is not None and builder.is_compatible(verbose=False):
+            builder.load(verbose=False)
 
 
 @contextmanager

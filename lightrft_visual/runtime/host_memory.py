@@ -3,8 +3,6 @@
 import ctypes
 import os
 import socket
-import time
-from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -56,19 +54,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def unlink_buffers(rank: int) -> None:
-    """Take away the name of this rank's all-reduce buffer; to be called once every rank has opened it.
-
-    DeepSpeed's CPU communication keeps 66 MiB a rank in a named file and removes the name only at an orderly exit. Of
-    a killed run it stays in memory until the host restarts, and a later run on the same port would open what it left.
-    Names of this user that are an hour old go too: every rank that lives has long opened them.
-    """
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
-    (SHARED_MEMORY / name).unlink(missing_ok=True)
-    for left in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"):
-        with suppress(FileNotFoundError, PermissionError):  # another rank is faster; another user took such a name
-            if left.stat().st_mtime < time.time() - 3600:
-                left.unlink()

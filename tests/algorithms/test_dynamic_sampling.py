@@ -61,6 +61,7 @@ def test_answers_and_drawings_keep_their_shares_of_the_batch():
     assert collected(1, 0, differing={0, 1, *turns, 8}, wanted=4, tries=3, captions=turns)[1] == [0, 1, 8, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("differing", "rounds"), [([0, 2, 4, 6, 8, 10, 12, 14], 2), ([0, 1, 2, 3], 4)])
 def test_two_ranks_share_what_they_find(differing, rounds):
     """Even prompts are rank 0's: with the first list rank 1 never finds a group by itself."""

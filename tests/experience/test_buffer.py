@@ -249,6 +249,7 @@ def balanced() -> dict[str, list]:
     return told | {"sizes": [len(batch.indices) for batch in plan]}
 
 
+@pytest.mark.slow
 def test_two_ranks_agree():
     first, second = on_ranks(balanced)
     both = {name: first[name] + second[name] for name in ("normal", "ids", "groups")}

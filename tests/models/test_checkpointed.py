@@ -73,6 +73,7 @@ def test_losses_and_gradients_are_the_same_and_attention_runs_once_where_it_is_k
     compare({how: actor_of(checkpoint, how, adapted, share) for how in HOW}, inputs)
 
 
+@pytest.mark.slow
 def test_programs_of_compiled_blocks_keep_attention_too(root):
     """Of padded samples: attention is inside of them."""
     torch._dynamo.reset()

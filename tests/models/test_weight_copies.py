@@ -94,6 +94,7 @@ def copies_on_two_ranks(whole):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_save_each_tensor_once_and_both_have_all_of_them_again():
     of_ranks = list(zip(*forked.on_ranks(copies_on_two_ranks, None)))
     joined = []

@@ -64,6 +64,7 @@ def test_picture_example_on_made_pictures():
     assert result.score[0] > 0.5 and result.score[1] == 0
 
 
+@pytest.mark.slow
 def test_remote_example_starts_a_server_and_hands_over_its_address(tmp_path):
     """With a stand-in for the launcher that asks the server once."""
     launcher = tmp_path / "deepspeed"

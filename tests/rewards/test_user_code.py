@@ -335,6 +335,7 @@ def test_a_function_cannot_change_what_others_and_the_rollouts_see():
     assert engine.score_media(["a"], videos=[video]).score == 96 and video.sum() == 0
 
 
+@pytest.mark.slow
 def test_the_time_limit_covers_aggregating_functions(tmp_path, caplog):
     path = tmp_path / "slow.py"
     path.write_text(

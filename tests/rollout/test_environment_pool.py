@@ -65,11 +65,13 @@ def episodes(rig) -> tuple[list[Rollout], float]:
     return episodes_of(rig, KINDS)
 
 
+@pytest.mark.slow
 def test_every_kind_is_told_and_ending_waits_for_a_close_that_hangs_no_longer_than_its_limit(episodes):
     assert set(TOLD) == set(kinds())
     assert episodes[1] < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOLD)
 def test_bad_environment_masks_its_own_sample_with_its_reason_or_goes_on(episodes, kind):
     made = episodes[0][KINDS.index(kind)]
@@ -80,6 +82,7 @@ def test_bad_environment_masks_its_own_sample_with_its_reason_or_goes_on(episode
         assert not made.valid and not made.episode.reward
 
 
+@pytest.mark.slow
 def test_no_state_reaches_another_episode_and_each_draws_its_own_numbers(episodes):
     good = [each for kind, each in zip(KINDS, episodes[0]) if kind == "good"]
     assert all(each.valid and each.episode.failure is None for each in good)

@@ -77,6 +77,7 @@ def test_a_young_lock_may_be_another_hosts(lock, monkeypatch):
     assert not is_held(lock)
 
 
+@pytest.mark.slow
 def test_a_build_after_a_killed_one_does_not_wait(folder, monkeypatch):
     """The killed process held our lock and torch's."""
     builder = server().Process(target=build_for_ever, args=(str(folder),))

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.runtime import deepspeed as deepspeed_strategy
-from lightrft_visual.runtime import host_memory
 from lightrft_visual.runtime.host_memory import bound_spinning
 
 
@@ -35,8 +33,7 @@ def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, ki
     )
     monkeypatch.setattr(deepspeed_strategy, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", lambda **arguments: None)
-    for name in ("unlink_buffers", "seed_everything", "build_first"):
-        monkeypatch.setattr(deepspeed_strategy, name, lambda *arguments: None)
+    monkeypatch.setattr(deepspeed_strategy, "seed_everything", lambda *arguments: None)
     monkeypatch.setattr(deepspeed_strategy.watchdog, "start", lambda limit: None)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
@@ -106,21 +103,3 @@ def test_memory_between_blocks_that_stay_goes_back_where_it_is_worth_it():
     told = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True).stdout.split()
     assert told[0] == "False" and int(told[1]) < 4
     assert told[2] == "True" and int(told[3]) > 48
-
-
-def test_buffers_that_killed_starts_left_go_once_they_are_old(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    own, other = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1", f"deepspeed_allreduce_buffer_{os.getuid() + 1}"
-    for name, age in (
-        (f"{own}_1_0", 0),
-        (f"{own}_1_1", 0),
-        (f"{own}_2_0", 4000),
-        (f"{other}_h_2_0", 4000),
-        ("x", 4000),
-    ):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    host_memory.unlink_buffers(0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"{own}_1_1", f"{other}_h_2_0", "x"])

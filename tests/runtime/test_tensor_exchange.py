@@ -1,5 +1,6 @@
 """Objects travel as parcels: equal on arrival, what is shared stays shared, and tensors are not pickled."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from forked import on_ranks
@@ -72,5 +73,6 @@ def exchanged() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ranks_exchange_in_rounds_and_keep_what_is_their_own():
     assert on_ranks(exchanged, ranks=3) == [True] * 3

@@ -122,6 +122,7 @@ def test_the_reference_is_the_starting_policy_in_bfloat16_whatever_zero_divides(
     assert max(differences.values()) <= 1e-3, differences
 
 
+@pytest.mark.slow
 def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
     for results in on_ranks(by_stage, str(tmp_path)):
         summed = results.pop("summed_in_fp32")

@@ -59,6 +59,7 @@ def test_grades_are_those_of_both_published_graders(mathruler):
     assert grades["format"] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_graded_is_failed_does_not_apply_without_reference_and_needs_a_known_grader(stand_in):
     scorer = Geometry3K("verl", seconds=1.0)
     found = scorer(["\\boxed{raise}", "\\boxed{hang}", "\\boxed{3}", "\\boxed{3}"], ["3", "3", None, "3"])["rewards"]

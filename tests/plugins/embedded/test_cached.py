@@ -28,6 +28,7 @@ def visible(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_of_processes_that_race_one_builds_and_the_others_wait(tmp_path):
     counter, script = tmp_path / "count", tmp_path / "racer.py"
     script.write_text(RACER)

@@ -95,6 +95,7 @@ def test_page_locked_tensors_take_powers_of_two() -> None:
     assert rounded("states", [2**20, 0]) == []
 
 
+@pytest.mark.slow
 def test_small_micro_batches_and_an_engine_without_graphs_take_longer() -> None:
     argv = "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --lora_rank 32 --generate_max_len 256 --engine_type vllm "
     argv += "--prompt_max_len 283 --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 128"

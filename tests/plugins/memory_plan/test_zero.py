@@ -51,6 +51,7 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
     return Zero(DistributedConfig(zero_stage=stage, **settings), ranks, on_cpu)
 
 
+@pytest.mark.slow
 def test_the_optimizers_states_are_those_planned() -> None:
     for name, (before, after) in on_ranks(states_by_stage, ranks=1)[0].items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4

@@ -232,6 +232,7 @@ def test_what_cannot_be_drawn_is_refused(rig, root):
         check_engine(RunConfig(), rig.checkpoint)
 
 
+@pytest.mark.slow
 def test_the_command_samples_images_of_a_prompt_that_asks_for_them(tmp_path):
     from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 

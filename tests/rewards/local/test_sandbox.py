@@ -60,10 +60,11 @@ def test_arguments_and_results_cross(engine):
 @pytest.mark.parametrize(
     ("first", "words"),
     [
-        pytest.param("hang", r"no result within 4 s, at .*mine.py, line (9|10)", marks=pytest.mark.slow),
+        ("hang", r"no result within 4 s, at .*mine.py, line (9|10)"),
         ("die 3", r"its process died \(exit code 3\)"),
     ],
 )
+@pytest.mark.slow
 def test_a_lost_call_is_invalid_and_the_next_one_works(engine, first, words, caplog):
     started = time.monotonic()
     result = rewards(engine, first)

@@ -135,6 +135,7 @@ def two_ranks(tmp_path_factory) -> list[dict]:
     return on_ranks(saved_by_ranks, str(tmp_path_factory.mktemp("behind")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ranks, stage):
     at_once, behind = two_ranks[0][stage]
@@ -142,6 +143,7 @@ def test_two_ranks_write_behind_the_run_the_files_that_they_write_at_once(two_ra
     assert any(name.endswith("model_states.pt") for name in behind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["at_once", "behind", "engine"])
 def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint(two_ranks, how):
     assert two_ranks[0][how] == two_ranks[1][how]
@@ -151,6 +153,7 @@ def test_a_rank_that_cannot_write_fails_all_ranks_and_leaves_the_last_checkpoint
     assert folders == ["checkpoint-000001", "latest"]
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_whose_disk_is_slower_than_the_limit_of_a_collective(two_ranks):
     assert [each["slow"] for each in two_ranks] == ["written", "written"]
 
@@ -160,6 +163,7 @@ def stepped(engine: TrainEngine, inputs: torch.Tensor) -> None:
     assert engine.step().applied
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_rank_does_not_see_is_refused_at_the_start_on_all_ranks(two_ranks):
     assert two_ranks[0]["unseen"] == two_ranks[1]["unseen"]
     told, left = two_ranks[0]["unseen"]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import forked
+import pytest
 
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager, resolve_resume, verify
 
@@ -23,6 +24,7 @@ def save_for_ever(root: str, first: int) -> None:
         manager.save(step // 3 * 3 if step % 3 == 1 else step, lambda folder, step=step: write(folder, step))
 
 
+@pytest.mark.slow
 def test_after_each_kill_the_newest_complete_checkpoint_is_resumed(tmp_path):
     context = forked.server()
     rng = random.Random(0)

@@ -37,6 +37,7 @@ def test_expected_lengths_are_running_means_by_label_and_of_a_new_label_the_mean
     assert other.means == hook.means
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_the_same_responses_and_after_one_round_as_many_tokens(tmp_path):
     arguments = [str(tmp_path), "--lengths", "2", "8", "32"]
     run_on_ranks(BENCH / "balanced_rollouts.py", arguments, os.environ | {"OMP_NUM_THREADS": "1"}, 2, 260)

@@ -124,6 +124,7 @@ def test_the_kept_samples_survive_a_checkpoint(tmp_path):
     assert torch.equal(replay.kept[2].pixel_values, again.kept[2].pixel_values)
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_and_keep_what_one_would():
     ranks = on_ranks(replayed)
     alone, small = SelectiveReplay(capacity=100, seed=0), SelectiveReplay(capacity=4, seed=0)
