@@ -17,9 +17,9 @@ SHARED_MEMORY = "deepspeed_shm_comm"
 def without_shared_memory() -> Iterator[None]:
     """Inside, `deepspeed.init_distributed` starts without its collectives over shared memory.
 
-    Why: they are no faster than gloo here. DeepSpeed would compile them (40 s at the first start, by a C++ compiler
-    that the host may lack), and make a named buffer of 66 MiB a rank: two runs with the same MASTER_PORT would share
-    it, and of a killed run it would stay in memory until the host restarts.
+    Why: gloo is as fast for what a run exchanges. DeepSpeed would compile them (40 s at the first start, by a C++
+    compiler that the host may lack), and make a named buffer of 66 MiB a rank: two runs with the same MASTER_PORT
+    would share it, and of a killed run it would stay in memory until the host restarts.
     Versions: DeepSpeed 0.14 to 0.19 have no setting for it.
     """
     import deepspeed

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,17 @@ def test_ranks_share_the_hosts_cores_whatever_the_accelerator_is(monkeypatch, ki
         monkeypatch.setenv(name, value)
     deepspeed_strategy.DeepspeedStrategy(DistributedConfig()).setup_distributed()
     assert chosen == [2]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_ranks_on_the_cpu_start_without_collectives_over_shared_memory(monkeypatch, ranks):
+    seen, ops = [], deepspeed_strategy.deepspeed.ops.__compatible_ops__
+    begin = lambda **arguments: seen.append(ops["deepspeed_shm_comm"])  # noqa: E731
+    monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", begin)
+    monkeypatch.setattr(deepspeed_strategy.dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    deepspeed_strategy.join(SimpleNamespace(device_name=lambda: "cpu"), timedelta(seconds=1))
+    assert seen == [False]
 
 
 PROGRAM = """
