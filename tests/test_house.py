@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2130, "experience": 3108, "config": 4683, "runtime": 5486, "data": 3092,
-    "models": 5666, "rollout": 5062, "rewards": 3799, "algorithms": 1800, "trainer": 7257, "observe": 3326,
+    "": 2130, "experience": 3108, "config": 4683, "runtime": 5518, "data": 3092,
+    "models": 5666, "rollout": 5052, "rewards": 3799, "algorithms": 1800, "trainer": 7257, "observe": 3326,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

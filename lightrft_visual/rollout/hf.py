@@ -5,7 +5,6 @@ Slower than vLLM, but nothing can be out of step: the weights that are sampled f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from ..runtime import collectives
 from ..runtime.host_copies import on_host, to_device
 from ..runtime.seeding import derive_seed
 from ..runtime.train_engine import TrainEngine
-from ..runtime.zero3_loading import reading_across
 from .engine import Finished, RolloutEngine, diverged
 from .weight_sync import take_over
 
@@ -54,8 +52,8 @@ class TransformersEngine(RolloutEngine):
     tokenizer: decodes responses. micro_batch_size: responses that are decoded together.
 
     A response depends on its prompt and its place among the n alone: each has a random stream of its own. Under ZeRO-3
-    every rank of the process group must call `generate`, and all run the same number of forward passes, a rank that is
-    done or has no prompt on a dummy token, because each pass gathers the weights from all ranks.
+    each device holds the whole model during `generate`, which every rank of the process group must call: gathered layer
+    by layer at each token, weights would take many times as long as the computation.
     """
 
     shares_weights = True
@@ -69,8 +67,8 @@ class TransformersEngine(RolloutEngine):
     ):
         self.source = actor
         self.tokenizer, self.micro_batch_size = tokenizer, micro_batch_size
-        self._divided = isinstance(actor, TrainEngine) and actor.zero_stage == 3
-        self.in_step = self._divided and collectives.world_size() > 1
+        self._divided = actor if isinstance(actor, TrainEngine) and actor.zero_stage == 3 else None
+        self.in_step = self._divided is not None and collectives.world_size() > 1
         _check_cache(self.actor)
 
     @classmethod
@@ -111,10 +109,9 @@ class TransformersEngine(RolloutEngine):
         ]
         size = self.micro_batch_size
         decode = self._decode if self.actor.backbone.routers is None else self._decode_with_experts
-        rounds = self._most(math.ceil(len(samples) / size))
         made: list[list[Completion]] = [[] for _ in prompts]
         with self._evaluating():
-            for start in range(0, rounds * size, size):
+            for start in range(0, len(samples), size):
                 positions = (order[index // settings.n] for index in range(start, len(samples)))
                 for number, completion in zip(positions, decode(samples[start : start + size], settings)):
                     made[number].append(completion)
@@ -124,11 +121,11 @@ class TransformersEngine(RolloutEngine):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Dropout off, and gradient checkpointing with it, which would switch the key-value cache off."""
+        """The whole model, without dropout, and without gradient checkpointing, which turns the key-value cache off."""
         actor, training = self.actor, self.actor.training
         actor.eval()
         try:
-            with reading_across(actor) if self._divided else nullcontext():
+            with self._divided.whole() if self._divided else nullcontext():
                 yield
         finally:
             actor.train(training)
@@ -137,7 +134,7 @@ class TransformersEngine(RolloutEngine):
         """As `_decode`, of a mixture of experts with the experts of their tokens."""
         with self.actor.backbone.routers.recorded() as passes:
             made = self._decode(samples, settings)
-        if samples and passes:
+        if passes:
             different = {id(each.prompt): len(each.prompt.token_ids + each.prompt.continued) for each in samples}
             prompts = [list(different).index(id(each.prompt)) for each in samples]
             chosen = of_responses(passes, list(different.values()), prompts, [len(each.token_ids) for each in made])
@@ -146,27 +143,26 @@ class TransformersEngine(RolloutEngine):
         return made
 
     def _decode(self, samples: list[_Sample], settings: SamplingSettings) -> list[Completion]:
-        """Sample the responses of one micro-batch. No rows: keep the other ranks company."""
+        """Sample the responses of one micro-batch."""
         actor = self.actor
         device = actor.banned_ids.device
         longest = [actor.drawing.tokens if each.prompt.draws else each.most for each in samples]
-        lengths = torch.tensor(longest or [0], device=device)
-        limit = self._most(int(lengths.max()))
-        choice = Choice.of(actor, [sample.prompt.draws for sample in samples] or [False], settings)
+        lengths, limit = torch.tensor(longest, device=device), max(longest)
+        choice = Choice.of(actor, [sample.prompt.draws for sample in samples], settings)
         hidden, decoding = self._prefill(samples, choice, limit)
         noise = uniform_noise(samples, limit).to(device)
-        done = torch.full((len(lengths),), not samples, device=device)
+        done = torch.zeros(len(lengths), dtype=torch.bool, device=device)
         tokens, log_probs = [], []
         for step in range(limit):
             chosen, log_prob = choice.next(hidden, noise[:, step], step)
             tokens.append(chosen)
             log_probs.append(log_prob)
             done |= torch.isin(chosen, actor.eos_ids) | (lengths <= step + 1)
-            if step + 1 == limit or not self._most(int((~done).any())):
+            if step + 1 == limit or done.all():
                 break
             hidden = decoding.next(chosen[choice.sources])
         chosen, scores = torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1).cpu()
-        if samples and not scores.isfinite().all():
+        if not scores.isfinite().all():
             raise diverged("the logits that engine hf samples from", actor)
         images = {} if actor.drawing is None else self._images(chosen, choice)
         chosen = chosen.cpu()
@@ -186,15 +182,14 @@ class TransformersEngine(RolloutEngine):
             shown.append(prompts.setdefault(("unguided", id(prompt)), replace(prompt, token_ids=ids)))
         indices = {id(prompt): number for number, prompt in enumerate(prompts.values())}
         inputs = prompt_inputs(list(prompts.values()), self.tokenizer.pad_token_id).to(actor.banned_ids.device)
-        return Decoding.of(actor.backbone, inputs, [indices[id(prompt)] for prompt in shown] or [0], limit)
+        return Decoding.of(actor.backbone, inputs, [indices[id(prompt)] for prompt in shown], limit)
 
     def _images(self, chosen: T, choice: Choice) -> dict[int, Any]:
-        """What was drawn, by row. Under ZeRO-3 every rank decodes where any has something to."""
+        """What was drawn, by row."""
         indices, drawing = on_host(choice.drawn).tolist(), self.actor.drawing
-        if not self._most(len(indices)):
+        if not indices:
             return {}
         tokens = chosen[choice.drawn][:, : drawing.tokens]
-        tokens = tokens if indices else chosen.new_full((1, drawing.tokens), drawing.first)
         return dict(zip(indices, drawing.images(tokens - drawing.first)))
 
     def _completion(self, sample: _Sample, drawn: T, scores: T, settings: SamplingSettings, image: Any) -> Completion:
@@ -210,10 +205,6 @@ class TransformersEngine(RolloutEngine):
         log_probs = scores[:length].tolist() if settings.full_distribution else None
         prompt = list(sample.prompt.token_ids)
         return Completion(drawn[:length].tolist(), log_probs, text, truncated, prompt, image)
-
-    def _most(self, count: int) -> int:
-        """The largest `count` of all ranks where they must stay in step."""
-        return int(collectives.all_reduce_max(torch.tensor([count])).item()) if self.in_step else count
 
 
 class OwnWeightsEngine(TransformersEngine):
@@ -297,7 +288,6 @@ class Choice:
         if self.actor.drawing is None:
             return draw(_step_logits(self.actor, hidden, step, self.settings), noise, self.settings)
         tokens, log_probs = noise.new_zeros(count, dtype=torch.long), noise.new_zeros(count, dtype=torch.float32)
-        # Both heads run, on no rows where there are none: under ZeRO-3 their weights are gathered from all ranks.
         logits = _step_logits(self.actor, hidden[text], step, self.settings)
         tokens[text], log_probs[text] = draw(logits, noise[text], self.settings)
         tokens[self.drawn], log_probs[self.drawn] = self._code(hidden, noise[self.drawn], step)
@@ -456,8 +446,8 @@ def _read(query: T, key: T, value: T, bias: T | None = None) -> tuple[T, T]:
 
 
 def prompt_inputs(prompts: Sequence[PromptFeatures], pad_id: int) -> ModelInputs:
-    """Left-padded prompts (B, S) with their patches; a single padding token, taken as real, where there is none."""
-    ids = [torch.tensor(prompt.token_ids + prompt.continued) for prompt in prompts] or [torch.tensor([pad_id])]
+    """Left-padded prompts (B, S) with their patches."""
+    ids = [torch.tensor(prompt.token_ids + prompt.continued) for prompt in prompts]
     sequences = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left")
     mask = pad_sequence([torch.ones_like(each) for each in ids], batch_first=True, padding_side="left")
     vision = VisionTensors.gather(prompt.vision for prompt in prompts)
@@ -471,7 +461,7 @@ def uniform_noise(samples: Sequence[_Sample], steps: int) -> T:
         generator = torch.Generator().manual_seed(derive_seed(sample.prompt.seed, sample.copy))
         begun = len(sample.prompt.continued)
         streams.append(torch.rand(begun + steps, dtype=torch.float64, generator=generator)[begun:])
-    return torch.stack(streams) if streams else torch.zeros(1, steps, dtype=torch.float64)
+    return torch.stack(streams)
 
 
 def _step_logits(actor: Actor, hidden: T, step: int, settings: SamplingSettings) -> T:

@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CheckpointError, NonFiniteError
 from . import collectives
@@ -45,6 +46,24 @@ def _load_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
             f"the checkpoint is of another model: {len(lost)} weights are missing in it ({', '.join(lost[:3])}), "
             f"{len(unexpected)} are unknown ({', '.join(unexpected[:3])})"
         )
+
+
+@contextmanager
+def _left_out(hooks: list[RemovableHandle]) -> Iterator[None]:
+    """Without these hooks inside the block. They keep their places: registered anew, they would run after others."""
+    ours = {hook.id for hook in hooks}
+    holders = {id(held): held for held in (hook.hooks_dict_ref() for hook in hooks) if held is not None}.values()
+    before = [dict(held) for held in holders]
+    for held in holders:
+        for key in ours & held.keys():
+            del held[key]
+    try:
+        yield
+    finally:
+        for held, places in zip(holders, before):
+            now = dict(held)
+            held.clear()
+            held.update({key: hook for key, hook in places.items() if key in ours or key in now} | now)
 
 
 class TrainEngine:
@@ -207,6 +226,19 @@ class TrainEngine:
             yield
             return
         with deepspeed.zero.GatheredParameters(parameters):
+            yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The whole model of ZeRO-3 inside the block, for forwards without gradient of each rank alone; a collective.
+
+        Left out are DeepSpeed's hooks, which gather weights for the forward of a module and then divide them again.
+        """
+        offload = self.engine.optimizer.parameter_offload
+        with (
+            self.gathered(list(self.module.parameters())),
+            _left_out(offload.forward_hooks + offload.backward_hooks),
+        ):
             yield
 
     def save(self, folder: str, tag: str) -> None:

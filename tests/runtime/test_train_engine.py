@@ -1,5 +1,6 @@
 """Training forwards run in training mode, scoring in evaluation mode, whatever was done before."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from lightrft_visual.experience.rollouts import Rollout, ScoringRule
 from lightrft_visual.models.loading import add_lora, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.parity import log_prob_difference
+from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
-from lightrft_visual.runtime.train_engine import TrainEngine
+from lightrft_visual.runtime.train_engine import TrainEngine, _left_out
 
 RULE = ScoringRule(temperature=1.0)
 
@@ -115,6 +117,18 @@ def test_what_backward_recomputes_has_the_dropout_of_the_forward_though_scoring_
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
 
+def test_hooks_that_are_left_out_come_back_in_their_places_and_others_as_the_block_leaves_them():
+    ran, module = [], torch.nn.Identity()
+    hooks = {name: module.register_forward_hook(lambda *_, name=name: ran.append(name)) for name in "abcd"}
+    with _left_out([hooks["a"], hooks["c"]]):
+        hooks["b"].remove()
+        module.register_forward_hook(lambda *_: ran.append("e"))
+        module(None)
+        ran.append("|")
+    module(None)
+    assert "".join(ran) == "de|acde"
+
+
 @pytest.mark.slow
 def test_the_reference_is_the_starting_policy_in_bfloat16_whatever_zero_divides(checkpoint):
     (differences,) = on_ranks(differences_by_stage, checkpoint.path, ranks=1)
@@ -172,8 +186,9 @@ def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[li
             # ZeRO-3's bucket of gradients, far larger than this model, leaves nothing behind.
             seen.append(sum(size * len(kept) for size, kept in engine._states.memory.free.items()) < 100_000)
             with torch.no_grad():
-                engine(inputs)
+                together = engine(inputs)
             seen.append(bool(engine._states.away) and not engine._weights.away)
+            seen.append(torch.equal(alone(engine, inputs), together))
             engine.offload_weights()
         if step == 1:
             engine.save(folder, "middle")
@@ -183,6 +198,18 @@ def trained(strategy: DeepspeedStrategy, offload: bool, folder: str) -> tuple[li
         assert engine.step().applied
     rest(engine) if offload else None
     return resumed(engine, inputs, folder), seen
+
+
+@torch.no_grad()
+def alone(engine: TrainEngine, inputs: torch.Tensor) -> torch.Tensor:
+    """What the last rank says by forwards that no other rank takes part in; of the first one together."""
+    with engine.whole() if engine.zero_stage == 3 else nullcontext():
+        for _ in range(3 * collectives.rank()):
+            said = engine.module(inputs)
+    divided = {parameter.numel() for parameter in engine.module.parameters()} == {0}
+    assert divided is (engine.zero_stage == 3)
+    together = engine(inputs)
+    return said if collectives.rank() else together
 
 
 def made(strategy: DeepspeedStrategy) -> tuple[TrainEngine, torch.Tensor]:

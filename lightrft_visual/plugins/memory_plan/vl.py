@@ -208,7 +208,7 @@ class VLPlanner:
             held = self._cached_tokens(self._in_flight(), self.config.response_max_len)
             items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
-            items += self.zero.gathered(self.shape.model)
+            items += self.zero.whole(self.shape.model)
         return Phase.fullest("generate", self._generate_seconds(), items)
 
     def _cached_tokens(self, rows: int, answer: float) -> float:
@@ -230,7 +230,7 @@ class VLPlanner:
             work = Work(2 * shape.base * rows / size, calls=ENGINE_CALLS * shape.text.num_hidden_layers)
             graphs = not rollout.engine_enforce_eager
             return seconds + speeds.decoding(turns * answer, weights, cache, work, graphs)
-        gathered = speeds.gathering(self.zero, shape.model, turns * answer) if not self.resident else 0.0
+        gathered = speeds.gathering(self.zero, shape.model, 1) if not self.resident else 0.0
         return seconds + gathered + speeds.decoding(turns * answer, weights, cache, shape.one_token(rows), False)
 
     def _score(self) -> Phase:

@@ -107,6 +107,10 @@ class Zero:
             return []
         return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + model.widest) * model.width)]
 
+    def whole(self, model: Model) -> list[Item]:
+        """The model that engine hf puts together for as long as it generates."""
+        return [] if self.stage < 3 else [Item("weights gathered to generate", model.bytes, "engine_type vllm")]
+
     def handed_over(self, model: Model) -> list[Item]:
         """What stage 3 has together while an engine takes the weights over."""
         if self.stage < 3:
