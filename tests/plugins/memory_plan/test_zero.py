@@ -80,6 +80,11 @@ def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
     assert not zero(2).gradients_at_once(replace(BILLION, width=4))
 
 
+def test_stage_3_holds_the_whole_model_beside_its_part_while_engine_hf_generates() -> None:
+    assert zero(2).whole(BILLION) == []
+    assert zero(3).whole(BILLION)[0].bytes == 2.2e9
+
+
 def test_stage_3_hands_weights_over_in_buckets() -> None:
     assert zero(2).handed_over(BILLION) == []
     assert zero(3).handed_over(BILLION)[0].bytes == BUCKET_BYTES

@@ -65,8 +65,7 @@ def run(folder: Path, name: str, flags: str) -> dict:
 
 
 def main(folder: Path) -> None:
-    split = f"{split_runs.SPLIT} --rollout_num_workers 2"
-    runs = {"colocated": "", "split": split, "sent": f"{split} --weight_transfer device", "ahead": AHEAD}
+    runs = {"colocated": "", "split": f"{split_runs.SENT} --rollout_num_workers 2", "ahead": AHEAD}
     facts = {name: run(folder, name, flags) for name, flags in runs.items()}
     sys.modules["ray"].shutdown()  # imported by the first split run, after what Ray reads of the environment
     (folder / f"facts_{collectives.rank()}.json").write_text(json.dumps(facts))
