@@ -275,11 +275,12 @@ def drift(thumbs: T, base: T) -> float:
 
 def coverage(thumbs: T, groups: T, references: T, reference_groups: T) -> float:
     """Share of reference images that some image of their group covers: it lies within the distance of the reference's
-    COVERING-th nearest neighbour among the references of the group ("coverage", arXiv 2002.09797)."""
+    COVERING-th nearest neighbour among the references of the group ("coverage", arXiv 2002.09797). Left out are those
+    of groups that have no more than COVERING; NaN without others."""
     among = distances(references, references).masked_fill(reference_groups[:, None] != reference_groups, torch.inf)
-    radius = among.sort(dim=1).values[:, min(COVERING, len(references) - 1)]  # 0 is the image itself
+    radius = F.pad(among, (0, COVERING), value=torch.inf).sort(dim=1).values[:, COVERING]  # 0 is the image itself
     nearest = distances(references, thumbs).masked_fill(reference_groups[:, None] != groups, torch.inf).amin(dim=1)
-    return (nearest <= radius).float().mean().item()
+    return (nearest <= radius)[radius.isfinite()].float().mean().item()
 
 
 def image_statistics(thumbs: T, groups: T) -> dict[str, float]:

@@ -45,13 +45,13 @@ class DrawingGold:
 
     def of_set(self, thumbs: T, prompts: Sequence[str]) -> dict[str, float]:
         """`eval_diversity` and, with references, `eval_coverage` of thumbnails (N, 3, S, S); images of one prompt are a
-        group. A prompt that stands once has no pairs: `eval_diversity` is left out where all do."""
+        group. Left out is what no group is large enough for: a prompt that stands once has no pairs."""
         groups = groups_of(prompts)
         varied = diversity(thumbs, groups, self.kinds(thumbs) if self.kinds is not None else None)
-        found = {"eval_diversity": varied} if varied == varied else {}
+        found = {"eval_diversity": varied}
         if self.references is not None:
             found["eval_coverage"] = coverage(thumbs, groups, self.references(prompts), groups)
-        return found
+        return {name: value for name, value in found.items() if value == value}
 
 
 def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> PairedScores:

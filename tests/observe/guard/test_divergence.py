@@ -200,3 +200,14 @@ def test_coverage_of_the_references_themselves_of_one_of_them_and_of_others():
     assert 2 / 32 <= coverage(single, groups, references, groups) < 0.6
     assert coverage(references.roll(1, 0), groups, references, groups) == 0.0  # each drawn for the other caption
     assert coverage(flat(*[200] * 32), groups, references, groups) == 0.0
+
+
+def test_coverage_leaves_out_the_references_of_groups_too_small_for_a_neighbourhood():
+    groups = torch.tensor([0] * 8 + [1, 1])
+    references = torch.cat([drawings(groups[:8]), flat(0, 0)])
+    drawn = torch.cat([references[:8], flat(255, 255)])
+    assert coverage(drawn, groups, references, groups) == 1.0
+    assert coverage(drawn.flip(0), groups.flip(0), references, groups) == 1.0
+    assert coverage(flat(*[255] * 10), groups, references, groups) == 0.0  # white covers neither drawings nor black
+    for size in (1, 2):
+        assert math.isnan(coverage(flat(*[255] * size), groups[:size], references[:size], groups[:size]))
