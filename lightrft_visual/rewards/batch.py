@@ -197,11 +197,18 @@ def batch_from_media(
     ids: Sequence[int] | None = None,
     group_ids: Sequence[int] | None = None,
 ) -> RewardBatch:
-    """Generated media as a batch: one image (PIL or (C, H, W) float tensor in 0..1) or one video a prompt.
+    """Generated media as a batch. Raises RewardError when a list does not have one entry per prompt.
 
-    source_images: the images that each was made from, where it was.
-
-    Raises RewardError when a list does not have one entry per prompt.
+    Args:
+        prompts: n texts, one for each image or video.
+        images: PIL or (C, H, W) float tensors in 0..1; None where videos were made.
+        videos: as `RewardBatch` has those of the policy; None where images were made.
+        labels: by which a recipe chooses the rewards of a sample; None: no sample has one.
+        references: right answers; None: no sample has one.
+        metadata: the other columns of each sample's data.
+        source_images: the images that each was made from, where it was.
+        ids: of the samples; None: 0 to n - 1.
+        group_ids: of the groups that the samples are compared in; None: likewise.
     """
     size = len(prompts)
     given = {"images": images, "videos": videos, "labels": labels, "references": references, "metadata": metadata}
@@ -379,7 +386,14 @@ class Column:
 
 
 def scatter(values: T, indices: Sequence[int], size: int, fill: float | bool = NAN) -> T:
-    """(n) values back to their places among `size` samples."""
+    """Values back to the positions that they were taken from.
+
+    Args:
+        values: (n).
+        indices: n positions, one for each value.
+        size: length of the result.
+        fill: what stands at all other positions.
+    """
     full = torch.full((size,), fill, dtype=values.dtype)
     full[torch.as_tensor(indices, dtype=torch.long)] = values
     return full
@@ -403,15 +417,22 @@ def run_jobs(
     """A column for each job, in order, and why samples failed, by the names of the jobs.
 
     Jobs of one source share one run of it, over the samples that any of them needs; the further outputs of the run
-    go with the first of them. early: what is at work already, by id of the source. together: sources that all ranks run
-    at once; each takes its turn here too, in this order, without samples where no job needs it.
+    go with the first of them.
+
+    Args:
+        jobs: components, whose indices are of the batch.
+        batch: all samples of the call.
+        call: given to every source.
+        early: what is at work already, by id of the source.
+        together: sources that all ranks run at once; each takes its turn here too, in this order, without samples where
+            no job needs it.
     """
     groups, needed = by_source(jobs)
     parts = [batch if len(indices) == len(batch) else batch.select(indices) for indices in needed]
     asked = [(group[0].source, part) for group, part in zip(groups, parts)]
     idle = [source for source in together if all(source is not other for other, _ in asked)]
     asked += [(source, batch.select([])) for source in idle]
-    results = run_all(asked, call, early or {}, together)[: len(groups)]
+    results = _run_all(asked, call, early or {}, together)[: len(groups)]
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
     for group, indices, scores in zip(groups, needed, results):
@@ -426,7 +447,7 @@ def run_jobs(
     return [columns[id(job)] for job in jobs], reasons
 
 
-def run_all(
+def _run_all(
     jobs: Sequence[tuple[Any, RewardBatch]],
     call: Call,
     early: Mapping[int, JoinedScores],
@@ -449,7 +470,13 @@ def run_all(
 
 
 def pick_output(scores: Scores, name: str, key: str | None) -> Scores:
-    """The output that counts: the main one, or the one named by `key`. Raises RewardError when it is not there."""
+    """The output that counts. Raises RewardError when it is not there.
+
+    Args:
+        scores: of one run of a source.
+        name: of the component, for the error.
+        key: which of the extras counts; None: the main output.
+    """
     if key is None or (key not in scores.extras and bool(scores.failed.all())):
         return scores
     if key not in scores.extras:
@@ -461,7 +488,12 @@ def weighted_sum(columns: Sequence[Column], size: int, may_be_empty: T) -> tuple
     """Score (B) float64 and valid (B) bool.
 
     A component that does not apply to a sample is left out of its sum. A sample is invalid when a component failed on
-    it, or when none applied. `may_be_empty` (B) bool: samples that score 0 then.
+    it, or when none applied.
+
+    Args:
+        columns: components, with the weights of their jobs.
+        size: B, as there may be no column.
+        may_be_empty: (B) bool, samples that score 0 where no component applied.
     """
     total = torch.zeros(size, dtype=torch.float64)
     applied, failed = may_be_empty.clone(), torch.zeros(size, dtype=torch.bool)

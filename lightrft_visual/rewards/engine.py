@@ -154,8 +154,19 @@ class RewardComputationEngine:
         labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
         resources: ResourcesConfig | None = None,
     ) -> RewardComputationEngine:
-        """The engine that a configuration describes. labels, columns: those of the data, which recipe and functions
-        are checked against; references: whether any row has one; labels_cut_away: see `Recipe.check_labels`."""
+        """The engine that a configuration describes.
+
+        Args:
+            config: what scores, with time limits, retries and the like.
+            tokenizer: the policy's, of which torch models given directly need the padding id.
+            strategy: of the run; where it divides models over the ranks, local reward models are divided too.
+            packing_samples: see the class.
+            labels: as of `engine_arguments`.
+            columns: likewise.
+            references: likewise.
+            labels_cut_away: likewise.
+            resources: see the class.
+        """
         arguments = engine_arguments(config, labels, columns, references, labels_cut_away)
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
         return cls(**arguments, config=config, resources=resources)
@@ -195,12 +206,16 @@ class RewardComputationEngine:
     ) -> RewardOutput:
         """Fill `rewards (B)`, `reward_valid (B)` and `reward_metrics {name: (B)}` of every micro-batch.
 
-        device: of local models and of what is filled in; None runs the models on the accelerator and fills in on the
-        CPU.
         Each scorer runs once over all micro-batches, on just the samples that need it. Returns the rewards of all
         samples in order. Every rank must call it alike: the share of invalid rewards is taken over all ranks.
         Raises RewardError for a broken local callable, and when more than `reward_max_invalid` of the scores are
         invalid, with the name of what failed; StoppedBySignal, on every rank, when SIGTERM ended a call that hung.
+
+        Args:
+            outputs: micro-batches; the largest one's size is that of a remote request.
+            vlm_mode: whether scorers see the images.
+            device: of local models and of what is filled in; None runs the models on the accelerator and fills in on
+                the CPU.
         """
         if not outputs:
             raise RewardError("compute_rewards was given no samples")
@@ -241,10 +256,13 @@ class RewardComputationEngine:
         device: torch.device | str | None = None,
         early: EarlyScores | None = None,
     ) -> RewardOutput:
-        """Rewards of N rollouts, in order; the rollouts are only read. chunk: samples a remote request. device: as in
-        `compute_rewards`. early: what `begin` has started for these rollouts.
+        """Rewards of rollouts, in order. Raises as `compute_rewards`, which is the same for padded micro-batches.
 
-        Raises as `compute_rewards`, which is the same for padded micro-batches.
+        Args:
+            rollouts: they are only read.
+            chunk: samples a remote request.
+            device: as in `compute_rewards`.
+            early: what `begin` has started for these rollouts.
         """
         if not rollouts:
             raise RewardError("score_rollouts was given no rollouts")
@@ -260,11 +278,15 @@ class RewardComputationEngine:
         device: torch.device | str | None = None,
         **columns: Any,
     ) -> RewardOutput:
-        """Score generated media: one image (PIL or (C, H, W) tensor in 0..1) or one video ((C, T, H, W)) a prompt.
+        """Score generated media. With `recipe_from_components` the weighted sum is also a component named `avg`.
 
-        columns: labels, references, metadata, ids, group_ids, each with one entry per prompt. chunk: samples a remote
-        request. device: as in `compute_rewards`. With `recipe_from_components` the weighted sum is also a component
-        named `avg`.
+        Args:
+            prompts: as of `batch_from_media`.
+            images: likewise.
+            videos: likewise.
+            chunk: samples a remote request.
+            device: as in `compute_rewards`.
+            columns: further arguments of `batch_from_media`, such as labels and metadata.
         """
         return self.score(batch_from_media(prompts, images, videos, **columns), chunk, device)
 
@@ -275,7 +297,14 @@ class RewardComputationEngine:
         device: torch.device | str | None = None,
         early: EarlyScores | None = None,
     ) -> RewardOutput:
-        """Score any batch; `chunk`: samples a remote request. device, and what it raises: as `compute_rewards`."""
+        """Score any batch. Raises as `compute_rewards`.
+
+        Args:
+            batch: of this rank.
+            chunk: samples a remote request.
+            device: as in `compute_rewards`.
+            early: what `begin` has started for these samples.
+        """
         started = time.perf_counter()
         jobs = self._plan(batch.labels)
         call = Call(chunk, model_device() if device is None else device)

@@ -323,7 +323,13 @@ def shown_sample(batch: RewardBatch) -> str:
 
 
 def plausible_media(height: int, width: int, frames: int | None = None) -> torch.Tensor:
-    """An image (3, H, W), or with frames a video (3, T, H, W), in 0..1: soft colours of no flat area."""
+    """An image (3, H, W) or a video (3, T, H, W), in 0..1: soft colours of no flat area.
+
+    Args:
+        height: H, in pixels.
+        width: W, in pixels.
+        frames: T; None: an image.
+    """
     coarse = torch.rand((1, 3, 8, 8), generator=torch.Generator().manual_seed(0))
     image = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")[0]
     return image if frames is None else torch.stack([image * (1 - 0.5 * i / frames) for i in range(frames)], dim=1)

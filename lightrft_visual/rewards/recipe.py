@@ -240,10 +240,15 @@ def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str,
 def compose_recipe(
     recipe: Recipe | None, components: Mapping[str, float], kwargs: Mapping[str, Mapping] | None = None
 ) -> Recipe | None:
-    """A recipe with `reward.components` and `reward.kwargs` laid over it; None when there is neither.
+    """A recipe with the components of a run laid over it; None when there is neither.
 
-    A component that the recipe has by that name gets the weight in every label where it stands; any other is added to
-    every label. Settings are laid over those that the recipe gives. Raises ConfigError for settings of nothing.
+    Raises ConfigError for settings of nothing.
+
+    Args:
+        recipe: `reward_recipe` of the run; None without one.
+        components: `reward.components`, {name: weight}. One that the recipe has by that name gets the weight in every
+            label where it stands; any other is added to every label.
+        kwargs: `reward.kwargs`, {name: settings}, laid over those that the recipe gives.
     """
     if recipe is None:
         return recipe_from_components(components, kwargs) if components else None

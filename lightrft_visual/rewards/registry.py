@@ -144,7 +144,14 @@ class Catalogue:
     def given_sources(
         self, reward_model: Any, remote_rm_url: Any, custom: Sequence[Any], given: Mapping[str, Any]
     ) -> dict[str, Source]:
-        """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`."""
+        """{name: source} in the order models, remotes, callables, which is the order of `model_reward_list`.
+
+        Args:
+            reward_model: as of `RewardComputationEngine`.
+            remote_rm_url: likewise.
+            custom: functions.
+            given: arguments for functions that ask for them; by its `label_map` models in a list have names.
+        """
         sources: dict[str, Source] = {}
         for name, model in self._named_models(reward_model, given.get("label_map")).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
@@ -157,7 +164,13 @@ class Catalogue:
         return sources
 
     def add_function(self, sources: dict[str, Source], function: Any, given: Mapping[str, Any]) -> str:
-        """One source more, under the function's name, which is returned; the second `score` is score_2."""
+        """One source more, under the function's name, which is returned; the second `score` is score_2.
+
+        Args:
+            sources: which get it.
+            function: a callable, or one that was loaded by its path.
+            given: arguments for it, where it asks for them.
+        """
         return self._add(sources, callable_name(function), self._callable(function, given))
 
     def canonical(self, entry: RecipeEntry, sources: Mapping[str, Source]) -> RecipeEntry:

@@ -54,9 +54,15 @@ def engine_arguments(
     references: bool | None = None,
     labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
 ) -> dict[str, Any]:
-    """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and with the
-    labels and columns of the data, and whether any row has a reference, for a reward that these do not fit.
-    labels_cut_away: see `Recipe.check_labels`.
+    """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and for a reward
+    that the data do not fit, as far as they are known.
+
+    Args:
+        config: what scores.
+        labels: of the data, each of which needs a recipe where there are recipes.
+        columns: of the data, which functions may ask for; None where they are not known.
+        references: whether any row of the data has one; None where that is not known.
+        labels_cut_away: `cut_away` of `Recipe.check_labels`.
     """
     token_from_env(config.reward_token_env)
     functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]

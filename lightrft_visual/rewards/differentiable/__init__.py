@@ -62,7 +62,14 @@ def users_reward(function: LoadedFunction) -> PixelReward:
 
 
 def check_scores(scores: T, valid: T, count: int, name: str) -> None:
-    """Raise RewardError unless there is one finite score for each valid sample, with a gradient."""
+    """Raise RewardError unless there is one finite score for each valid sample, with a gradient.
+
+    Args:
+        scores: as a `PixelReward` returned them.
+        valid: likewise.
+        count: B, the samples that it was asked about.
+        name: of the reward, for the error.
+    """
     if scores.shape != (count,) or valid.shape != (count,):
         raise RewardError(f"{name}: {tuple(scores.shape)} scores and {tuple(valid.shape)} marks for {count} samples")
     if not bool(torch.isfinite(scores.detach()[valid]).all()):

@@ -54,7 +54,13 @@ class CLIPPairs:
         self.batch_size, self.offload = batch_size, offload
 
     def embed(self, frames: list[Any], texts: list[str], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, D) image and (n, D) text embeddings of unit length, float32 on the CPU."""
+        """(n, D) image and (n, D) text embeddings of unit length, float32 on the CPU.
+
+        Args:
+            frames: n images, PIL.
+            texts: n texts.
+            device: on which the model runs.
+        """
         images, words = [], []
         with on_device(self.model, device, self.offload) as model:
             for part in in_batches(self.batch_size, len(frames)):
@@ -72,7 +78,13 @@ class CLIPPairs:
         return torch.cat(images), torch.cat(words)
 
     def cosine(self, images: list[Any], texts: list[str], device: Any) -> list[float]:
-        """Cosine similarity of each image with its text."""
+        """Cosine similarity of each image with its text.
+
+        Args:
+            images: n images, PIL.
+            texts: one for each image.
+            device: on which the model runs.
+        """
         image, text = self.embed(images, texts, device)
         return (image * text).sum(dim=-1).tolist()
 

@@ -42,7 +42,14 @@ def overlap(a: Found, b: Found) -> float:
 
 
 def kept(found: Sequence[Found], threshold: float, most: int = 16, most_overlap: float = 1.0) -> Objects:
-    """Those above the threshold by name, the `most` surest of each; of two that overlap too much the surer one."""
+    """The objects of an image that count.
+
+    Args:
+        found: by the detector, of any score.
+        threshold: those above it count.
+        most: of each name, the surest.
+        most_overlap: intersection over union from which on the less sure of two of one name is left out; 1: never.
+    """
     objects: Objects = {}
     for name in {each.name for each in found}:
         own = sorted((each for each in found if each.name == name and each.score > threshold), key=lambda e: -e.score)
@@ -56,8 +63,14 @@ def kept(found: Sequence[Found], threshold: float, most: int = 16, most_overlap:
 
 
 def relations(a: Found, b: Found, threshold: float = 0.1) -> set[str]:
-    """Where a is of b: left of, right of, above, below. Offsets within the objects' sizes times the threshold are none;
-    the rest must make up more than half of the distance of the centres."""
+    """Where an object is of another: left of, right of, above, below.
+
+    Args:
+        a: the object.
+        b: the other.
+        threshold: offsets within the objects' sizes times it are none; the rest must make up more than half of the
+            distance of the centres.
+    """
     first, second = (np.array(each.box, dtype=float).reshape(2, 2) for each in (a, b))
     offset = first.mean(axis=0) - second.mean(axis=0)
     sizes = np.abs(first[1] - first[0]) + np.abs(second[1] - second[0])
@@ -142,14 +155,14 @@ class GenEval:
                 return Failed(f"geneval: the detector finds no {', '.join(sorted(unknown))}")
             if unknown := {each.get("color") for each in objects} - {*COLOURS, None}:
                 return Failed(f"geneval: no colour that it tells apart is {', '.join(sorted(unknown))}")
-            return sum(self.judge(image, asked, device) for image in images) / len(images)
+            return sum(self._judge(image, asked, device) for image in images) / len(images)
 
         with ExitStack() as stay:  # one for all samples: each is looked at by itself
             for model in self._models:
                 stay.enter_context(on_device(model, device, self.offload))
             return [share(*sample) for sample in zip(frames, metadata)]
 
-    def judge(self, image: Image.Image, asked: Mapping[str, Any], device: Any) -> bool:
+    def _judge(self, image: Image.Image, asked: Mapping[str, Any], device: Any) -> bool:
         """The verdict on one image."""
         image = ImageOps.exif_transpose(image).convert("RGB")
         threshold = self.counting_threshold if asked.get("tag") == "counting" else self.threshold
@@ -157,7 +170,13 @@ class GenEval:
         return verdict(image, objects, asked, lambda i, own: self.colours(i, own, device), self.position_threshold)
 
     def colours(self, image: Image.Image, objects: Sequence[Found], device: Any) -> list[str]:
-        """Of each object, by CLIP on its box with grey around its mask; the mean of a colour's sentences counts."""
+        """Of each object, by CLIP on its box with grey around its mask; the mean of a colour's sentences counts.
+
+        Args:
+            image: in RGB.
+            objects: found in the image.
+            device: on which CLIP runs.
+        """
         if not objects:
             return []
         seen, _ = self._clip.embed([cut_out(image, each) for each in objects], [""] * len(objects), device)

@@ -15,7 +15,13 @@ from ...errors import ConfigError, refused_as
 def mean_over_frames(
     frames: Sequence[Sequence[Any]], texts: Sequence[str], score: Callable[[list[Any], list[str]], list[float]]
 ) -> list[float | None]:
-    """Score all frames of all samples as one list, then average over each sample's; None for a sample without any."""
+    """Score all frames of all samples as one list, then average over each sample's; None for a sample without any.
+
+    Args:
+        frames: of each sample.
+        texts: one for each sample.
+        score: a number for each frame, of frames and as many texts.
+    """
     flat = [frame for sample in frames for frame in sample]
     repeated = [text for text, sample in zip(texts, frames) for _ in sample]
     scores = iter(score(flat, repeated) if flat else [])
@@ -28,7 +34,14 @@ def in_batches(size: int, count: int) -> list[range]:
 
 
 def load_checkpoint(loader: Callable[..., Any], path: str, scorer: str, **options: Any) -> Any:
-    """`loader.from_pretrained(path)`. Raises ConfigError that names scorer and path when it cannot be had."""
+    """What the loader makes of a path. Raises ConfigError that names scorer and path when it cannot be had.
+
+    Args:
+        loader: such as `from_pretrained` of a class of transformers.
+        path: a folder or hub name.
+        scorer: for messages.
+        options: further arguments of the loader.
+    """
     try:
         return loader(path, **options)
     except ConfigError as error:
@@ -88,8 +101,14 @@ def load_published(
 
 
 def linear_stack(state: dict[str, torch.Tensor], prefix: str, scorer: str) -> torch.nn.Sequential:
-    """The linear layers `<prefix><i>.weight`, in order, without activations between them, as the aesthetic and
-    ImageReward heads are. Raises ConfigError when there are none."""
+    """Linear layers in order, without activations between them, as the aesthetic and ImageReward heads are. Raises
+    ConfigError when there are none.
+
+    Args:
+        state: weights and biases, `<prefix><i>.weight` and `<prefix><i>.bias`, among others.
+        prefix: with the dot before the number.
+        scorer: for messages.
+    """
     indices = sorted(
         int(key[len(prefix) : -len(".weight")]) for key in state if key.startswith(prefix) and key.endswith(".weight")
     )

@@ -14,14 +14,27 @@ HEAD = "rm_head."
 
 
 def processor_with(tokens: Sequence[str], model: str, scorer: str) -> tuple[Any, dict[str, int]]:
-    """The processor of a folder or hub name with tokens of its own, and their ids."""
+    """A processor with more tokens, and their ids.
+
+    Args:
+        tokens: at which a head reads.
+        model: folder or hub name that has the processor.
+        scorer: for messages.
+    """
     processor = load_checkpoint(AutoProcessor.from_pretrained, model, scorer, padding_side="right")
     processor.tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     return processor, dict(zip(tokens, processor.tokenizer.convert_tokens_to_ids(list(tokens))))
 
 
 def asked(processor: Any, medium: str, question: str, prompts: Sequence[str]) -> list[str]:
-    """For each prompt a chat of one image or video (`medium`) and the question, in which it stands for {prompt}."""
+    """For each prompt the text of a chat.
+
+    Args:
+        processor: of `processor_with`.
+        medium: `image` or `video`, of which each chat has one.
+        question: after it; the prompt stands for {prompt}.
+        prompts: one for each chat.
+    """
     parts = [[{"type": medium}, {"type": "text", "text": question.replace("{prompt}", text)}] for text in prompts]
     chats = [[{"role": "user", "content": content}] for content in parts]
     return [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
@@ -30,9 +43,15 @@ def asked(processor: Any, medium: str, question: str, prompts: Sequence[str]) ->
 def with_head(
     config: Any, state: dict[str, torch.Tensor], head: nn.Module, dtype: torch.dtype, scorer: str
 ) -> nn.Module:
-    """The network with the published weights, and as its `rm_head` the given one, which keeps its own precision.
+    """The network with the published weights and a head as its `rm_head`. Raises ConfigError where names or shapes do
+    not fit.
 
-    Raises ConfigError where names or shapes do not fit.
+    Args:
+        config: of Qwen2-VL; its vocabulary becomes that of the weights.
+        state: the published weights, out of which those of the head are taken.
+        head: to load them into; it keeps its own precision.
+        dtype: of the network.
+        scorer: for messages.
     """
     own = {name[len(HEAD) :]: state.pop(name) for name in list(state) if name.startswith(HEAD)}
     words = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
@@ -55,6 +74,12 @@ def read_at(model: nn.Module, batch: Any, tokens: dict[str, int], scorer: str) -
 
     As in the published forwards, positions count tokens, of images and videos too. Raises ConfigError where a text
     does not have each token once.
+
+    Args:
+        model: of `with_head`.
+        batch: what the processor made of B texts and their media, on the model's device.
+        tokens: K ids by token, of `processor_with`.
+        scorer: for messages.
     """
     ids = batch["input_ids"]
     found = torch.stack([ids == token for token in tokens.values()])

@@ -149,7 +149,14 @@ class VideoAlign:
 
 
 def frame_indices(total: int, video_fps: float, fps: float, count: int | None = None) -> list[int]:
-    """Indices of the frames looked at: `fps` a second or `count` in all, even in number and in their distances."""
+    """Indices of the frames looked at, even in number and in their distances.
+
+    Args:
+        total: frames of the clip.
+        video_fps: frames a second of the clip.
+        fps: frames a second looked at.
+        count: frames looked at in all; None: by fps, and at least MIN_FRAMES where the clip has them.
+    """
     if count is None:
         most = min(MAX_FRAMES, total) // 2 * 2
         count = min(max(total / video_fps * fps, MIN_FRAMES), most)

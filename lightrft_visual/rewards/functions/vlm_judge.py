@@ -66,7 +66,11 @@ class Judging:
     def messages(self, batch: RewardBatch, index: int, image_part: Any) -> list[dict[str, Any]]:
         """Chat messages about one sample, its images first, before these the ones that it was made from.
 
-        image_part makes a content part of an image."""
+        Args:
+            batch: which has the sample.
+            index: of the sample in the batch.
+            image_part: makes a content part of an image.
+        """
         sources = batch.source_images[index] if batch.source_images else []
         asked = (EDIT_QUESTION if sources else MEDIA_QUESTION) if batch.generated else TEXT_QUESTION
         question = self.question or asked

@@ -76,7 +76,7 @@ OPENRLHF = Form(
 )
 
 
-def choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
+def _choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
     """The form of that name, or the first one that the signature fits. Raises ConfigError as `check_form` does."""
     check_form(form)
     name = recognise(signature.names, signature.takes_all, function) if form == AUTO else form
@@ -94,18 +94,28 @@ def check_form(form: str) -> None:
 
 
 def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
-    """The name of the form of a function with parameters of these names."""
+    """The name of the form of a function: of the first that it fits.
+
+    Args:
+        names: of its parameters, in order.
+        takes_all: whether it has **kwargs.
+        function: for forms that look at more than its signature.
+    """
     forms = registry.reward_forms.present()
     return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
 
 
 def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Scores:
-    """Read what a local callable returned for `size` samples.
+    """Read what a local callable returned.
 
-    Forms: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS.
     Raises RewardError that names the function for a wrong length or type, and for a score that is not a plain number
-    within ±MAX_SCORE: that is a bug of the function and must not reach training. lenient: a sample with such a score is
-    failed instead.
+    within ±MAX_SCORE: that is a bug of the function and must not reach training.
+
+    Args:
+        result: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS.
+        name: of the function, for the error.
+        size: samples that it was given.
+        lenient: a sample with such a score is failed instead.
     """
     scores, metrics = result, {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -117,15 +127,21 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         scores = result[key]
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
-    read = read_scores(scores, name, size, lenient)
+    read = _read_scores(scores, name, size, lenient)
     read.extras = {
-        metric_name(key): read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()
+        metric_name(key): _read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()
     }
     return read
 
 
 def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[Any]:
-    """A flat list from a list, tuple, tensor or array of shape (n) or (n, 1). `what` and `name` are for the error."""
+    """A flat list of scores.
+
+    Args:
+        scores: a list, tuple, tensor or array of shape (n) or (n, 1).
+        name: of what returned them, for the error.
+        what: that is, such as "reward model", for the error.
+    """
     if isinstance(scores, torch.Tensor):
         if scores.is_complex():
             raise RewardError(f"{what} {name} returned complex numbers; one real score a sample, please")
@@ -141,7 +157,7 @@ def as_list(scores: Any, name: str, what: str = "reward function") -> Sequence[A
     raise RewardError(f"{what} {name} returned {type(scores).__name__}; give a list or tensor of scores")
 
 
-def read_scores(scores: Any, name: str, size: int, lenient: bool) -> Scores:
+def _read_scores(scores: Any, name: str, size: int, lenient: bool) -> Scores:
     """The scores that a function returned, without the numbers beside them."""
     entries = as_list(scores, name)
     if len(entries) != size:
@@ -174,7 +190,7 @@ def problem_of(entry: Any) -> str | None:
     return None
 
 
-def read_metric(value: Any, what: str, size: int) -> torch.Tensor:
+def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
     """(size) float64 from one number a sample or one for all; None and NaN mean no value."""
     one_for_all = isinstance(value, (bool, int, float)) or (
         isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
@@ -287,7 +303,12 @@ def check_inputs(
 ) -> None:
     """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills.
 
-    columns: of the data; None where they are not known yet.
+    Args:
+        function: a reward function.
+        name: of it, for the error.
+        settings: by parameter, such as those of a recipe.
+        columns: of the data; None where they are not known yet.
+        form: `reward_form`.
     """
     signature = Signature(function, name)
     for setting in settings:
@@ -296,7 +317,7 @@ def check_inputs(
             raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
-    own = choose(form, function, signature).inputs
+    own = _choose(form, function, signature).inputs
     known = [*INPUTS, *RESERVED, *FALLBACKS, *own, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
@@ -313,7 +334,7 @@ def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
     )
 
 
-def bind(
+def _bind(
     signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any], form: Form = NATIVE
 ) -> dict[str, Any]:
     """Keyword arguments for one call, the function's own copies. `form` may give inputs of its own.
@@ -395,7 +416,7 @@ class CallableSource:
         self.name = name or callable_name(function)
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
-        self.form = choose(form, self.function, self.signature)
+        self.form = _choose(form, self.function, self.signature)
         self.given = dict(given or {})
         if self.form.told:
             say_form(self.name, self.form.told)
@@ -415,7 +436,12 @@ class CallableSource:
         """Scores of every sample of the batch, in one call. Raises RewardError as `parse_result` and `call` do.
 
         A lenient one never fails for what the function raises or returns: of a batch that it cannot score it is asked
-        for halves, until the samples are found that it fails on; these are invalid. told: this was logged.
+        for halves, until the samples are found that it fails on; these are invalid.
+
+        Args:
+            batch: of samples that the function has not scored.
+            how: for its device, where the function has a parameter of that name; None: the CPU.
+            told: whether it is logged already that samples are left out.
         """
         try:
             return self._score(batch, how)
@@ -439,7 +465,7 @@ class CallableSource:
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
-        arguments = bind(self.signature, self.name, batch, given, form)
+        arguments = _bind(self.signature, self.name, batch, given, form)
         if form.each:  # what is given is the same for every sample
             columns, size = arguments, len(batch)
             arguments = {SAMPLES: [{k: v if k in given else v[i] for k, v in columns.items()} for i in range(size)]}

@@ -43,7 +43,13 @@ class WholeModel:
         self.module, self.offload = module, offload
 
     def run(self, groups: Iterable[Sequence[int]], forward: Forward, device: torch.device | str) -> None:
-        """One forward for each group of samples."""
+        """One forward for each group of samples.
+
+        Args:
+            groups: indices of the samples of each forward.
+            forward: called with the model and a group.
+            device: of the model while it runs.
+        """
         with on_device(self.module, device, self.offload) as model:
             for group in groups:
                 forward(model, group)
@@ -64,7 +70,13 @@ class DividedModel:
         self._leave()
 
     def run(self, groups: Iterable[Sequence[int]], forward: Forward, device: torch.device | str) -> None:
-        """As `WholeModel.run`; a collective, also for a rank without samples. It runs on the strategy's device."""
+        """As `WholeModel.run`; a collective, also for a rank without samples.
+
+        Args:
+            groups: as of `WholeModel.run`.
+            forward: likewise; without a group, called so that this rank takes part in the others' forwards.
+            device: not used; it runs on the strategy's.
+        """
         groups = list(groups)
         turns = int(collectives.all_reduce_max(torch.tensor([float(len(groups))])).item())
         if self._offload is not None:
@@ -106,7 +118,16 @@ VISION_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video
 def local_model_source(
     name: str, model: Any, config: RewardConfig, tokenizer: Any, packing: bool, strategy: Any = None
 ) -> Source:
-    """The source for a checkpoint folder or hub name, a torch module, or an engine-backed model."""
+    """The source for a reward model of this process.
+
+    Args:
+        name: of the component, for errors and metrics.
+        model: a checkpoint folder or hub name, a torch module, or an engine-backed model.
+        config: of the rewards, for reward_cpu_offload.
+        tokenizer: the policy's, for the padding id of a torch module; None: 0.
+        packing: whether a torch module never sees padding, see `TorchModel`.
+        strategy: of the run; where it divides models, a checkpoint is divided.
+    """
     if isinstance(model, (str, Path)):
         return load_reward_model(name, str(model), config.reward_cpu_offload, strategy)
     if not callable(model):
@@ -126,8 +147,14 @@ def is_engine(model: nn.Module) -> bool:
 
 
 def load_reward_model(name: str, path: str, offload: bool, strategy: Any = None) -> Source:
-    """A checkpoint as a source; all ranks load it together where `strategy` divides models. Raises ConfigError when it
-    is missing or is no reward model."""
+    """A checkpoint as a source. Raises ConfigError when it is missing or is no reward model.
+
+    Args:
+        name: of the component, for errors and metrics.
+        path: its folder or hub name.
+        offload: whether it is on the accelerator only while it scores.
+        strategy: of the run; where it divides models, all ranks load it together. None: it is whole.
+    """
     fetch_model(path)
     with refused_as(ConfigError, f"reward model {name}: {path} is no transformers checkpoint"):
         config = AutoConfig.from_pretrained(path)
@@ -184,7 +211,7 @@ class HeldModel:
         self.held = WholeModel(model, offload) if divided is None else DividedModel(model, offload, divided)
         self.all_ranks = self.held.all_ranks
 
-    def scored(
+    def _scored(
         self, size: int, groups: Sequence[Sequence[int]], values: Callable[..., Sequence[float]], device: Any
     ) -> list[float | None]:
         """The score of each of `size` samples that is in a group. values: scores of a group by the model, of anything
@@ -222,7 +249,7 @@ class TextModel(HeldModel):
             return model(**padded.to(call.device)).logits.float().flatten().tolist()
 
         groups = [[fitting[i] for i in group] for group in by_length([len(ids[i]) for i in fitting])]
-        return to_scores(self.scored(len(batch), groups, values, call.device))
+        return to_scores(self._scored(len(batch), groups, values, call.device))
 
 
 class VLModel(HeldModel):
@@ -242,7 +269,7 @@ class VLModel(HeldModel):
             return model(self._inputs(part.queries or ["?"], images, call.device)).tolist()
 
         groups = by_length([len(query) for query in batch.queries])
-        return to_scores(self.scored(len(batch), groups, values, call.device))
+        return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _inputs(self, texts: Sequence[str], images: Sequence[Any], device: Any) -> ModelInputs:
         given = self.processor(text=list(texts), images=list(images) or None, padding=True, return_tensors="pt")
@@ -284,7 +311,7 @@ class TorchModel(HeldModel):
             return self._run(model, samples, self._more(batch.select(group), call.device), call.device)
 
         groups = by_length([len(sample) for sample in batch.sequence_tokens], exact=self.packing)
-        return to_scores(self.scored(len(batch), groups, values, call.device))
+        return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _more(self, part: RewardBatch, device: Any) -> dict[str, Any]:
         """What the forward asks for beside ids and mask."""

@@ -266,7 +266,13 @@ def _said(data: bytes | None, token: str | None) -> str:
 
 
 def shown_body(data: bytes | None, token: str | None, length: int = SHOWN_ANSWER) -> str:
-    """The beginning of a request or reply, without encoded images and the run's own token, secrets masked."""
+    """The beginning of a request or reply, without encoded images, secrets masked.
+
+    Args:
+        data: a body; None: nothing to show.
+        token: the run's own, which is masked too.
+        length: characters that are shown at most.
+    """
     text = (data or b"")[: 8 * LONGEST_SAID].decode(errors="replace")
     text = ENCODED.sub("...", text.replace(token, MASK) if token else text)
     return masked(" ".join(text.split()))[:length].strip()

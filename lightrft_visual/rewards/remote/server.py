@@ -217,8 +217,14 @@ def _parse(data: bytes, settings: ServerSettings) -> RewardBatch:
 
 
 def bind(host: str, port: int, settings: ServerSettings) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError for a host that others can reach without a
-    token, and when the port is taken."""
+    """A listening socket. Raises ConfigError for a host that others can reach without a token, and when the port is
+    taken.
+
+    Args:
+        host: address or name to listen on.
+        port: 0 takes a free one.
+        settings: for the token.
+    """
     if not _is_loopback(host) and settings.token is None:
         raise ConfigError(f"host {host} can be reached by others: set a token (--token_env), or bind to 127.0.0.1")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -252,7 +258,14 @@ class _Announcing(uvicorn.Server):
 
 
 def serve(app: FastAPI, host: str, port: int, settings: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Prints one line, `serving on http://HOST:PORT/reward`."""
+    """Serve until SIGINT or SIGTERM. Prints one line, `serving on http://HOST:PORT/reward`.
+
+    Args:
+        app: of `create_app`.
+        host: as of `bind`.
+        port: likewise.
+        settings: likewise.
+    """
     sock = bind(host, port, settings)
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)

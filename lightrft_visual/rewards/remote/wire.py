@@ -25,7 +25,13 @@ class BadReply(Exception):
 
 
 def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
-    """The body of one request. Optional fields are left out when no sample has them."""
+    """The body of one request. Optional fields are left out when no sample has them.
+
+    Args:
+        batch: the samples of the request.
+        wire: LIGHTRFT or OPENRLHF.
+        encode: an image or frame as text; None for a missing image.
+    """
     if wire == OPENRLHF:
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
         return own | _media(batch, encode)
@@ -131,7 +137,14 @@ def _extras(reply: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
 
 
 def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS) -> RewardBatch:
-    """The batch of a request, either wire. Raises DataError that names the field, never its content."""
+    """The batch of a request, either wire. Raises DataError that names the field, never its content.
+
+    Args:
+        body: the request, parsed.
+        max_samples: of the request.
+        max_images: of a sample; also videos of a sample and frames of a video.
+        max_pixels: of an image or frame.
+    """
     if not isinstance(body, Mapping):
         raise DataError("the body is not a JSON object")
     queries = body.get("queries", body.get("query"))
