@@ -38,7 +38,13 @@ def short(value: float) -> str:
 
 
 def step_line(step: int, total: int | None, metrics: Mapping[str, float]) -> str:
-    """`step 12/150  reward 0.53±0.44  loss 0.01  …  1.2s (generate 40% train 35%)`; absent metrics are left out."""
+    """`step 12/150  reward 0.53±0.44  loss 0.01  …  1.2s (generate 40% train 35%)`; absent metrics are left out.
+
+    Args:
+        step: how many are finished.
+        total: steps of the run; None: not known.
+        metrics: of the step, by the names of metrics.csv.
+    """
     parts = [f"step {step}/{total}" if total else f"step {step}"]
     for name, label in SHOWN:
         if name in metrics:
@@ -145,7 +151,14 @@ class RunConsole:
     def done(
         self, step: int, metrics: Mapping[str, float], first: Mapping[str, float], files: Mapping[str, Any]
     ) -> None:
-        """The last line of a run that ends well. metrics, first: of its last and first evaluation; files: by name."""
+        """The last line of a run that ends well.
+
+        Args:
+            step: how many are finished.
+            metrics: of the last evaluation; empty: there was none.
+            first: metrics of the first evaluation.
+            files: paths of what the run leaves, by the name that the line gives them.
+        """
         parts = [f"done: {step} steps in {clock(time.monotonic() - self._began)}"]
         for name in ("eval_reward", "eval_loss"):
             if name in metrics:

@@ -152,6 +152,11 @@ def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) ->
 
     Each rank that fails adds a part of its own, in one write. Returns the file, or None where it cannot be written: the
     error that ends the run must be told anyway.
+
+    Args:
+        folder: of the run's outputs; made where it is missing.
+        error: which ends the run.
+        ending: of this rank, for the head of its part.
     """
     path = Path(folder) / FILE_NAME
     try:

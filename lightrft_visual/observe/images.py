@@ -30,7 +30,13 @@ def fit(image: Image.Image, side: int) -> Image.Image:
 
 
 def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height: int = 128) -> Image.Image:
-    """Up to `count` evenly spaced frames side by side, the first and the last included."""
+    """Evenly spaced frames side by side, the first and the last included.
+
+    Args:
+        frames: of a video, in order.
+        count: frames that are shown at most.
+        height: of the strip, in pixels; widths follow from the first frame's shape.
+    """
     if not frames:
         raise DataError("a video without frames")
     shown = evenly_spaced(frames, count)
@@ -41,7 +47,7 @@ def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height:
     return strip
 
 
-def encode(image: Image.Image, lossless: bool, quality: int = 85) -> tuple[bytes, str]:
+def _encode(image: Image.Image, lossless: bool, quality: int = 85) -> tuple[bytes, str]:
     """File content and suffix."""
     buffer = io.BytesIO()
     if lossless:
@@ -59,32 +65,38 @@ def save_image(folder: Path, image: Any) -> str:
     image = to_rgb(image)
     if max(image.size) > IMAGE_SIDE:
         image = fit(image, IMAGE_SIDE)
-    return store(folder, image, lossless=image.width * image.height <= PNG_PIXELS)
+    return _store(folder, image, lossless=image.width * image.height <= PNG_PIXELS)
 
 
 def save_video(folder: Path, video: Any) -> str:
     """Store a strip of a video's frames like an image; video: see `data.media.frames_first`."""
-    return store(folder, film_strip(video_frames(video)), lossless=False)
+    return _store(folder, film_strip(video_frames(video)), lossless=False)
 
 
-def store(folder: Path, image: Image.Image, lossless: bool) -> str:
+def _store(folder: Path, image: Image.Image, lossless: bool) -> str:
     """Write the image under `folder`/images unless it is there; equal images share a file. Gives the relative path."""
     digest = hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()[:20]
     target = folder / "images" / (digest + (".png" if lossless else ".jpg"))
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name("." + target.name)
-        partial.write_bytes(encode(image, lossless)[0])
+        partial.write_bytes(_encode(image, lossless)[0])
         partial.replace(target)
     return f"images/{target.name}"
 
 
 def data_uri(image: Image.Image, side: int, quality: int = 72) -> str:
-    """A thumbnail for the report: the smaller of PNG and JPEG."""
+    """A thumbnail for the report: the smaller of PNG and JPEG.
+
+    Args:
+        image: in RGB.
+        side: pixels of the longer side at most.
+        quality: of the JPEG, 1 to 95.
+    """
     image = fit(image, side)
-    choices = [(encode(image, False, quality)[0], "jpeg")]
+    choices = [(_encode(image, False, quality)[0], "jpeg")]
     if image.width * image.height <= PNG_PIXELS:
-        choices.append((encode(image, True)[0], "png"))
+        choices.append((_encode(image, True)[0], "png"))
     content, kind = min(choices, key=lambda choice: len(choice[0]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -114,7 +126,14 @@ def score_text(record: Mapping[str, Any]) -> str:
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, lines: int) -> list[str]:
-    """At most `lines` lines that fit `width` pixels; an ellipsis marks what was left out."""
+    """Lines of a text for a drawing; an ellipsis marks what was left out.
+
+    Args:
+        text: of any length, with any breaks.
+        font: that it is drawn in, whose "n" stands for the width of a letter.
+        width: pixels that a line may take.
+        lines: how many there are at most.
+    """
     letters = max(4, int(width / max(1.0, font.getlength("n"))))
     text = " ".join(writable(text).split())
     return textwrap.wrap(text, letters, max_lines=lines, placeholder="…") or [""]
@@ -131,8 +150,13 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
 def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = None, side: int = 224) -> Image.Image:
     """A grid of the records' first image or video, each with its prompt and scores below.
 
-    `side`: pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each.
-    DataError without any image.
+    Args:
+        records: with `images` or `videos` as they were generated; those without are left out.
+        columns: of the grid; None: as many as suit the number and width of the cells.
+        side: pixels of an image's cell; a video takes a wide cell with a strip of STRIP frames, half as high each.
+
+    Raises:
+        DataError: without any image.
     """
     media = [(record, [*(record.get("images") or ()), *(record.get("videos") or ())]) for record in records]
     shown = [(record, own[0]) for record, own in media if own]
@@ -150,11 +174,11 @@ def contact_sheet(records: Sequence[Mapping[str, Any]], columns: int | None = No
     sheet = Image.new("RGB", (columns * cell_width + MARGIN, lines * cell_height + MARGIN), PAPER)
     for index, ((record, _), tile) in enumerate(zip(shown, tiles)):
         corner = (MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height)
-        draw_cell(sheet, corner, (width, height), tile, record)
+        _draw_cell(sheet, corner, (width, height), tile, record)
     return sheet
 
 
-def draw_cell(
+def _draw_cell(
     sheet: Image.Image, corner: tuple[int, int], size: tuple[int, int], tile: Image.Image, record: Mapping[str, Any]
 ) -> None:
     """One image in its frame, scores and prompt below it."""
@@ -169,7 +193,13 @@ def draw_cell(
 
 
 def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
-    """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones."""
+    """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones.
+
+    Args:
+        path: of the file, in a folder that exists.
+        video: see `data.media.frames_first`.
+        fps: frames per second.
+    """
     with needed("imageio"):
         import imageio.v2 as imageio
 
@@ -184,7 +214,13 @@ def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
 
 
 def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]], fps: int = 8) -> Path:
-    """contact_sheet.png in `folder`, and video_000.mp4 … for the records that are videos; gives the sheet's path."""
+    """contact_sheet.png in `folder`, and video_000.mp4 … for the records that are videos; gives the sheet's path.
+
+    Args:
+        folder: of one evaluation; made where it is missing.
+        records: as of `contact_sheet`.
+        fps: frames per second of the videos.
+    """
     folder = Path(folder)
     sheet = contact_sheet(records)
     folder.mkdir(parents=True, exist_ok=True)

@@ -100,12 +100,24 @@ class MetricsAccumulator:
     _moments: dict[str, Moments] = field(default_factory=dict)
 
     def add(self, name: str, numerator: Number, denominator: Number = 1.0) -> None:
-        """Add one part of a ratio. Without a denominator: one observation of a mean."""
+        """Add one part of a ratio.
+
+        Args:
+            name: of the metric.
+            numerator: sum over this part.
+            denominator: what it is divided by, such as a count of tokens; left out: one observation of a mean.
+        """
         old_numerator, old_denominator = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (as_double(numerator) + old_numerator, as_double(denominator) + old_denominator)
 
     def add_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add a tensor's elements, or those where `mask` (same shape) is true, to a mean over all elements."""
+        """Add a tensor's elements to a mean over all elements.
+
+        Args:
+            name: of the metric.
+            values: of any shape.
+            mask: of the same shape, true where elements count; None: everywhere.
+        """
         weights = torch.ones_like(values) if mask is None else mask.to(values.device)
         kept = torch.where(weights.bool(), values.detach(), torch.zeros_like(values)).double()
         self.add(name, kept.sum(), weights.bool().sum())
@@ -131,8 +143,16 @@ class MetricsAccumulator:
                 self.add(name, value)
 
     def add_own(self, giver: str, name: str, value: Any) -> None:
-        """As `add_numbers`. Raises ConfigError for what is no number, and for a name that a step's metrics have: two
-        would be averaged."""
+        """As `add_numbers`, of one number that a hook gives.
+
+        Args:
+            giver: what gives it, as the error names it.
+            name: of the metric.
+            value: a number, or a tensor of one element.
+
+        Raises:
+            ConfigError: for what is no number, and for a name that a step's metrics have: two would be averaged.
+        """
         moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
         taken = name in ("step", *self._sums, *self._totals, *self._maxima, *moments)
         if taken or name.startswith("time_"):

@@ -128,14 +128,25 @@ class RunRecorder:
             sink.append(step, values)
 
     def log_line(self, file: str, step: int, line: Mapping[str, Any]) -> None:
-        """One line of ALARMS (whose images or texts are those of the step's rollouts), of GOLD (reward and gold of each
-        prompt, as the guard reads them) or of EVALUATIONS (metrics, and what they were made with)."""
+        """One line of a file of the run's folder.
+
+        Args:
+            file: ALARMS (whose images or texts are those of the step's rollouts), GOLD (reward and gold of each prompt,
+                as the guard reads them) or EVALUATIONS (metrics, and what they were made with).
+            step: that the line is of; it is written into it.
+            line: what JSON holds, by name.
+        """
         if self._ready():
             append_line(self.folder / file, to_json({**line, "step": step}) + "\n")
 
     def save_rollouts(self, step: int, records: Sequence[Mapping[str, Any]], kind: str = "step") -> Path | None:
-        """rollouts/step_000012.jsonl, or of kind "eval_step" rollouts/eval_step_000012.jsonl; images become files
-        beside it. The report takes its examples from both."""
+        """rollouts/step_000012.jsonl; images become files beside it. The report takes its examples from it.
+
+        Args:
+            step: which made them, or at which they were evaluated.
+            records: to be kept of all ranks, with `images` and `videos` as `save_image` and `save_video` take them.
+            kind: "step", or "eval_step" of an evaluation; it begins the file's name.
+        """
         if not self._ready():
             return None
         path = self.rollout_folder / f"{kind}_{step:06d}.jsonl"
@@ -293,9 +304,16 @@ def records_from_media(
     group_ids: torch.Tensor | None = None,
     sample_ids: torch.Tensor | None = None,
 ) -> list[Record]:
-    """Records of B generated images ([C, H, W] in 0..1, PIL) or videos ([C, T, H, W] in 0..1, lists of frames).
+    """Records of generated images or videos.
 
-    rewards (B); components {name: (B)}; valid (B) bool; group_ids (B); sample_ids (B), by default from 0 on.
+    Args:
+        prompts: of each of the B samples.
+        media: of each: an image ([C, H, W] in 0..1, PIL) or a video ([C, T, H, W] in 0..1, a list of frames).
+        rewards: (B).
+        components: of the rewards, {name: (B)}; None: there are none.
+        valid: bool (B), whether the reward could score it; None: all are.
+        group_ids: (B), of each sample's prompt; None: records have none.
+        sample_ids: (B), that no other sample of the batch has on any rank; None: from 0 on.
     """
     records = []
     for index, prompt in enumerate(prompts):
@@ -334,14 +352,26 @@ def best_and_worst(records: Sequence[Record], count: int) -> tuple[list[Record],
 
 
 def pick_random(records: Sequence[Record], count: int, seed: int = 0) -> list[Record]:
-    """`count` records drawn without replacement, the same for a seed, in their order."""
+    """Some records, drawn without replacement, in their order.
+
+    Args:
+        records: to draw from.
+        count: how many; all where there are fewer.
+        seed: equal ones draw the same.
+    """
     indices = sorted(random.Random(seed).sample(range(len(records)), min(count, len(records))))
     return [records[index] for index in indices]
 
 
 def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
-    """At most `count` records that show the range: a third best, a third worst, the rest at random; the same ones for
-    the same scores."""
+    """Records that show the range: a third best, a third worst, the rest at random; the same ones for the same scores.
+
+    Args:
+        records: to choose from.
+        count: how many at most.
+        run_seed: of the run; with `step` it decides what is drawn at random.
+        step: that the records are shown for.
+    """
     if len(records) <= count:
         return list(records)
     best, worst = best_and_worst(records, count // 3)
@@ -352,9 +382,15 @@ def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> l
 
 
 def gather_records(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
-    """The `count` records to keep of all ranks, on every rank (a collective).
+    """The records to keep of all ranks, on every rank (a collective).
 
     Each rank sends only its own selection, so images of at most `count` samples a rank cross the network.
+
+    Args:
+        records: of this rank.
+        count: how many are kept at most, of all ranks together.
+        run_seed: as of `select`.
+        step: as of `select`.
     """
     everyone = gather_all(select(records, count, run_seed, step))
     return select(everyone, count, run_seed, step)

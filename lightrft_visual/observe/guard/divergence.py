@@ -250,10 +250,15 @@ def distances(one: T, two: T) -> T:
 
 
 def diversity(thumbs: T, groups: T, kinds: T | None = None) -> float:
-    """Mean distance of the pairs of images (N, 3, S, S) in a group (N); NaN where no group has two.
+    """Mean distance of the pairs of images in a group; NaN where no group has two.
 
-    kinds (N): what an image shows; then only pairs that show the same count. An image that shows the right thing more
-    often resembles its neighbours more, which is no loss of variety: variety is what is left among equals.
+    An image that shows the right thing more often resembles its neighbours more, which is no loss of variety: variety
+    is what is left among equals.
+
+    Args:
+        thumbs: uint8 (N, 3, S, S).
+        groups: (N), of each image.
+        kinds: (N), what each image shows: only pairs that show the same count; None: all pairs of a group do.
     """
     pairs = groups[:, None] == groups
     if kinds is not None:
@@ -276,7 +281,14 @@ def drift(thumbs: T, base: T) -> float:
 def coverage(thumbs: T, groups: T, references: T, reference_groups: T) -> float:
     """Share of reference images that some image of their group covers: it lies within the distance of the reference's
     COVERING-th nearest neighbour among the references of the group ("coverage", arXiv 2002.09797). Left out are those
-    of groups that have no more than COVERING; NaN without others."""
+    of groups that have no more than COVERING; NaN without others.
+
+    Args:
+        thumbs: uint8 (N, 3, S, S) of the images that were drawn.
+        groups: (N), of each of them.
+        references: uint8 (M, 3, S, S) of right images.
+        reference_groups: (M), of each reference, in the numbers of `groups`.
+    """
     among = distances(references, references).masked_fill(reference_groups[:, None] != reference_groups, torch.inf)
     radius = F.pad(among, (0, COVERING), value=torch.inf).sort(dim=1).values[:, COVERING]  # 0 is the image itself
     nearest = distances(references, thumbs).masked_fill(reference_groups[:, None] != groups, torch.inf).amin(dim=1)
@@ -311,7 +323,13 @@ def colour_entropy(thumbs: T) -> T:
 
 
 def gathered(media: T, groups: T, gather: Callable[[Any], list[Any]]) -> tuple[T, T]:
-    """Thumbnails and groups of the images of all ranks; gather: one object of each rank to all of them."""
+    """Thumbnails and groups of the images of all ranks. A collective.
+
+    Args:
+        media: of this rank, as `thumbnails` takes them.
+        groups: (N), of each.
+        gather: one object of each rank to all of them, in the order of ranks.
+    """
     parts = gather((thumbnails(media).numpy(), groups.tolist()))
     thumbs = torch.cat([torch.from_numpy(each) for each, _ in parts])
     return thumbs, torch.tensor([group for _, part in parts for group in part])

@@ -117,7 +117,13 @@ class Parting:
         return self.gold - self.start > RISEN * self.noise(1)
 
     def see(self, step: int, reward: float, gold: float) -> int:
-        """How many values in a row stand apart, this one included."""
+        """How many values in a row stand apart, this one included.
+
+        Args:
+            step: of the values.
+            reward: mean of the step.
+            gold: of the step, or what is compared in its place, such as a component of the reward.
+        """
         if self.seen:
             moved = reward - self.last[0], gold - self.last[1]
             self.changes = self.changes[0] + moved[0] ** 2, self.changes[1] + moved[1] ** 2
@@ -145,10 +151,15 @@ def repetition(tokens: Sequence[Hashable]) -> float:
 def text_statistics(
     tokens: Sequence[Sequence[int]], groups: Sequence[int], gather: Callable[[Any], list[Any]]
 ) -> dict[str, float]:
-    """Of responses and their groups, of all ranks alike: `repetition`, its mean; `identical_share`, the share of a
+    """Of the responses of all ranks, alike on each: `repetition`, its mean; `identical_share`, the share of a
     group's responses that are its most common one; `common_answer`, the share of groups whose most common response is
     the same one. Two groups or more with two responses each are needed for the last two; they are left out otherwise.
-    gather: one object of each rank to all of them."""
+
+    Args:
+        tokens: ids that were sampled, of each response of this rank.
+        groups: numbers of each response's group.
+        gather: one object of each rank to all of them, in the order of ranks.
+    """
     by_group: dict[int, Counter] = defaultdict(Counter)
     for response, group in zip(tokens, groups):
         by_group[group][hash(tuple(response))] += 1  # hashes of numbers are alike in all processes
@@ -216,8 +227,13 @@ class Guard:
     # -- what is read --------------------------------------------------------------------------------------------
 
     def after_step(self, step: int, metrics: Mapping[str, float], scores: PairedScores | None = None) -> list[Alarm]:
-        """The alarms of a training step's metrics, and of reward and gold of its groups where gold scored them. A value
-        that is missing or not finite is not looked at."""
+        """The alarms of a training step.
+
+        Args:
+            step: how many are finished.
+            metrics: of the step, over all ranks; a value that is missing or not finite is not looked at.
+            scores: reward and gold of its groups; None: gold did not score them.
+        """
         if not self.config.watch:
             return []
         reward, alarms = _finite(metrics, "reward_mean"), []
@@ -248,7 +264,13 @@ class Guard:
     def after_evaluation(
         self, step: int, metrics: Mapping[str, float], scores: PairedScores | None = None
     ) -> list[Alarm]:
-        """The alarms of an evaluation, and of reward and gold of its prompts; `best` follows `eval_gold`."""
+        """The alarms of an evaluation; `best` follows `eval_gold`.
+
+        Args:
+            step: at which it was made.
+            metrics: of the evaluation, over all ranks.
+            scores: reward and gold of its prompts; None: gold did not score them.
+        """
         gold = _finite(metrics, "eval_gold")
         if gold is not None and (self.best is None or gold > self.best[0]):
             self.best = (gold, step)

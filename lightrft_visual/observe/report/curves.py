@@ -177,7 +177,7 @@ class Panel:
     legend: list[tuple[str, str]]  # (name, colour)
 
 
-def panel(title: str, series: Sequence[Series], limit: int, stacked: bool = False) -> Panel | None:
+def _panel(title: str, series: Sequence[Series], limit: int, stacked: bool = False) -> Panel | None:
     """The panel of a chart's series; None where they have no finite point. limit: points drawn per line."""
     chart = area_chart(series) if stacked else line_chart(series, limit)
     if chart is None:
@@ -198,7 +198,7 @@ def series_of(lines: Sequence[Line]) -> list[Series]:
     ]
 
 
-def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Panel | None:
+def _metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "metrics") -> Panel | None:
     """One metric of every run that has it. kind: "metrics" of training steps or "evaluation"."""
     sources = [(run, getattr(run, kind).get(name)) for run in runs]
     dots = kind == "evaluation"
@@ -214,7 +214,7 @@ def metric_panel(name: str, runs: Sequence[RunData], limit: int, kind: str = "me
         for index, (run, points) in enumerate(sources)
         if points
     ]
-    return panel(name, series, limit)
+    return _panel(name, series, limit)
 
 
 def lines_of(run: RunData, lines: Sequence[tuple[str, str, str]]) -> list[Series]:
@@ -235,7 +235,7 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
         values = [y for each in series for _, y in finite(each.points)]
         line = [(diverged[0], min(values)), (diverged[0], max(values))]
         series.append(Series(f"parted at step {diverged[0]}", line, PALETTE[7]))
-    return panel("reward against gold", series, limit)
+    return _panel("reward against gold", series, limit)
 
 
 def reward_panels(run: RunData, limit: int) -> list[Panel | None]:
@@ -243,12 +243,12 @@ def reward_panels(run: RunData, limit: int) -> list[Panel | None]:
     and gold of its answers and of its images, each in a panel."""
     lines = [("training", "metrics", "reward_mean"), ("evaluation", "evaluation", "eval_reward")]
     lines.append(("evaluation, greedy", "evaluation", "eval_reward_greedy"))
-    panels = [panel("reward", lines_of(run, lines), limit), gold_panel(run, limit)]
+    panels = [_panel("reward", lines_of(run, lines), limit), gold_panel(run, limit)]
     for kind, title in RESPONSES.items() if draws(run) else ():
         own = [("training", "metrics", f"reward_{kind}_mean")]
         for name, column in (("", "eval_reward"), (", greedy", "eval_reward_greedy"), (", gold", "eval_gold")):
             own.append((f"evaluation{name}", "evaluation", f"{column}_{kind}"))
-        panels.append(panel(f"reward of {title}", lines_of(run, own), limit))
+        panels.append(_panel(f"reward of {title}", lines_of(run, own), limit))
     return panels
 
 
@@ -264,7 +264,7 @@ def response_metrics(run: RunData, limit: int) -> dict[str, Panel]:
         columns = {title: run.metrics.get(f"{name}_{kind}") for kind, title in RESPONSES.items()}
         if all(columns.values()):
             series = series_of([(title, points, {}) for title, points in columns.items()])
-            found[name] = panel(f"{name}, by kind of response", series, limit)
+            found[name] = _panel(f"{name}, by kind of response", series, limit)
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -279,7 +279,7 @@ def kinds_panels(run: RunData, limit: int) -> list[Panel | None]:
         for start in range(0, len(group), KINDS_A_PANEL):
             some = group[start : start + KINDS_A_PANEL]
             lines = [(SHARED.sub("", name), run.evaluation[name], {"dots": True}) for name in some]
-            panels.append(panel(title, series_of(lines), limit))
+            panels.append(_panel(title, series_of(lines), limit))
     return panels
 
 
@@ -288,7 +288,7 @@ def time_panel(run: RunData) -> Panel | None:
     names = [name for name in run.metrics if name.startswith("time_") and name != "time_step"]
     names = [name for name in names if any(value > 0 for _, value in run.metrics[name])]
     series = series_of([(name[5:], run.metrics[name], {}) for name in names])
-    return panel("seconds a step, by phase", series, 0, stacked=True)
+    return _panel("seconds a step, by phase", series, 0, stacked=True)
 
 
 def ahead_panels(run: RunData) -> list[Panel]:
@@ -299,8 +299,8 @@ def ahead_panels(run: RunData) -> list[Panel]:
     )
     by_age = series_of([(f"{name[10:]} versions old", run.metrics[name], {}) for name in ages])
     rest = ("idle_trainer", "idle_engines", "buffer_level", "dropped_stale_share") if ages else ()
-    stacked = panel("share of tokens or samples, by age", by_age, 0, stacked=True) if ages else None
-    return present([stacked, *(metric_panel(name, [run], 300) for name in rest)])
+    stacked = _panel("share of tokens or samples, by age", by_age, 0, stacked=True) if ages else None
+    return present([stacked, *(_metric_panel(name, [run], 300) for name in rest)])
 
 
 def columns_of(runs: Sequence[RunData], kind: str = "metrics") -> list[str]:
@@ -328,8 +328,8 @@ def reward_section(runs: Sequence[RunData], limit: int) -> list[Panel]:
         panels = [*reward_panels(run, limit), *kinds_panels(run, limit)]
         names = [name for name in names if name != "reward_mean"]
     else:
-        panels = [metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
-    return present([*panels, *(metric_panel(name, runs, limit) for name in names)])
+        panels = [_metric_panel(name, runs, limit, "evaluation") for name in columns_of(runs, "evaluation")]
+    return present([*panels, *(_metric_panel(name, runs, limit) for name in names)])
 
 
 def training_section(runs: Sequence[RunData], limit: int) -> dict[str, Any] | None:
@@ -340,7 +340,7 @@ def training_section(runs: Sequence[RunData], limit: int) -> dict[str, Any] | No
     for title, wanted in SECTIONS.items():
         chosen = [name for name in wanted if name in names and name not in steady]
         used.update(chosen)
-        groups.append((title, present([metric_panel(name, runs, limit) for name in chosen])))
+        groups.append((title, present([_metric_panel(name, runs, limit) for name in chosen])))
     apart = response_metrics(runs[0], limit) if len(runs) == 1 else {}
     used |= {f"{name}_{kind}" for name in apart for kind in RESPONSES}
     used |= {f"reward_{kind}_{part}" for kind in RESPONSES for part in ("mean", "std")} if apart else set()
@@ -348,7 +348,7 @@ def training_section(runs: Sequence[RunData], limit: int) -> dict[str, Any] | No
     others = [name for name in names if name not in used and not (len(runs) == 1 and name.startswith("time_"))]
     found = {
         "groups": [(title, panels) for title, panels in groups if panels],
-        "others": present([metric_panel(name, runs, limit) for name in others[:MAX_OTHER]]),
+        "others": present([_metric_panel(name, runs, limit) for name in others[:MAX_OTHER]]),
         "left_out": others[MAX_OTHER:],
         "steady": steady,
     }

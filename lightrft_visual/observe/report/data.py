@@ -159,7 +159,14 @@ class Thumbnails:
         self.left = budget
 
     def uri(self, folder: Path, name: str, side: int, quality: int = 72) -> tuple[str, tuple[int, int]] | None:
-        """(data URI, original size) of an image inside `folder`; None when missing, damaged, outside or too much."""
+        """(data URI, original size) of an image inside `folder`; None when missing, damaged, outside or too much.
+
+        Args:
+            folder: that the image must lie in.
+            name: of the file, relative to the folder, as a record or the folder itself tells it.
+            side: pixels of the longer side at most.
+            quality: of a JPEG, 1 to 95.
+        """
         try:
             path = (folder / name).resolve()
             if not path.is_relative_to(folder.resolve()) or not path.is_file():
@@ -285,6 +292,12 @@ def _mean_and_band(tables: Sequence[dict[float, float]]) -> list[tuple[float, fl
 
 
 def deviation_of(run: RunData, kind: str, name: str) -> str:
-    """` ± 0.012`: half the width of the last band; empty for a single run."""
+    """` ± 0.012`: half the width of the band at its last step; empty for a single run.
+
+    Args:
+        run: one, or several seeds as one.
+        kind: "metrics" of training steps or "evaluation".
+        name: of the metric.
+    """
     band = run.bands.get(kind, {}).get(name)
     return f" ± {(band[-1][2] - band[-1][1]) / 2:.3f}" if band else ""

@@ -49,7 +49,7 @@ def turns(prompt: Any) -> list[tuple[str, list[Part]]]:
     return [(role, prose(words)) for role, words in found if words] if found else [("", prose(prompt))]
 
 
-def thumbnail(thumbnails: Thumbnails, folder: Path, name: Any) -> dict[str, Any] | None:
+def _thumbnail(thumbnails: Thumbnails, folder: Path, name: Any) -> dict[str, Any] | None:
     """Data URI of an image with the width that it is enlarged to, if it is tiny; None where it cannot be shown."""
     found = thumbnails.uri(folder, str(name), THUMBNAIL)
     if found is None:
@@ -81,7 +81,15 @@ def conversation(record: Record, images: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high: float) -> dict[str, Any]:
-    """What the page shows of a rollout. `low` and `high` scale the bar of the reward."""
+    """What the page shows of a rollout.
+
+    Args:
+        record: as its rollout file holds it, with images and videos as names of files.
+        thumbnails: of the whole page, which has a budget.
+        folder: that the names are relative to.
+        low: reward at which the bar is empty.
+        high: reward at which the bar is full.
+    """
     value = score(record)
     filled = 100 if value is None or high <= low else 100 * (value - low) / (high - low)
     names = [name for key in ("images", "videos") if isinstance(own := record.get(key), list) for name in own]
@@ -96,14 +104,14 @@ def card(record: Record, thumbnails: Thumbnails, folder: Path, low: float, high:
     texts = {name: record.get(name) for name in ("response", "reference")}
     observed = _observed_images(record)
     names, later = names[: len(names) - observed], names[len(names) - observed :][:MAX_OBSERVED]
-    talk = conversation(record, [thumbnail(thumbnails, folder, name) for name in later])
+    talk = conversation(record, [_thumbnail(thumbnails, folder, name) for name in later])
     if talk:
         texts["response"] = None
         facts += [f"{len(record['turns'])} turns"] + ([record["failure"]] if record.get("failure") else [])
     return {
         "score": value,
         "filled": max(0.0, min(100.0, filled)),
-        "images": [thumbnail(thumbnails, folder, name) for name in names[:MAX_IMAGES]],
+        "images": [_thumbnail(thumbnails, folder, name) for name in names[:MAX_IMAGES]],
         "more_images": max(0, len(names) - MAX_IMAGES),
         "conversation": talk,
         "turns": turns(record.get("prompt", "")),
@@ -119,20 +127,22 @@ def _observed_images(record: Record) -> int:
     return 0 if record.get("videos") else sum(part["type"] == "image" for part in parts)
 
 
-def cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
+def _cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     """Best, worst and random examples of one file, by title; answers and drawn images apart where there are both."""
     drawn = [record for record in records if record.get("kind") == "drawing"]
     if not drawn or len(drawn) == len(records):
-        return _cards(records, thumbnails, folder)
+        return _cards_of_kind(records, thumbnails, folder)
     answers = [record for record in records if record.get("kind") != "drawing"]
     return [
         (f"{title}, {kind}", chosen)
         for kind, own in (("answers", answers), ("drawn images", drawn))
-        for title, chosen in _cards(own, thumbnails, folder)
+        for title, chosen in _cards_of_kind(own, thumbnails, folder)
     ]
 
 
-def _cards(records: Sequence[Record], thumbnails: Thumbnails, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
+def _cards_of_kind(
+    records: Sequence[Record], thumbnails: Thumbnails, folder: Path
+) -> list[tuple[str, list[dict[str, Any]]]]:
     values = [value for record in records if (value := score(record)) is not None]
     low, high = (min([0.0, *values]), max(values)) if values else (0.0, 1.0)
     best, worst = best_and_worst(records, EACH)
@@ -152,7 +162,7 @@ def rollout_blocks(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]
     titled = [(f"Evaluation at step {step}", path) for step, path in evaluations]
     titled += [(f"Training step {step}", path) for step, path in steps]
     return [
-        {"title": title, "count": len(records), "groups": cards(records, thumbnails, path.parent)}
+        {"title": title, "count": len(records), "groups": _cards(records, thumbnails, path.parent)}
         for title, path in titled
         if (records := read_jsonl(path))
     ]
@@ -165,7 +175,7 @@ def guard_section(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]:
     for alarm in run.alarms[:MAX_ALARMS]:
         step = alarm.get("step")
         path = kept.get(step) if isinstance(step, int) else None
-        groups = dict(cards(read_jsonl(path), thumbnails, path.parent)) if path is not None else {}
+        groups = dict(_cards(read_jsonl(path), thumbnails, path.parent)) if path is not None else {}
         best = [each for title, chosen in groups.items() if title.startswith("Best") for each in chosen]
         blocks.append({"step": alarm.get("step"), "text": str(alarm.get("text")), "cards": best})
     return blocks
@@ -181,6 +191,12 @@ def sheet_blocks(run: RunData, thumbnails: Thumbnails) -> list[dict[str, Any]]:
 
 
 def examples_section(run: RunData, thumbnails: Thumbnails, is_open: bool = True) -> dict[str, Any] | None:
-    """Sheets and rollouts of a run, the newest of each open where `is_open`; None without any."""
+    """Sheets and rollouts of a run; None without any.
+
+    Args:
+        run: whose files are read.
+        thumbnails: as of `card`.
+        is_open: whether the newest of each are unfolded at first.
+    """
     sheets, blocks = sheet_blocks(run, thumbnails), rollout_blocks(run, thumbnails)
     return {"sheets": sheets, "blocks": blocks, "is_open": is_open} if sheets or blocks else None

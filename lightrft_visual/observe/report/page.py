@@ -219,7 +219,7 @@ def script() -> tuple[str, str]:
     return text, f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def single_sections(run: RunData, image_bytes: int, points: int) -> Iterable[Section]:
+def _single_sections(run: RunData, image_bytes: int, points: int) -> Iterable[Section]:
     """The parts of the page of one run. points: drawn per line."""
     yield Section("reward", "Reward", "Reward", reward_section([run], points))
     yield Section("guard", "Guard", "Alarms of the guard", guard_section(run, Thumbnails(image_bytes // 4)))
@@ -231,7 +231,7 @@ def single_sections(run: RunData, image_bytes: int, points: int) -> Iterable[Sec
     yield Section("setup", "Set-up", "Set-up", setup_section(run))
 
 
-def several_sections(runs: Sequence[RunData], image_bytes: int, points: int) -> Iterable[Section]:
+def _several_sections(runs: Sequence[RunData], image_bytes: int, points: int) -> Iterable[Section]:
     """The parts of the page that compares runs; each run's examples get an equal share of the images' bytes."""
     yield Section("comparison", "Comparison", "Comparison", comparison_section(runs))
     yield Section("reward", "Reward", "Reward", reward_section(runs, points))
@@ -244,10 +244,10 @@ def several_sections(runs: Sequence[RunData], image_bytes: int, points: int) -> 
         yield Section("time", "Time per phase", f"Time per phase of {run.name}", time_section(run))
 
 
-def build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -> str:
+def _build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -> str:
     """The whole page with at most `image_bytes` of images and `points` points a line."""
     alone = len(runs) == 1 and not runs[0].bands
-    made = single_sections(runs[0], image_bytes, points) if alone else several_sections(runs, image_bytes, points)
+    made = _single_sections(runs[0], image_bytes, points) if alone else _several_sections(runs, image_bytes, points)
     sections = [section for section in made if section.content]
     code, digest = script()
     return (
@@ -298,7 +298,7 @@ def write_report(
     lines = sum(len(run.metrics) + len(run.evaluation) for run in runs)
     points = max(40, min(400, LINE_BYTES // (POINT_BYTES * max(1, lines))))  # a line
     for scale in (1.0, 0.5, 0.2, 0.05):
-        content = build(runs, title, int(IMAGE_BYTES * scale), max(20, int(points * scale))).encode()
+        content = _build(runs, title, int(IMAGE_BYTES * scale), max(20, int(points * scale))).encode()
         if len(content) < MAX_BYTES:
             break
     try:
