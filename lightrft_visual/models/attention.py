@@ -7,7 +7,7 @@ is installed, else PyTorch's own `varlen_attn`), elsewhere by PyTorch's attentio
 A segment may continue another one, as the completions of one prompt do: its tokens attend to all of that prompt and to
 those before them in their own segment. The prompt's keys and values are then computed once and read by each of them.
 
-A vision tower attends to the images, frames or windows of a batch (`window_attention`). transformers' towers of the
+A vision tower attends to the images, frames or windows of a batch (`_window_attention`). transformers' towers of the
 Qwen-VL kind call PyTorch's attention once for each image, and in Qwen2.5-VL's windowed layers once for each window
 (16 for an image of 448 x 448). They also read the lengths from the device three times a layer, which on an
 accelerator waits for all work before it. Here the parts of equal length are one batch of one call, and the lengths
@@ -185,11 +185,20 @@ def segment_attention(
     prompts: Any = None,
     **kwargs,
 ) -> tuple[T, None]:
-    """transformers' attention function: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
+    """transformers' attention function; without segments and prompts its `sdpa`.
 
-    With segments each token attends to those before it in its own segment and to the segment that this one continues,
-    and attention_mask is not looked at. With prompts that engine hf holds apart, it says how responses attend to them.
-    Without either this is transformers' `sdpa`.
+    Args:
+        module: the attention layer.
+        query: (1, heads, T, D).
+        key, value: (1, key heads, T, D).
+        attention_mask: not looked at with segments.
+        segments: each token attends to those before it in its own and to the segment that this one continues.
+        prompts: engine hf's, held apart from the responses; they say what the next token of each reads, and query is
+            then (R, heads, 1, D).
+        kwargs: the layer's scaling, dropout and sliding_window.
+
+    Returns:
+        (1, T, heads, D), and None in the place of the weights.
     """
     if prompts is not None:
         return prompts.attend(module.layer_idx, query, key, value, kwargs.get("scaling")), None
@@ -261,9 +270,13 @@ def _varlen(query: T, key: T, value: T, segments: Segments, scale: float | None,
 
 
 def attend_to_all(query: T, key: T, value: T, ends: T, longest: int, scale: float | None) -> T:
-    """(1, heads, T, D) each -> (1, T, heads, D): by one call each part of a row attends to all of itself.
+    """(1, T, heads, D): by one call each part of a row attends to all of itself. Only where `takes_varlen`.
 
-    ends: (parts + 1) 0 and the end of each; longest: tokens of the longest. Only where `takes_varlen`.
+    Args:
+        query, key, value: (1, heads, T, D) each.
+        ends: (parts + 1) 0 and the end of each.
+        longest: tokens of the longest part.
+        scale: of the scores; None: 1 / sqrt(D).
     """
     q, k, v = (each.squeeze(0).transpose(0, 1).contiguous() for each in (query, key, value))
     ends = ends.to(torch.int32)
@@ -355,7 +368,7 @@ def attend_by_windows(tower: nn.Module) -> None:
 
 
 @torch.compiler.disable  # it reads the ends of the parts
-def window_attention(
+def _window_attention(
     module: nn.Module,
     query: T,
     key: T,
@@ -405,4 +418,4 @@ def _parts_by_length(ends: T) -> _PartsByLength:
     return _PartsByLength(batches, back.to(ends.device))
 
 
-AttentionInterface.register(WINDOWS, window_attention)
+AttentionInterface.register(WINDOWS, _window_attention)

@@ -106,6 +106,11 @@ def keeps(operation: Any) -> bool:
 
 
 def dropped_out(operation: Any, args: Sequence, kwargs: Mapping | None) -> bool:
-    """Whether a call draws random numbers: left out of the second run, what is drawn after it would be another."""
+    """Whether a call draws random numbers: left out of the second run, what is drawn after it would be another.
+
+    Args:
+        operation: one that `keeps` names as attention.
+        args, kwargs: of the call; kwargs None: none.
+    """
     named = dict(zip((each.name for each in operation._schema.arguments), args)) | dict(kwargs or {})
     return bool(named.get("dropout_p"))

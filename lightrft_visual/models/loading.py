@@ -80,7 +80,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
-    """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded."""
+    """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded.
+
+    Args:
+        path: a folder or hub name, of the run's model or of its teacher.
+        model: settings of the run, for trust_remote_code and kernels.
+        data: settings of the run, for the pixels of an image.
+    """
     if model.use_liger_kernel:
         registry.services.load("kernels").check_kernels()
     check_path(path)
@@ -149,7 +155,13 @@ def check_path(path: str) -> None:
 
 
 def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its language-model head, weights in `dtype`. Raises ConfigError when it cannot be loaded."""
+    """The model with its language-model head. Raises ConfigError when it cannot be loaded.
+
+    Args:
+        path: a folder or hub name.
+        model: settings of the run, for trust_remote_code, attention, gradient checkpointing and kernels.
+        dtype: of the weights.
+    """
     check_path(path)
     arguments: dict[str, Any] = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
     if model.attn_implementation != "auto":

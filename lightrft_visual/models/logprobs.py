@@ -114,10 +114,15 @@ class LogProbLinear(nn.Linear):
         with_entropy: bool = True,
         in_float32: bool = False,
     ) -> T | tuple[T, T | None]:
-        """Logits (..., V) of hidden (..., H); with targets (...): (log_probs (...), entropy (...) or None), float32.
+        """Logits (..., V); with targets: (log_probs (...), entropy (...) or None), float32.
 
-        in_float32: logits without gradient and without rounding to the weight's precision, as log_probs are made of.
-        A tensor `temperature` has the shape of `targets`. The rest is as in `linear_log_probs`.
+        Args:
+            hidden: (..., H); (N, H) for logits in float32.
+            targets: (...) long.
+            temperature: a number, or a tensor of the shape of targets.
+            banned_ids, with_entropy: as of `linear_log_probs`.
+            in_float32: logits without gradient and without rounding to the weight's precision, as log_probs are made
+                of; read without targets.
         """
         if targets is None and in_float32:
             unit = torch.ones((), device=hidden.device).expand(hidden.shape[0])

@@ -115,8 +115,10 @@ def load_divided(
 
     Args:
         path: a pipeline folder or hub id.
-        dtype: of the weights. What a model of diffusers keeps in fp32 stays so, except in the parts named in `cast`.
+        names: as in its model_index.json.
+        dtype: of the weights. What a model of diffusers keeps in fp32 stays so.
         divide: the strategy's.
+        cast: names of the parts of which all weights are in `dtype`, as they train.
 
     Returns:
         The parts by name. One that is no model of diffusers, or whose weights are not in safetensors files, is left
@@ -208,7 +210,10 @@ def _joined(prefix: str, name: str) -> str:
 def flow_match_schedule(num_steps: int, shift: float = 1.0, last: float | None = None) -> tuple[T, T]:
     """Timesteps (K) and sigmas (K) from 1 to `last`, evenly spaced and then shifted: s -> shift s / (1 + (shift-1) s).
 
-    last: None for 1/K.
+    Args:
+        num_steps: K.
+        shift: 1 leaves sigmas evenly spaced.
+        last: before the shift; None for 1/K.
     """
     sigmas = torch.linspace(1.0, last or 1.0 / num_steps, num_steps, dtype=torch.float64)
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)

@@ -95,13 +95,21 @@ class DiffusionPolicy(nn.Module):
         trainable: tuple[str, ...] | None = None, text_length: int | None = None, family: str = "auto",
         divide: Divide | None = None, tokenizer: str | None = None,
     ) -> DiffusionPolicy:  # fmt: skip
-        """Load a diffusers pipeline folder, a hub id, or the parts that a JSON file names (wan_parts.py).
+        """The policy of a pipeline.
 
-        text_length: T5 or LLM tokens; default: what the folder's `PIPELINE_SETTINGS` says, else the family's own.
-        divide: the strategy's, under ZeRO-3: the denoisers of a folder or hub id are then divided over the ranks while
-        they load, and all ranks load together. tokenizer: of a model in parts.
+        Args:
+            path: a diffusers pipeline folder, a hub id, or a JSON file that names its parts (wan_parts.py).
+            lora: None: all weights train.
+            dtype: of the weights.
+            trainable: names of the denoisers that train; None trains all of them.
+            text_length: T5 or LLM tokens; default: what the folder's `PIPELINE_SETTINGS` says, else the family's own.
+            family: its registered name; auto finds the one that reads the pipeline's class.
+            divide: the strategy's, under ZeRO-3: the denoisers of a folder or hub id are then divided over the ranks
+                while they load, and all ranks load together.
+            tokenizer: folder or hub id of that of a model in parts; None: the one of `load_wan_parts`.
 
-        Raises ConfigError when no family here reads the pipeline's class, or when it is not the one named.
+        Raises:
+            ConfigError: no family here reads the pipeline's class, or it is not the one named.
         """
         fetch_model(path)
         with refused_as(ConfigError, f"model {path} cannot be loaded"):
@@ -127,16 +135,25 @@ class DiffusionPolicy(nn.Module):
         return self.family.device
 
     def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
-        """Velocity (B, …), fp32; see `velocity`. The engine's hooks run through this method."""
+        """Velocity (B, …), fp32. The engine's hooks run through this method.
+
+        Args: as of `DiffusionFamily.velocity`.
+        """
         with self._kept_activations():
             return self.family.velocity(latents, timesteps, conditions, guidance_scale)
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
-        """latents (B, …), timesteps (B) in 0..1000, conditions from `encode_prompts`; guided when the scale is > 1."""
+        """The same as `forward`.
+
+        Args: as of `DiffusionFamily.velocity`.
+        """
         return self(latents, timesteps, conditions, guidance_scale)
 
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Timesteps (K) and sigmas (K) of the model's own scheduler."""
+        """Timesteps (K) and sigmas (K) of the model's own scheduler.
+
+        Args: as of `DiffusionFamily.default_schedule`.
+        """
         return self.family.default_schedule(num_steps, latent_shape, flow_shift)
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
@@ -202,9 +219,11 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
-        """Conditions of B first frames (PIL images), to be merged with those of the prompts; image-to-video only.
+        """Conditions (B, …) of first frames, to be merged with those of the prompts; image-to-video only.
 
         Each image is encoded once and by itself, and remembered as prompts are: its samples and later steps have it.
+
+        Args: as of `DiffusionFamily.encode_first_frames`.
         """
         different = {(_digest(image), height, width, frames): image for image in images}
         known = all(key in self._encoded for key in different)
@@ -219,10 +238,14 @@ class DiffusionPolicy(nn.Module):
     def encode_edits(
         self, prompts: list[str], images: list[list[Image.Image]], negative: str | None = None
     ) -> list[Conditions]:
-        """Conditions (1, …) on the host of B texts with their source images; models that edit only.
+        """Conditions (1, …) on the host of each text with its source images; models that edit only.
 
         Samples of one prompt with the same images get one dict. Each pair is encoded once and by itself, as texts are.
-        negative: for guidance, None leaves it out.
+
+        Args:
+            prompts: B texts.
+            images: the source images of each.
+            negative: the prompt of the unguided branch; None leaves it out.
         """
         negative = negative if self._guided_by(negative) else None
         digests = {id(image): _digest(image) for sources in images for image in sources}
@@ -244,7 +267,12 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def encode_images(self, images: list[Image.Image], height: int, width: int) -> T:
-        """Latents (B, …), fp32, of B images, each scaled and cut about its middle to the size."""
+        """Latents (B, …), fp32.
+
+        Args:
+            images: B, each scaled and cut about its middle to the size.
+            height, width: in pixels.
+        """
         fitted = [ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS) for image in images]
         pixels = [torch.from_numpy(np.asarray(each, dtype=np.float32) / 255).permute(2, 0, 1) for each in fitted]
         with self._at_work("vae"):
@@ -269,7 +297,10 @@ class DiffusionPolicy(nn.Module):
             yield
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Latent shape of one sample for a size in pixels."""
+        """Latent shape of one sample for a size in pixels.
+
+        Args: as of `DiffusionFamily.latent_shape`.
+        """
         return self.family.latent_shape(height, width, frames)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -365,8 +396,12 @@ class DiffusionPolicy(nn.Module):
     def save_pretrained(self, folder: str | Path, sampling: Any = None, weights: Any = None) -> None:
         """Write the whole pipeline; with LoRA, the LoRA file beside the untouched base is `save_lora`.
 
-        Every rank calls it, rank 0 writes. sampling: settings of a run, whose evaluations the saved pipeline draws as.
-        weights: of `weights_on_host`; default: those of now.
+        Every rank calls it, rank 0 writes.
+
+        Args:
+            folder: which is written to.
+            sampling: settings of a run, whose evaluations the saved pipeline draws as; None: its own scheduler stays.
+            weights: of `weights_on_host`; default: those of now.
         """
         if self.lora.rank:
             raise ConfigError("a LoRA policy is saved by save_lora; its base model did not change")

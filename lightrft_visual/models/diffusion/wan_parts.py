@@ -84,7 +84,13 @@ def wan_pipeline_name(path: str) -> str:
 
 
 def load_wan_parts(path: str, dtype: torch.dtype, tokenizer: str | None = None) -> Pipeline:
-    """The pipeline of the parts, in `dtype` but for what diffusers keeps in fp32. ConfigError for wrong files."""
+    """The pipeline of the parts. ConfigError for wrong files.
+
+    Args:
+        path: the JSON file that names them.
+        dtype: of the weights, but for what diffusers keeps in fp32.
+        tokenizer: folder or hub id; None for `TOKENIZER`.
+    """
     files = parts_of(path)
     kind = WanPipeline if wan_pipeline_name(path) == "WanPipeline" else WanImageToVideoPipeline
     vae, text = (

@@ -83,7 +83,7 @@ def apply_merge(pieces: list[str], merge: tuple[str, str]) -> list[str]:
     return joined
 
 
-def build_clip_encoder(
+def _build_clip_encoder(
     tokenizer: CLIPTokenizer,
     settings: TinyPipelineSettings,
     kind: type[PreTrainedModel] = CLIPTextModelWithProjection,
@@ -145,8 +145,8 @@ def build_pipeline(settings: TinyDiffusionSettings) -> StableDiffusion3Pipeline:
     )  # fmt: skip
     return StableDiffusion3Pipeline(
         transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=settings.shift),
-        text_encoder=build_clip_encoder(tokenizer, settings), tokenizer=tokenizer,
-        text_encoder_2=build_clip_encoder(tokenizer, settings), tokenizer_2=tokenizer,
+        text_encoder=_build_clip_encoder(tokenizer, settings), tokenizer=tokenizer,
+        text_encoder_2=_build_clip_encoder(tokenizer, settings), tokenizer_2=tokenizer,
         text_encoder_3=build_t5_encoder(t5_tokenizer, settings), tokenizer_3=t5_tokenizer,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def build_sd15_pipeline(settings: TinySD15Settings) -> StableDiffusionPipeline:
         steps_offset=1, timestep_spacing="trailing",
     )  # fmt: skip
     return StableDiffusionPipeline(
-        vae=build_vae(settings, post_quant=True), text_encoder=build_clip_encoder(tokenizer, settings, CLIPTextModel),
+        vae=build_vae(settings, post_quant=True), text_encoder=_build_clip_encoder(tokenizer, settings, CLIPTextModel),
         tokenizer=tokenizer, unet=unet, scheduler=scheduler, safety_checker=None, feature_extractor=None,
         requires_safety_checker=False,
     )  # fmt: skip

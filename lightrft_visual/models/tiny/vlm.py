@@ -97,9 +97,13 @@ def chat_template(family: str) -> str:
 def build_tokenizer(
     texts: Iterable[str] = TEXTS, vocab_size: int = 512, family: str = "qwen2_5_vl", tools: bool = False
 ) -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer of the Qwen2 class trained on `texts`; every string round-trips.
+    """A byte-level BPE tokenizer of the Qwen2 class; every string round-trips.
 
-    tools: whether it has TOOL_TOKENS.
+    Args:
+        texts: that it learns its words from.
+        vocab_size: largest number of tokens, special ones and TOOL_TOKENS aside.
+        family: of TINY_FAMILIES, for its chat template and special tokens.
+        tools: whether it has TOOL_TOKENS.
     """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -125,8 +129,13 @@ def build_tokenizer(
 
 
 def build_processor(family: str, tokenizer: Qwen2Tokenizer, max_pixels: int = 448 * 448) -> ProcessorMixin:
-    """The family's own processor around `tokenizer`; images are resized to multiples of the merged patch, or cut into
-    tiles."""
+    """The family's own processor; images are resized to multiples of the merged patch, or cut into tiles.
+
+    Args:
+        family: of TINY_FAMILIES, one that sees.
+        tokenizer: the family's.
+        max_pixels: of an image, in all its tiles; Janus sees all images in one size.
+    """
     return TINY_FAMILIES[family].processor(tokenizer, max_pixels)
 
 
@@ -156,7 +165,15 @@ def _janus_processor(tokenizer: Qwen2Tokenizer, max_pixels: int) -> ProcessorMix
 
 
 def tiny_config(family: str, tokenizer: Qwen2Tokenizer, *, tie_embeddings: bool, hidden: int = 128, layers: int = 2):
-    """The configuration object of a tiny model of `family` for the vocabulary of `tokenizer`."""
+    """The configuration object of a tiny model.
+
+    Args:
+        family: of TINY_FAMILIES.
+        tokenizer: the family's, whose vocabulary the model has.
+        tie_embeddings: the head has the weights of the token embeddings.
+        hidden: width of the text model, a multiple of 32.
+        layers: of the text model.
+    """
     if family not in TINY_FAMILIES:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(TINY_FAMILIES)}")
     token_id = tokenizer.convert_tokens_to_ids
@@ -298,7 +315,7 @@ def build_tiny_model(config) -> PreTrainedModel:
     return model
 
 
-def describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, guidance_scale: float = 3.0) -> None:
+def _describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, guidance_scale: float = 3.0) -> None:
     """What the model's own `generate` reads of its generation settings to draw."""
     settings = model.generation_config
     settings._from_model_config = False  # else transformers leaves out what only some models have when it loads them
@@ -318,13 +335,21 @@ def build_tiny_checkpoint(
     layers: int = 2,
     tools: bool = False,
 ) -> Path:
-    """Write an untrained tiny checkpoint (config, weights, tokenizer, processor, chat template) into `folder`."""
+    """Write an untrained tiny checkpoint: config, weights, tokenizer, processor, chat template.
+
+    Args:
+        folder: which is written to, and returned.
+        family: of TINY_FAMILIES.
+        texts, tools: as of `build_tokenizer`.
+        tie_embeddings, hidden, layers: as of `tiny_config`.
+        seed: of the weights.
+    """
     seed_everything(seed)
     tokenizer = build_tokenizer(texts, family=family, tools=tools)
     config = tiny_config(family, tokenizer, tie_embeddings=tie_embeddings, hidden=hidden, layers=layers)
     model = build_tiny_model(config)
     if TINY_FAMILIES[family].draws:
-        describe_drawing(model, tokenizer)
+        _describe_drawing(model, tokenizer)
     model.save_pretrained(folder)
     if TINY_FAMILIES[family].processor is not None:
         build_processor(family, tokenizer).save_pretrained(folder)

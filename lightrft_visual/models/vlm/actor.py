@@ -281,7 +281,13 @@ class Actor(nn.Module):
         return self.model.get_base_model() if is_adapted(self.model) else self.model
 
     def forward(self, inputs: ModelInputs, rule: ScoringRule, with_entropy: bool = True) -> ActorOutput:
-        """Log-probs and entropy of every action. Raises DataError when images and placeholders do not match."""
+        """Log-probs and entropy (B, A) of every action. Raises DataError when images and placeholders do not match.
+
+        Args:
+            inputs: of B samples, padded or packed.
+            rule: the distribution that they were sampled from.
+            with_entropy: False leaves the entropy None.
+        """
         mask = inputs.action_mask
         # Their number is known on the host: on the device it would be waited for.
         counted = to_device(on_host(mask).flatten().nonzero().squeeze(1), mask.device)

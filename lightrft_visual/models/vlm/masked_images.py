@@ -19,9 +19,11 @@ TILE = 14  # pixels: side of the squares that are hidden in media which come as 
 
 
 def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> VisionTensors:
-    """The same media with a random `share` of their patches hidden, at least one; all of them with a share of 1.
+    """The same media with random patches hidden.
 
     Args:
+        vision: of the samples.
+        share: of the patches of each tensor, at least one; 1 hides all of them.
         seeds: one for each entry of `vision.samples`; entries that are one and the same dict get the first one's.
     """
     made: dict[int, Named] = {}
@@ -59,10 +61,14 @@ def _kept(shape: tuple[int, ...], share: float, seed: int) -> T:
 
 
 def beside_hidden(inputs: ModelInputs, share: float, seed: int) -> ModelInputs:
-    """2 B samples: those of `inputs`, then the same ones with a share of their patches hidden.
+    """2 B samples: those of `inputs`, then the same ones with patches hidden.
 
-    What is hidden depends on (seed, group) alone, so the samples of a prompt go on sharing it. One forward of both
-    keeps ranks in step, and costs no more than two.
+    One forward of both keeps ranks in step, and costs no more than two.
+
+    Args:
+        inputs: of B samples, padded or packed.
+        share: as of `hide_patches`.
+        seed: what is hidden depends on it and the group alone, so the samples of a prompt go on sharing it.
     """
     vision, count = inputs.vision, len(inputs.action_mask)
     groups = [0] * count if inputs.group_ids is None else on_host(inputs.group_ids).tolist()

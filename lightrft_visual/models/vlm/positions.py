@@ -79,8 +79,14 @@ class GridCursor:
         self.kind, self.next = kind, 0
 
     def take(self, types: T, value: int, name: str) -> T | None:
-        """(n, 3) grids whose tokens fill this sample's placeholders exactly. Raises DataError, with the sample's name,
-        where they do not."""
+        """(n, 3) grids whose tokens fill the next sample's placeholders exactly; None without any. Raises DataError
+        where they do not.
+
+        Args:
+            types: (L) of the sample's tokens, on the host.
+            value: type of the placeholders.
+            name: of the sample, for the error.
+        """
         wanted = int((types == value).sum())
         start, found = self.next, 0
         while found < wanted and self.next < len(self.tokens):

@@ -190,7 +190,13 @@ def _tried(actor: Actor, checkpoint: Checkpoint, longest: int) -> Finding:
 
 @torch.no_grad()
 def compare(actor: Actor, samples: Sequence[_Sample], own: _Own) -> Finding:
-    """The actor's log-probs of the samples, padded and, where its family packs, packed, against the own class's."""
+    """The actor's log-probs of the samples, padded and, where its family packs, packed, against the own class's.
+
+    Args:
+        actor: in evaluation mode, inside `reading_across`.
+        samples: of `made_up_samples`, of which the first is text alone.
+        own: what the model's own class says of them.
+    """
     if any(each.isnan().any() for each in own.log_probs):
         return Finding(math.inf, "", own.bound, "", _NO_NUMBERS)
     if own.looks_ahead:

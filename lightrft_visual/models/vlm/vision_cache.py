@@ -202,10 +202,15 @@ class Drawing:
         return torch.where(kept, ids, torch.full_like(ids, self.blank_id))
 
     def guided(self, hidden: T, unguided: T | None, scale: float) -> T:
-        """What the head reads (N, F) of hidden states with and without the prompt; None: no guidance.
+        """What the head reads, (N, F).
 
         The head is linear, so mixing what it reads mixes its logits. Both halves go through its modules in one call:
         under ZeRO-3 each call gathers weights from all ranks, also from those that guide nothing.
+
+        Args:
+            hidden: (N, H) with the prompt.
+            unguided: (N, H) without it; None: no guidance.
+            scale: of guidance; 1 leaves what is read with the prompt.
         """
         if unguided is None:
             return self.features(hidden)

@@ -161,7 +161,14 @@ class DiffusionFamily(ABC):
 
     @abstractmethod
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
-        """One forward without classifier-free guidance. latents (B, …), timesteps (B) in 0..1000."""
+        """What the model predicts (B, …), in one forward without classifier-free guidance.
+
+        Args:
+            latents: (B, …).
+            timesteps: (B) in 0..1000.
+            conditions: each (B, …), without those of negative prompts.
+            guidance_scale: for models that take it as an embedding.
+        """
 
     @abstractmethod
     def decode(self, latents: T) -> T:
@@ -173,10 +180,21 @@ class DiffusionFamily(ABC):
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """Shape of one sample's latents for a size in pixels. Raises ConfigError where the size does not fit."""
+        """Shape of one sample's latents. Raises ConfigError where the size does not fit.
+
+        Args:
+            height, width: in pixels.
+            frames: of a video; 1 for an image.
+        """
 
     def velocity(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
-        """Prediction with classifier-free guidance where guidance_scale is above 1 and negatives are there."""
+        """Prediction (B, …) with classifier-free guidance where the scale is above 1 and negatives are there.
+
+        Args:
+            latents, timesteps: as of `predict`.
+            conditions: each (B, …); those of negative prompts by their names behind `NEGATIVE`.
+            guidance_scale: of the run.
+        """
         positive = {key: value for key, value in conditions.items() if not key.startswith(NEGATIVE)}
         if guidance_scale <= 1 or len(positive) == len(conditions):
             return self.predict(latents, timesteps, positive, guidance_scale)
@@ -191,16 +209,34 @@ class DiffusionFamily(ABC):
         return guidance_scale
 
     def combine(self, without: T, with_prompt: T, guidance_scale: float | T) -> T:
-        """The guided prediction from the unguided and the guided branch."""
+        """The guided prediction (B, …).
+
+        Args:
+            without: of the unguided branch, (B, …).
+            with_prompt: of the guided branch, (B, …).
+            guidance_scale: of `guidance_at`.
+        """
         return without + guidance_scale * (with_prompt - without)
 
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
-        """Arguments by which the stock pipeline guides as `velocity` does at this scale."""
+        """Arguments by which the stock pipeline guides as `velocity` does.
+
+        Args:
+            pipeline: the stock one; where its parts hold the scale, they are given it.
+            scale: of the run.
+            negative: the prompt of the unguided branch; None: none.
+        """
         return {"guidance_scale": scale, "negative_prompt": negative}
 
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
-        """Conditions (B, …) of B first frames (PIL); image-to-video families only."""
+        """Conditions (B, …) of first frames; image-to-video families only.
+
+        Args:
+            images: B first frames (PIL).
+            height, width: of the video in pixels, to which they are scaled.
+            frames: of the video.
+        """
         raise ConfigError(f"{type(self.pipeline).__name__} takes no first frame")
 
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
@@ -214,7 +250,10 @@ class DiffusionFamily(ABC):
     def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
         """Timesteps (K) and sigmas (K) of the pipeline's scheduler, as the stock pipeline would run it.
 
-        flow_shift: takes the place of the scheduler's shift, in the same schedule.
+        Args:
+            num_steps: K.
+            latent_shape: of one sample, by which some schedulers shift.
+            flow_shift: takes the place of the scheduler's shift, in the same schedule; None leaves that.
         """
         if self.evenly_spaced:
             return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
@@ -259,10 +298,15 @@ class DiffusionFamily(ABC):
         return latent_shape[-1] * latent_shape[-2] // self.token_area
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
-        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads; both dicts are by denoiser.
+        """Write LoRA weights that the stock pipeline's `load_lora_weights` reads.
 
         Of a stock pipeline without it use `pipeline.transformer.load_lora_adapter(folder,
         weight_name="pytorch_lora_weights.safetensors")`.
+
+        Args:
+            folder: which is written to.
+            layers: by denoiser, its LoRA weights by name, on the host.
+            configs: by denoiser, peft's configuration as a dict.
         """
         pipeline = self.pipeline if hasattr(self.pipeline, "save_lora_weights") else CosmosLoraLoaderMixin
         pipeline.save_lora_weights(
@@ -273,7 +317,13 @@ class DiffusionFamily(ABC):
     @classmethod
     def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
         """The stock pipeline's scheduler with which it draws as evaluations do, by Euler's steps at their timesteps;
-        None where no setting says these. name, flow_shift: settings `scheduler` and `flow_shift` of a run."""
+        None where no setting says these.
+
+        Args:
+            scheduler: the stock pipeline's own.
+            name: setting `scheduler` of a run.
+            flow_shift: setting of a run; None: the scheduler's own.
+        """
         own = scheduler.config
         shift = flow_shift or own.get("flow_shift") or own.get("shift") or 1.0
         if name == "flow_match_euler_stock":
@@ -382,10 +432,14 @@ def _stack(conditions: Conditions, key: str) -> T:
 
 
 def by_kind(kinds: Sequence[Hashable], run: Callable[..., T], latents: T, timesteps: T, conditions: Conditions) -> T:
-    """Velocity (B, …) of samples that cannot share a forward where their kinds (B) differ, by
-    run(kind, latents, timesteps, conditions) for those of each kind.
+    """Velocity (B, …) of samples that cannot share a forward where their kinds differ.
 
     All ranks run as many forwards as the one with the most kinds: where weights are divided, they compute together.
+
+    Args:
+        kinds: (B).
+        run: from (kind, latents, timesteps, conditions) of the samples of one kind to their velocity.
+        latents, timesteps, conditions: as of `DiffusionFamily.predict`.
     """
     different = list(dict.fromkeys(kinds))
     forwards = int(collectives.all_reduce_max(torch.tensor(float(len(different)))).item())
@@ -410,7 +464,12 @@ def pack(latents: T) -> T:
 
 
 def unpack(tokens: T, height: int, width: int) -> T:
-    """The inverse of `pack` for latents of this height and width."""
+    """The inverse of `pack`.
+
+    Args:
+        tokens: (B, h/2 * w/2, 4 C).
+        height, width: h and w of the latents.
+    """
     count, _, channels = tokens.shape
     patches = tokens.reshape(count, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(count, channels // 4, height, width)
@@ -437,15 +496,27 @@ def encoded_mean(vae: nn.Module, images: T) -> T:
 
 
 def spatial_latent(height: int, width: int, scale: int, multiple: int) -> tuple[int, int]:
-    """Latent height and width; raises ConfigError unless both divide by `multiple` pixels."""
+    """Latent height and width. Raises ConfigError unless both sides are such multiples.
+
+    Args:
+        height, width: in pixels.
+        scale: pixels of a latent along each side.
+        multiple: pixels that the model takes multiples of.
+    """
     if height % multiple or width % multiple:
         raise ConfigError(f"height {height} and width {width} must be multiples of {multiple} for this model")
     return height // scale, width // scale
 
 
 def video_latent(size: tuple[int, int, int], temporal: int, spatial: int, multiple: int) -> tuple[int, int, int]:
-    """Latent frames, height and width for a size (height, width, frames) in pixels. Raises ConfigError unless frames
-    is `temporal` n + 1, and as `spatial_latent` does."""
+    """Latent frames, height and width. Raises ConfigError for another number of frames, and as `spatial_latent` does.
+
+    Args:
+        size: (height, width, frames), in pixels.
+        temporal: frames of a latent one; a video has `temporal` n + 1.
+        spatial: pixels of a latent along each side.
+        multiple: as of `spatial_latent`.
+    """
     height, width, frames = size
     if (frames - 1) % temporal:
         raise ConfigError(f"num_frames is {frames}; this model takes {temporal} n + 1 frames")

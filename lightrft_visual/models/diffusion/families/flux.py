@@ -28,7 +28,7 @@ class Flux(PackedLatents, KLImages):
         transformer, dtype = self.pipeline.transformer, self.dtype
         guidance = torch.full_like(timesteps, guidance_scale) if transformer.config.guidance_embeds else None
         with tokens.device:  # made on the host, the copy would wait for the device in each forward
-            ids = [image_ids(number, *grid[1:]) for number, grid in enumerate(grids)]
+            ids = [_image_ids(number, *grid[1:]) for number, grid in enumerate(grids)]
         return transformer(
             hidden_states=tokens.to(dtype), timestep=timesteps / 1000, guidance=guidance,
             pooled_projections=conditions["pooled"].to(dtype), encoder_hidden_states=conditions["context"].to(dtype),
@@ -37,7 +37,7 @@ class Flux(PackedLatents, KLImages):
         )[0]  # fmt: skip
 
 
-def image_ids(number: int, height: int, width: int) -> T:
+def _image_ids(number: int, height: int, width: int) -> T:
     """(rows * columns, 3) positions of an image's tokens: its number, row, column."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([torch.full_like(y, number), y, x], dim=-1).reshape(-1, 3)

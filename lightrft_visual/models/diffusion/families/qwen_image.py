@@ -56,7 +56,10 @@ class QwenImage(PackedLatents):
 
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
-        """Its guidance_scale is an embedding, and without a negative prompt it does not guide."""
+        """Its guidance_scale is an embedding, and without a negative prompt it does not guide.
+
+        Args: as of `DiffusionFamily.stock_guidance`.
+        """
         return {"true_cfg_scale": scale, "negative_prompt": negative or ""}
 
     def decode(self, latents: T) -> T:

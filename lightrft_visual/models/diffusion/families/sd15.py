@@ -48,7 +48,10 @@ class StableDiffusion15(DiffusionFamily):
 
     @classmethod
     def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
-        """DDIM's, of which no sample is clipped and which ends at alpha_bar = 1."""
+        """DDIM's, of which no sample is clipped and which ends at alpha_bar = 1.
+
+        Args: as of `DiffusionFamily.evaluated`.
+        """
         return DDIMScheduler.from_config(scheduler.config, clip_sample=False, thresholding=False, set_alpha_to_one=True)
 
     def decode(self, latents: T) -> T:

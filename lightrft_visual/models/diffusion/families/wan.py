@@ -106,7 +106,10 @@ class Wan(DiffusionFamily):
 
     def save_lora(self, folder: Path, layers: dict[str, dict[str, T]], configs: dict[str, Any]) -> None:
         """`transformer` in the folder itself, `transformer_2` in a folder of that name; load the latter with
-        `load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`."""
+        `load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+
+        Args: as of `DiffusionFamily.save_lora`.
+        """
         for name, weights in layers.items():
             self.pipeline.save_lora_weights(
                 folder if name == "transformer" else folder / name, transformer_lora_layers=weights,
@@ -121,7 +124,10 @@ class WanImageToVideo(Wan):
 
     @torch.no_grad()
     def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> Conditions:
-        """first_frame (B, …) beside the latents, for Wan 2.1 also image_context of CLIP."""
+        """first_frame (B, …) beside the latents, for Wan 2.1 also image_context of CLIP.
+
+        Args: as of `DiffusionFamily.encode_first_frames`.
+        """
         pipeline = self.pipeline
         if pipeline.config.expand_timesteps:
             raise ConfigError("image-to-video with expanded timesteps (Wan 2.2 5B) is not built yet; use 14B")

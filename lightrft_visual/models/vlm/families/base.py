@@ -82,7 +82,12 @@ class VLMFamily(MediaConventions):
 
     @classmethod
     def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
-        """The vision tensors of each prompt of one processor call; images, videos: how many each prompt has."""
+        """The vision tensors of each prompt of one processor call.
+
+        Args:
+            output: of the processor.
+            images, videos: how many each prompt has.
+        """
         found = {name: as_tensor(output[name]) for name in cls.tensors if output.get(name) is not None}
         shares = VisionTensors.of(**found).shared_out(len(images), {"image": images, "video": videos})
         return [VisionTensors([share]) for share in shares]
@@ -159,10 +164,12 @@ class VLMFamily(MediaConventions):
         return None
 
     def shares_prompts(self, wanted: bool | None, several: bool, attn_implementation: str) -> bool:
-        """Whether a run computes the prompt of a group once. wanted: what it asks for, None: where it can be done in
-        all layers.
+        """Whether a run computes the prompt of a group once.
 
-        several: whether groups have several samples.
+        Args:
+            wanted: what it asks for; None: where it can be done in all layers.
+            several: whether groups have several samples.
+            attn_implementation: setting of the run.
         """
         if wanted is not None:
             return wanted
