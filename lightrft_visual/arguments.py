@@ -27,7 +27,14 @@ SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one
 
 
 def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None:
-    """Raise ConfigError for an argument of a trainer that is none."""
+    """Raise ConfigError for an argument of a trainer that is none.
+
+    Args:
+        model: hub name, folder, loaded model or pipeline; None: as recipes and settings say.
+        callbacks: hooks of the run.
+        config: recipes by name or path, one or a list.
+        processor: `processing_class`, which only a loaded model may come with; None: not given.
+    """
     named = model is None or isinstance(model, str | os.PathLike) or hasattr(model, "save_pretrained")
     for name, value, fits, what in (
         ("model", model, named, "a hub name, a folder, (model, processor) or a pipeline"),

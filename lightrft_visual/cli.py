@@ -143,8 +143,8 @@ def _line(leaf: Leaf) -> str:
 )
 @click.option("--out", default="evaluation.json", show_default=True, help="Metrics and what they were made with.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite: str | None, out: str,
-             settings: tuple[str, ...]) -> None:  # fmt: skip
+def _evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite: str | None, out: str,
+              settings: tuple[str, ...]) -> None:  # fmt: skip
     """Metrics of CHECKPOINT on held-out prompts; SETTINGS of a run as --name value."""
     _without_greeting()
     from .inference import evaluation
@@ -162,7 +162,7 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
     click.echo(f"all settings and versions: {out}")
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+@cli.command("sample", context_settings={"ignore_unknown_options": True})
 @click.argument("checkpoint")
 @click.option("--prompt", "prompts", multiple=True, required=True, help="A prompt; repeat.")
 @click.option("--image", "images", multiple=True, type=click.Path(exists=True), help="An image of the prompt; repeat.")
@@ -171,8 +171,8 @@ def evaluate(checkpoint: str, data: str | None, rewards: tuple[str, ...], suite:
 @click.option("--seed", default=0)
 @click.option("--out", default="samples", help="Folder of images and videos that are drawn.")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-def sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], draw: bool, count: int, seed: int,
-           out: str, settings: tuple[str, ...]) -> None:  # fmt: skip
+def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], draw: bool, count: int, seed: int,
+            out: str, settings: tuple[str, ...]) -> None:  # fmt: skip
     """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
     _without_greeting()
     from .inference import sample as made
@@ -219,14 +219,14 @@ def _without_greeting() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
 
 
-@cli.command()
+@cli.command("report")
 @click.argument("runs", nargs=-1, required=True)
 @click.option("-o", "--output", default="report.html", show_default=True)
 @click.option("--title")
 @click.option(
     "--by-seed/--each", default=None, help="Runs that differ in the seed alone as one; default: three or more."
 )
-def report(runs: tuple[str, ...], output: str, title: str | None, by_seed: bool | None) -> None:
+def _report(runs: tuple[str, ...], output: str, title: str | None, by_seed: bool | None) -> None:
     """A page with curves and samples of a run, of several side by side, or of groups of seeds with mean and band."""
     _without_greeting()
     from .observe.report.page import write_report

@@ -220,7 +220,10 @@ def evaluation(
     model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | None = None, base: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """`evaluate` with what its `metrics` were made with: `observe.conditions`, `checkpoint` and `suite`."""
+    """`evaluate` with what its `metrics` were made with: `observe.conditions`, `checkpoint` and `suite`.
+
+    Args: as of `evaluate`.
+    """
     from .launch import started
 
     with _on_disk(model) as checkpoint:

@@ -146,7 +146,13 @@ class Registry(Generic[E]):
 
 
 def check_call(target: Any, given: str, name: str) -> None:
-    """Raise ConfigError for code that cannot be called with the arguments `given`, by position."""
+    """Raise ConfigError for code that cannot be called with some arguments.
+
+    Args:
+        target: the code: a class, a function or a method.
+        given: the arguments, by position, as "model, name, task".
+        name: of the code, for messages.
+    """
     try:
         inspect.signature(target).bind(*given.split(", "))
     except TypeError as error:
@@ -270,7 +276,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def said(section: Any, name: str, usual: Any = None) -> str:
-    """A setting with its value, and that nobody chose it where it is at its default, or at `usual`."""
+    """A setting with its value, for messages, and that nobody chose it where it is at its default.
+
+    Args:
+        section: of the configuration.
+        name: of the setting in it.
+        usual: a value that counts as the default too, such as the algorithm's; None: no other.
+    """
     value, default = getattr(section, name), next(item.default for item in fields(section) if item.name == name)
     return f"{name} {value}" + (" (the default)" if value in (default, usual) else "")
 
@@ -320,8 +332,15 @@ def settle_update(train: Any, total: int, told: str, usual: int | None = None) -
 
 
 def refit_update(train: Any, before: int, now: int, multiple: int) -> None:
-    """Set train_batch_size for a rollout of `now` samples in the place of `before`: as it is where that divides it,
-    else for as many updates, else for one. multiple: of samples, that an update must have."""
+    """Set train_batch_size for a rollout of another size: as it is where that divides it, else for as many updates,
+    else for one.
+
+    Args:
+        train: the section with the sizes of an update.
+        before: samples of the rollout that these were settled for.
+        now: samples of the rollout.
+        multiple: samples of an update are a multiple of it.
+    """
     size, updates = train.train_batch_size, before // train.train_batch_size
     allowed = divisors(now, multiple)
     train.train_batch_size = int(next((each for each in (size, now / updates) if each in allowed), now))

@@ -73,7 +73,13 @@ MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
 def gradient_steps(num_steps: int, first: int, last: int) -> list[int]:
     """Steps of Reward FL, counted from 0, whose velocity carries gradient; see algorithms/diffusion/reward_fl.py.
 
-    Those from `first` (mid_timestep) to `last` (final_timestep). Raises ConfigError where these contradict.
+    Args:
+        num_steps: denoising steps of a sample.
+        first: of these steps (mid_timestep).
+        last: of these steps (final_timestep).
+
+    Raises:
+        ConfigError: where these contradict.
     """
     require(
         0 <= first <= last < num_steps,

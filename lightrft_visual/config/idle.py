@@ -19,7 +19,7 @@ REWARD_FL = (
 )  # fmt: skip
 
 
-def refuse_idle(section: Any, names: Iterable[str], owner: str, read: bool) -> None:
+def _refuse_idle(section: Any, names: Iterable[str], owner: str, read: bool) -> None:
     """Raise ConfigError where nothing reads the settings `names` of a section, and one is not at its default.
 
     owner: what would read them, in words.
@@ -41,17 +41,17 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         (("clip_cov_low", "clip_cov_high"), ("clip_cov",)),
         (("kl_cov_coef",), ("kl_cov",)),
     ):
-        refuse_idle(algorithm, names, f"policy_loss {' or '.join(readers)}", loss.name in readers or not loss.shipped)
+        _refuse_idle(algorithm, names, f"policy_loss {' or '.join(readers)}", loss.name in readers or not loss.shipped)
     for names, owner, read in (
         (("entropy_coef_step", "entropy_coef_max"), "an entropy_target", algorithm.entropy_target is not None),
         (("papo_mask_ratio",), "a papo_coef above 0", algorithm.papo_coef > 0),
         (("tis_cap",), "--tis_mode token or sequence", algorithm.corrects_rollouts),
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
-        refuse_idle(algorithm, names, owner, read)
+        _refuse_idle(algorithm, names, owner, read)
     _say_idle(algorithm)
-    refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
-    refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
+    _refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
+    _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
 def _say_idle(algorithm: Any) -> None:
@@ -84,10 +84,10 @@ def check_diffusion(config: Any) -> None:
         (("decay_counts",), "algorithms with an old policy", old),
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
     ):
-        refuse_idle(config, names, owner, read)
+        _refuse_idle(config, names, owner, read)
     for setting, owner, read in (
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),
     ):
-        refuse_idle(config, (setting,), owner, read or getattr(config, setting) == getattr(entry, setting))
+        _refuse_idle(config, (setting,), owner, read or getattr(config, setting) == getattr(entry, setting))

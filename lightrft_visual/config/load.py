@@ -62,14 +62,19 @@ def parse_run(
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ParsedRun:
-    """Read a run's configuration from ``argv`` (default: the process's own).
+    """Read a run's configuration. Plugins are imported before anything is checked. ``--help`` prints and exits with 0.
 
-    ``config_dirs`` are searched for recipes and layers, after the working directory. ``preset`` names the recipe that
-    lies below everything else when the embedded model is trained, or is a function of the chosen settings that names
-    it. Plugins are imported before anything is checked. ``defaults`` are settings of the script itself, such as the
-    algorithm it is named after, below all but the schema; ``settings`` are those of a program, above all. ``--help``
-    prints and exits with 0.
-    Raises one ConfigError that names every setting that is wrong, and where it was written.
+    Args:
+        schema: the configuration's class.
+        argv: words of the command line; None: the process's own.
+        config_dirs: are searched for recipes and layers, after the working directory.
+        preset: the recipe that lies below all but schema and `defaults` when the embedded model is trained, or a
+            function of the chosen settings that names it; None: no such recipe.
+        defaults: settings of the script itself, such as the algorithm it is named after, below all but the schema.
+        settings: those of a program, above all.
+
+    Raises:
+        ConfigError: one that names every setting that is wrong, and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     names = names_of(schema)
@@ -187,9 +192,11 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
 def merge(
     names: Names, settings: Iterable[Setting], wrong: Sequence[ConfigError] = ()
 ) -> tuple[DictConfig, dict[str, str]]:
-    """Lay settings over the schema's defaults, the last one winning. Returns the tree and the origin of each leaf.
+    """Lay settings over the schema's defaults. Returns the tree and the origin of each leaf.
 
     Args:
+        names: every spelling of the schema's leaves.
+        settings: in order; the last one of a leaf wins.
         wrong: what was found before.
 
     Raises:

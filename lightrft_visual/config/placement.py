@@ -120,8 +120,13 @@ class AsyncConfig(Section):
         )
 
     def check_sampling(self, engine: str, continues: bool, counts: bool, shaped: bool) -> None:
-        """What sampling must keep to. continues: whether the engine can go on with a response; counts: whether its
-        settings count from a response's first token; shaped: whether they change the distribution. Raises ConfigError.
+        """Raise ConfigError for sampling that partial rollouts or the correction of stale tokens cannot take.
+
+        Args:
+            engine: type of the rollouts' engine, for messages.
+            continues: whether it can go on with a response.
+            counts: whether its settings count from a response's first token.
+            shaped: whether they change the distribution.
         """
         require(
             not (self.partial_rollouts and counts),

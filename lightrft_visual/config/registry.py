@@ -61,7 +61,13 @@ def service(name: str) -> Any | None:
 
 
 def checkpoint_folder(model: Any, name: str, task: str) -> str:
-    """`name`, or the folder that it stands for. model: a run's model section; task: its prompt_data."""
+    """`name`, or the folder that it stands for.
+
+    Args:
+        model: a run's model section.
+        name: of a built-in model; a hub name or a folder stays as it is.
+        task: prompt_data of the run.
+    """
     return checkpoint_resolvers.load(name)(model, name, task) if name in checkpoint_resolvers else name
 
 

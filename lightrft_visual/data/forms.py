@@ -144,11 +144,19 @@ class MediaCell:
 
 
 def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed: bool) -> MediaCell:
-    """The cell with a row's images or videos (kind).
+    """The cell with a row's images or videos.
 
     It is in the column that `images_key` or `videos_key` names; without it, in the one column under a usual name,
-    unless the messages bring their own media (placed). Raises DataError for media that nothing would read, since a
-    model would be trained blind; an empty key says that a run is on text alone.
+    unless the messages bring their own media. An empty key says that a run is on text alone.
+
+    Args:
+        columns: of the row, as of `Reading`.
+        config: of the data, for the keys.
+        kind: "image" or "video".
+        placed: whether the messages bring media of this kind themselves.
+
+    Raises:
+        DataError: for media that nothing would read, since a model would be trained blind.
     """
     flag = f"{kind}s_key"
     key = getattr(config, flag)

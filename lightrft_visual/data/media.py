@@ -72,9 +72,16 @@ def describe_source(source: Any) -> str:
 def load_image(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode one image to 8-bit RGB, upright (EXIF orientation applied), transparency over white.
 
-    max_pixels: width times height above which the image is refused before any pixel is decoded. 16-bit greys are scaled
-    to 8 bits, CMYK is converted. A PIL image that is all this already is returned itself, others are left as they are.
-    Raises DataError for what is missing, empty, truncated, corrupt, too large, animated, or not an image.
+    16-bit greys are scaled to 8 bits, CMYK is converted. A PIL image that is all this already is returned itself,
+    others are left as they are.
+
+    Args:
+        source: see the module.
+        allow_remote: http(s) URLs are fetched; else they are refused.
+        max_pixels: width times height above which the image is refused before any pixel is decoded.
+
+    Raises:
+        DataError: for what is missing, empty, truncated, corrupt, too large, animated, or not an image.
     """
     source = _pil_in(source)
     name = describe_source(source)
@@ -85,7 +92,10 @@ def load_image(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
 
 
 def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
-    """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data."""
+    """(width, height) of the upright image, from its header alone. Refuses what load_image does, but for pixel data.
+
+    Args: as of `load_image`.
+    """
     source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
@@ -232,7 +242,13 @@ def is_remote(source: Any) -> bool:
 
 
 def looks_like_media(name: str, value: Any, kind: str) -> bool:
-    """Whether a column that nobody named holds images or videos (kind): by its type, or by its name and content."""
+    """Whether a column that nobody named holds images or videos: by its type, or by its name and content.
+
+    Args:
+        name: of the column.
+        value: its cell in a row; of a list the first entry counts.
+        kind: "image" or "video".
+    """
     if isinstance(value, (list, tuple)):
         value = value[0] if value else None
     if isinstance(value, Image.Image):

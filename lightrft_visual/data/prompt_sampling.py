@@ -23,8 +23,17 @@ def distributed_k_repeat_indices(
     global batch from the same seed, without communication: one generator draws a permutation of the rows, of which the
     first U are repeated in place, then a permutation of the repeats; rank r takes its contiguous slice.
 
-    Raises ValueError for sizes below one, a rank outside [0, world_size), a global batch that repeats_per_prompt does
-    not divide, or fewer rows than unique prompts.
+    Args:
+        dataset_length: rows of the data set.
+        batch_size: rows of one rank's part of the batch, repeats included.
+        repeats_per_prompt: samples of each drawn prompt.
+        world_size: number of ranks.
+        rank: whose rows are wanted.
+        seed: of this global batch, the same on all ranks.
+
+    Raises:
+        ValueError: for sizes below one, a rank outside [0, world_size), a global batch that repeats_per_prompt does
+            not divide, or fewer rows than unique prompts.
     """
     sizes = {
         "dataset_length": dataset_length,

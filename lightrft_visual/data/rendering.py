@@ -42,8 +42,16 @@ class MediaConventions:
 
     @classmethod
     def check_prompt(cls, prompt: str, images: int, videos: int, model_input: ModelInput, where: str) -> None:
-        """Raise DataError, starting with `where`, unless the rendered prompt holds one placeholder a medium, and none
-        where it asks for an image: models that draw do it from text alone."""
+        """Raise DataError unless the rendered prompt holds one placeholder a medium, and none where it asks for an
+        image: models that draw do it from text alone.
+
+        Args:
+            prompt: as the chat template writes it, or a part of it.
+            images: how many come with it.
+            videos: likewise.
+            model_input: which takes the prompt.
+            where: the prompt stands, with which a message begins.
+        """
         if images and cls.asks_for_image(prompt, model_input):
             text = f"{where}: the prompt asks for an image and brings {images}; this model draws from text"
             raise DataError(text, "drawing")
@@ -67,8 +75,13 @@ class MediaConventions:
 
     @classmethod
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
-        """The rendered prompt up to where an image begins. Raises DataError, starting with `where`, where the model
-        draws none."""
+        """The rendered prompt up to where an image begins. Raises DataError where the model draws none.
+
+        Args:
+            prompt: as the chat template writes it.
+            model_input: which takes the prompt.
+            where: the prompt stands, with which a message begins.
+        """
         raise DataError(f"{where}: the row asks for an image, but this model writes text only", "drawing")
 
     @classmethod
@@ -104,7 +117,13 @@ class MediaConventions:
 
 @lru_cache(maxsize=4096)
 def measured_tokens(media: type[MediaConventions], processor: Any, size: tuple[int, int]) -> int:
-    """Tokens that an image of this (width, height) takes, by processing a blank one."""
+    """Tokens that an image takes, by processing a blank one.
+
+    Args:
+        media: the conventions of the model's family.
+        processor: of the model.
+        size: (width, height) in pixels.
+    """
     text = media.placeholders(processor)["image"]
     expanded = processor(text=[text], **media.media_arguments([Image.new("RGB", size)], []))["input_ids"][0]
     return len(expanded) - len(processor.tokenizer(text)["input_ids"]) + 1
@@ -121,8 +140,16 @@ def render_prompt(
 
     One placeholder per image or video, not expanded: what vLLM and MultimodalDataProcessor take. With
     apply_chat_template false it is the row's string as it stands. system_prompt comes first unless the row has its own.
-    media: the conventions of the model's family, which say how an image begins. tools: schemas of what the model may
-    call. Raises DataError naming the row, or ConfigError when there is no chat template.
+
+    Args:
+        row: whose prompt it is, and which may ask for an image.
+        model_input: which has the chat template.
+        config: of the data, for apply_chat_template and system_prompt.
+        media: the conventions of the model's family, which say how an image begins.
+        tools: schemas of what the model may call.
+
+    Raises:
+        DataError: naming the row. ConfigError: when there is no chat template.
     """
     text = _rendered(row, model_input, config, tools)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text

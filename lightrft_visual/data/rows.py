@@ -58,10 +58,17 @@ class PromptRow:
 def parse_row(
     raw: Mapping[str, Any], config: DataConfig, *, source: str, root: str | os.PathLike | None, index: int = 0
 ) -> PromptRow:
-    """Bring one row of a file into normal form. root: folder that relative media paths start from.
+    """Bring one row of a file into normal form.
 
-    Raises DataError that starts with `source` for a missing column, a prompt of the wrong form, or media that do not
-    match the placeholders.
+    Args:
+        raw: the row's columns, as its file has them.
+        config: of the data, for the form and the columns' names.
+        source: "file:row", with which messages begin.
+        root: folder that relative media paths start from; None: the working directory.
+        index: the row's place in the data set.
+
+    Raises:
+        DataError: for a missing column, a prompt of the wrong form, or media that do not match the placeholders.
     """
     try:
         if not isinstance(raw, Mapping):
@@ -75,7 +82,7 @@ def parse_row(
         cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
         images, videos = (as_source_list(cells[kind].cell, kind) for kind in MEDIA)
         if messages is not None:
-            prompt, images, videos = place_media(messages, images, videos)
+            prompt, images, videos = _place_media(messages, images, videos)
         elif not isinstance(prompt, str):
             kind = type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
@@ -265,7 +272,7 @@ def _own_source(part: Mapping[str, Any], kind: str) -> Any:
     return None
 
 
-def place_media(
+def _place_media(
     messages: Sequence[Mapping[str, Any]], images: list[Any], videos: list[Any]
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Messages with every media part explicit, and the images and videos in the order of these parts.

@@ -24,9 +24,16 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float) -> bytes:
-    """The body behind an http(s) URL: at most max_bytes, within `timeout` seconds as a whole, redirects included.
+    """The body behind an http(s) URL.
 
-    Raises DataError that names the URL without its query, for everything that is refused or fails.
+    Args:
+        url: redirects from it are followed.
+        allow_remote: without it every URL is refused.
+        max_bytes: a larger body is refused.
+        timeout: seconds for all of it, redirects included.
+
+    Raises:
+        DataError: naming the URL without its query, for everything that is refused or fails.
     """
     if not allow_remote:
         raise DataError(f"{shown_url(url)} is remote, and fetching is off: set allow_remote_media to allow it")

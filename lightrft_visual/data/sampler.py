@@ -89,7 +89,13 @@ class PromptSampler:
 
     @staticmethod
     def shard(batch: Sequence[int], rank: int, world_size: int) -> list[int]:
-        """Rank's rows of a global batch. Raises ConfigError if the ranks would get different numbers."""
+        """A rank's rows of a global batch. Raises ConfigError if the ranks would get different numbers.
+
+        Args:
+            batch: indices, as `next_batch` gives them.
+            rank: whose rows are wanted.
+            world_size: number of ranks.
+        """
         if len(batch) % world_size:
             raise ConfigError(f"a global batch of {len(batch)} prompts does not divide over {world_size} ranks")
         return list(batch[rank::world_size])
@@ -158,9 +164,12 @@ class PromptSampler:
 
 
 def fitting_batch(wanted: int, prompts: int, step: int) -> int:
-    """Prompts of a batch, no more than one pass over the data holds; a multiple of step, at least one.
+    """Prompts of a batch, no more than one pass over the data holds.
 
-    wanted: a multiple of step. prompts: of one pass.
+    Args:
+        wanted: prompts as configured, a multiple of `step`.
+        prompts: of one pass.
+        step: the result is a multiple of it, and no less.
     """
     return min(wanted, max(step, prompts - prompts % step))
 

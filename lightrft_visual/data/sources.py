@@ -65,7 +65,7 @@ class JsonlSource:
             line = file.readline(MAX_ROW_BYTES + 1)
         if len(line) > MAX_ROW_BYTES:
             raise DataError(f"{self.name(row)}: the line is longer than {MAX_ROW_BYTES} bytes", "row too large")
-        return parse_json(line, self.name(row))
+        return _parse_json(line, self.name(row))
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -78,7 +78,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
+def _parse_json(text: bytes | str, name: str, advice: str = "") -> Any:
     """The value of a JSON text from outside. Raises DataError that starts with `name`."""
     try:
         return json.loads(text)
@@ -109,7 +109,7 @@ class JsonSource(NumberedRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path, path.parent)
         check_whole_file(path, "write it as .jsonl, one object a line, which is read row by row")
-        rows = parse_json(path.read_bytes(), str(path), " (one object a line is .jsonl)")
+        rows = _parse_json(path.read_bytes(), str(path), " (one object a line is .jsonl)")
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a list of rows, found {type(rows).__name__}")
         self._rows = rows

@@ -14,7 +14,14 @@ def validation_shard_indices(num_prompts: int, *, rank: int, world_size: int) ->
 
     Every rank gets ceil(num_prompts / world_size) entries. Where the stride runs past the end it starts over with
     is_real false: that prompt is generated once more, so that collectives match, and its result is dropped.
-    Raises ValueError for a negative count, world_size below one, or a rank outside [0, world_size).
+
+    Args:
+        num_prompts: held-out prompts of all ranks together.
+        rank: whose prompts are wanted.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: for a negative count, world_size below one, or a rank outside [0, world_size).
     """
     if num_prompts < 0:
         raise ValueError(f"num_prompts is {num_prompts}; it must not be negative")

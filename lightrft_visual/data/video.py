@@ -52,9 +52,15 @@ _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif",
 
 
 def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> Video:
-    """Decode one video. max_pixels bounds a frame before decoding; see the module for sources and options.
+    """Decode one video.
 
-    Raises DataError naming the source for what is missing, damaged, too long, too large, or has fewer than two frames.
+    Args:
+        source: with its options, see the module.
+        allow_remote: http(s) URLs are fetched; else they are refused.
+        max_pixels: width times height above which a frame is refused, before decoding.
+
+    Raises:
+        DataError: naming the source, for what is missing, damaged, too long, too large, or has fewer than two frames.
     """
     if isinstance(source, Video):
         return source
@@ -72,7 +78,10 @@ def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
 
 
 def check_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
-    """The cheap part of load_video, for validation at start: options, files, and the headers of listed frames."""
+    """The cheap part of load_video, for validation at start: options, files, and the headers of listed frames.
+
+    Args: as of `load_video`.
+    """
     source, options = _split_options(source)
     if isinstance(source, (Video, np.ndarray, torch.Tensor)):
         return

@@ -177,7 +177,13 @@ def sum_in_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def gather_in_group(tensor: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Each group member's tensor (sizes[member], ...), in rank order; the sizes are known to all of them."""
+    """Each group member's tensor (sizes[member], ...), in rank order.
+
+    Args:
+        tensor: this rank's.
+        sizes: of all members' first dimensions, known to each of them.
+        group: this rank's.
+    """
     moved = _reachable(tensor.detach())
     padded = moved.new_zeros(max(sizes), *moved.shape[1:])
     padded[: len(moved)] = moved

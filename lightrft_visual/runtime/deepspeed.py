@@ -97,7 +97,13 @@ class OptimizerSettings:
 
     @classmethod
     def from_config(cls, train: Training, learning_rate: float, updates: int) -> OptimizerSettings:
-        """Those of a run of `updates` optimizer steps."""
+        """Those of a run.
+
+        Args:
+            train: section of the configuration.
+            learning_rate: of parameters without a rate of their own.
+            updates: optimizer steps of the run.
+        """
         scheduler, warmup_ratio = train.schedule(updates)
         return cls(learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, scheduler, warmup_ratio)
 

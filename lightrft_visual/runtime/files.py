@@ -95,9 +95,15 @@ def full_disk_named(folder: Path, write: Callable[[], R]) -> R:
 
 
 def check_space(root: Path, needed: int, kept: int) -> None:
-    """Look, before training, whether the disk has room for checkpoints of about `needed` bytes.
+    """Look, before training, whether the disk has room for checkpoints.
 
-    Raises CheckpointError where not even one fits; warns where `kept` of them and the one being written do not.
+    Args:
+        root: folder of the checkpoints, made where it is not there.
+        needed: bytes of one, about.
+        kept: how many stay; a warning says where these and the one being written do not fit.
+
+    Raises:
+        CheckpointError: where not even one fits.
     """
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free

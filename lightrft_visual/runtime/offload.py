@@ -19,9 +19,12 @@ SMALL_PIECE = 2**26  # bytes that are not divided any further
 
 @contextmanager
 def on_device(module: nn.Module, device: torch.device | str, offload: bool) -> Iterator[nn.Module]:
-    """The module in evaluation mode on `device`, without gradients; with `offload` it is back on the CPU afterwards.
+    """The module in evaluation mode on a device, without gradients.
 
-    What came from the CPU is not copied back: nobody changes it inside.
+    Args:
+        module: on the CPU or the device.
+        device: of the forward passes inside.
+        offload: the module is on the CPU afterwards. What came from there is not copied back: nobody changes it inside.
     """
     leaves = offload and torch.device(device).type != "cpu"
     tensors = chain(module.parameters(), module.buffers()) if leaves else ()

@@ -30,7 +30,7 @@ def seed_everything(seed: int) -> None:
 LEAST = 0.1  # share of its learning rate that cosine_with_min_lr ends at
 
 
-def share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
+def _share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
     """The factor on the learning rate before optimizer step number `step` (from 0): linear to 1 over `warmup` steps,
     then by the schedule's name until `total`."""
     if step < warmup:
@@ -45,6 +45,12 @@ def share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
 
 
 def rate_schedule(name: str, optimizer: Optimizer, warmup: int, total: int) -> LambdaLR:
-    """The schedule that sets the optimizer's learning rates; name: constant_with_warmup, linear, cosine or
-    cosine_with_min_lr."""
-    return LambdaLR(optimizer, partial(share_of_rate, name=name, warmup=warmup, total=total))
+    """The schedule that sets an optimizer's learning rates.
+
+    Args:
+        name: constant_with_warmup, linear, cosine or cosine_with_min_lr.
+        optimizer: whose rates are those after warm-up.
+        warmup: optimizer steps in which the rates rise linearly from 0.
+        total: optimizer steps of the run, warm-up included.
+    """
+    return LambdaLR(optimizer, partial(_share_of_rate, name=name, warmup=warmup, total=total))

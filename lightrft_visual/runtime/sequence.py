@@ -56,10 +56,15 @@ class SequenceGroup:
         return slice(self.index * own, (self.index + 1) * own)
 
     def joined(self, part: T, indices: T, count: int) -> T:
-        """(count, ...): the parts of all members, each at its own `indices` (n) of the whole.
+        """(count, ...): the parts of all members as a whole.
 
         What each member computes of the whole is the same on all of them and counts once: the gradient of a part is
         that of its places, without a sum over the members.
+
+        Args:
+            part: (n, ...), this member's.
+            indices: (n) long, where the part's entries stand in the whole.
+            count: length of the whole.
         """
         return _Joined.apply(part, indices, count, self.tensors)
 

@@ -110,13 +110,15 @@ class TrainEngine:
         return self._bad is not None and bool(self._bad.item())
 
     def accumulate(self, loss: torch.Tensor, last: bool, told: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Backward of one micro-batch's share; `last` marks the last one before `step`, which is a collective.
+        """Backward of one micro-batch's share.
 
         Losses are looked at on the device, and ranks tell each other at the last one. Where a loss was not finite on
         any rank, that one sends NaN through backward on all ranks: the same hooks and collectives run everywhere, and
         the step is then discarded everywhere.
 
         Args:
+            loss: scalar; those of all ranks and micro-batches add up to the loss of the step.
+            last: whether it is the last one before `step`, which is a collective.
             told: numbers (n) that this rank tells the others with the last one.
 
         Returns: what all ranks told (ranks, n), float64, on the device; None where nothing is told.
@@ -260,11 +262,15 @@ class TrainEngine:
         return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
 
     def load(self, folder: str, tag: str, saved_ranks: int | None = None) -> None:
-        """Weights, optimizer and schedule of this rank; every rank calls it. saved_ranks: how many saved them; None
-        where they were as many as now.
+        """Weights, optimizer and schedule of this rank; every rank calls it.
 
         Settings of the optimizer stay those of this run: DeepSpeed would put the saved ones in their place, without
         those that the Adam of `adam_offload` alone has, and a changed learning rate would be ignored.
+
+        Args:
+            folder: of the checkpoint.
+            tag: of this engine's files in it, as given to `save`.
+            saved_ranks: how many saved them; None: as many as now.
         """
         self._reload()
         scheduler = self.engine.lr_scheduler

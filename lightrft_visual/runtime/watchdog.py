@@ -92,8 +92,12 @@ class Watchdog:
     def start(self, connect: Callable[[], dist.Store], key: str, address: str) -> None:
         """Begin to watch, in threads that end with the process.
 
-        Waits until the ranks are connected, so that none can be gone unnoticed, but not for ever. connect: to a store
-        in which rank 0 says under this key where it listens. address: of rank 0's host.
+        Waits until the ranks are connected, so that none can be gone unnoticed, but not for ever.
+
+        Args:
+            connect: to a store in which rank 0 says where it listens.
+            key: under which it says so.
+            address: of rank 0's host.
         """
         os.register_at_fork(after_in_child=self._close)  # else a forked child would stand for its parent
         for target in (partial(self._listen, connect, key, address), self._repeat):

@@ -34,7 +34,13 @@ _collecting: ContextVar[Copies | None] = ContextVar("collecting", default=None)
 
 
 def write_file(path: Path, state: Any, write: Callable[[Any], None]) -> None:
-    """`write(state)`, which makes the file `path`, now; inside `Copies.collecting` later, with a copy of the state."""
+    """Write a file now; inside `Copies.collecting` later, with a copy of the state.
+
+    Args:
+        path: of the file.
+        state: what belongs into it.
+        write: makes the file from the state.
+    """
     copies = _collecting.get()
     if copies is None:
         write(state)

@@ -60,8 +60,15 @@ def export_hf(
 ) -> Path:
     """Write config, weights as safetensors and the processor: a folder for transformers and vLLM.
 
-    model: without DeepSpeed's or peft's wrapping. state_dict: its gathered weights (default: the model's own). dtype:
-    cast floating weights and note it in the config. Raises CheckpointError for weights that are absent or not gathered.
+    Args:
+        model: without DeepSpeed's or peft's wrapping.
+        processor: or tokenizer; None: none is written.
+        folder: where to write.
+        state_dict: the model's gathered weights; None: its own.
+        dtype: floating weights are cast to it, and the config notes it; None: as they are.
+
+    Raises:
+        CheckpointError: for weights that are absent or not gathered.
     """
     if is_adapted(model):
         raise CheckpointError("export_hf takes the unwrapped model with merged weights; export_lora takes the adapter")
@@ -88,7 +95,13 @@ TRANSPOSED = {"qwen3_vl_moe": (".experts.gate_up_proj", ".experts.down_proj")}
 
 
 def as_published(model_type: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight of a transformers module as published checkpoints of its type hold it, and vLLM's loader reads it."""
+    """A weight of a transformers module as published checkpoints of its type hold it, and vLLM's loader reads it.
+
+    Args:
+        model_type: of the model's config.
+        name: of the weight in the module.
+        tensor: the weight.
+    """
     turned = name.endswith(TRANSPOSED.get(model_type, ()))
     return tensor.transpose(-1, -2).contiguous() if turned else tensor
 
@@ -113,7 +126,12 @@ def export_lora(
 ) -> Path:
     """Write adapter_model.safetensors and adapter_config.json, for peft and for vLLM's LoRA loading.
 
-    state_dict: gathered weights under the model's own names; only those of the adapter are needed.
+    Args:
+        model: with the adapter.
+        folder: where to write.
+        state_dict: gathered weights under the model's own names, of which only the adapter's are needed; None: the
+            model's own.
+        adapter_name: as peft has it.
     """
     from peft import get_peft_model_state_dict
 

@@ -137,15 +137,20 @@ class CheckpointManager:
         model: Mapping[str, Any] | None = None,
         behind: bool = False,
     ) -> Path:
-        """Write a checkpoint; every rank calls this, and `write(staging)` runs on every rank to write its own files.
+        """Write a checkpoint; every rank calls this. One of the same name is replaced; a folder that is none is not
+        touched.
 
-        behind: return once their content is copied. A thread writes them, and `finish` waits for it.
+        Args:
+            step: finished steps.
+            write: runs on every rank with the staging folder, to write the rank's own files.
+            name: of the folder, such as checkpoint-final, which is never rotated away; None: `checkpoint-<step>`.
+            metrics: of the latest evaluation, for `keep_best`; None: there was none.
+            resumable: whether `find_latest` offers it; None: if it is numbered.
+            model: what the weights belong to, a `fingerprint`.
+            behind: return once the files' content is copied. A thread writes them, and `finish` waits for it.
 
-        The result is `checkpoint-<step>`, or `name` (such as checkpoint-final), which is never rotated away and, unless
-        `resumable` says so, is not something `find_latest` offers. A checkpoint of the same name is replaced; a folder
-        that is none is not touched. model: what the weights belong to, a `fingerprint`.
-
-        Raises CheckpointError on every rank when any failed; what was complete stays.
+        Raises:
+            CheckpointError: on every rank when any failed; what was complete stays.
         """
         self.finish()
         name, began = name or f"{PREFIX}{step:06d}", time.monotonic()

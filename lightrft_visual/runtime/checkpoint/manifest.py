@@ -127,7 +127,13 @@ def check_sizes(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_hashes(folder: Path, content: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Compare the content of files that a manifest lists with what was written."""
+    """Compare the content of files that a manifest lists with what was written.
+
+    Args:
+        folder: of the checkpoint.
+        content: of its manifest.
+        names: of the files to read, as the manifest lists them.
+    """
     names = list(names)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         for name, found in zip(names, pool.map(lambda name: file_sha256(folder / name), names)):

@@ -18,7 +18,13 @@ States = dict[int, dict[str, Any]]  # of an optimizer, by the number of the tens
 
 
 def files_of_ranks(folder: Path, ranks: int, kind: str) -> list[Path]:
-    """DeepSpeed's files of each rank; kind: optim_states or model_states. CheckpointError where one is missing."""
+    """DeepSpeed's files of each rank. CheckpointError where one is missing.
+
+    Args:
+        folder: of one engine in a checkpoint.
+        ranks: how many saved it.
+        kind: optim_states or model_states.
+    """
     found = []
     for rank in range(ranks):
         named = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
@@ -29,7 +35,14 @@ def files_of_ranks(folder: Path, ranks: int, kind: str) -> list[Path]:
 
 
 def part_of(pieces: Sequence[T], total: int, size: int, rank: int) -> T:
-    """This rank's part, of `size` with its padding, of flat pieces that lie behind each other and hold `total`."""
+    """This rank's part (size) of flat pieces that lie behind each other.
+
+    Args:
+        pieces: (n) each, of the ranks that saved, in their order; the last ones may end in padding.
+        total: elements of all pieces without that padding.
+        size: elements of a rank's part, its padding included.
+        rank: whose part is wanted.
+    """
     start, stop = rank * size, min((rank + 1) * size, total)
     result, at = torch.zeros(size, dtype=pieces[0].dtype), 0
     for piece in pieces:
@@ -46,7 +59,13 @@ def share(numel: int, ranks: int) -> int:
 
 
 def sub_groups(groups: Sequence[Sequence[int]], ranks: int, largest: int) -> list[list[int]]:
-    """ZeRO-3's sub-groups on so many ranks, as it makes them: sizes of parameters in the order of its groups."""
+    """ZeRO-3's sub-groups, as it makes them: sizes of parameters in the order of its groups.
+
+    Args:
+        groups: elements of each parameter, by the optimizer's groups.
+        ranks: that share each parameter.
+        largest: elements of a rank at which a sub-group is full (`sub_group_size`).
+    """
     found: list[list[int]] = []
     for group in groups:
         held, current = 0, []
@@ -87,8 +106,13 @@ def _numel(zero: Any, number: int) -> int:
 
 
 def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> dict[str, Any]:
-    """What `zero.load_state_dict` takes; saved: `optimizer_state_dict` of each rank's file. zero: DeepSpeed's
-    optimizer of this run."""
+    """What `zero.load_state_dict` takes.
+
+    Args:
+        saved: `optimizer_state_dict` of each saved rank's file.
+        zero: DeepSpeed's optimizer of this run.
+        rank: this one.
+    """
     base, masters, states = [each["base_optimizer_state"] for each in saved], [], {}
     for number, master in enumerate(masters_of(zero)):
 
@@ -103,7 +127,12 @@ def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> 
 
 
 def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int) -> dict[str, Any]:
-    """The same for ZeRO-3, whose sub-groups may be others where the ranks are."""
+    """The same for ZeRO-3, whose sub-groups may be others where the ranks are.
+
+    Args:
+        saved, zero, rank: as of `stages_1_and_2`.
+        ranks: how many this run has.
+    """
     base = [each["optimizer_state_dict"] for each in saved]
     zero._set_fp32_optimizer_param_groups()
     empty = zero.optimizer.state_dict()

@@ -19,8 +19,10 @@ FORM = ("zero_stage", "bf16", "lora_rank", "freeze_prefix", "trainable_models", 
 def fingerprint(pretrain: str, folder: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Plain data for a manifest. A collective.
 
-    pretrain: as the configuration names it. folder: where it lies, if that is known to be the same everywhere; None
-    compares by name. settings: by name, what else decides the shapes and the meaning of the weights.
+    Args:
+        pretrain: the model as the configuration names it.
+        folder: where it lies, if that is known to be the same everywhere; None compares by name.
+        settings: by name, what else decides the shapes and the meaning of the weights.
     """
     local = folder is not None and Path(folder).is_dir()
     content = on_rank_0("reading the model's files", lambda: digest(Path(folder)) if local else None)
@@ -46,9 +48,14 @@ def digest(folder: Path) -> str:
 
 
 def check_model(folder: Path | None, here: Mapping[str, Any], other_allowed: bool) -> None:
-    """Raise CheckpointError when the checkpoint is of another model than `here`, this run's fingerprint. A collective.
+    """Raise CheckpointError when a checkpoint is of another model than this run. A collective.
 
-    With `other_allowed` only the form of the optimizer counts. A checkpoint may not know its model.
+    A checkpoint may not know its model.
+
+    Args:
+        folder: of the checkpoint; None: a new run, nothing is checked.
+        here: this run's `fingerprint`.
+        other_allowed: only the form of the optimizer counts (resume_other_model).
     """
     if folder is not None:
         on_rank_0("resuming", lambda: _check(folder, here, other_allowed))
@@ -56,7 +63,7 @@ def check_model(folder: Path | None, here: Mapping[str, Any], other_allowed: boo
 
 def _check(folder: Path, here: Mapping[str, Any], other_allowed: bool) -> None:
     saved = read_manifest(folder)["model"] or {}
-    names = [name for name in saved if name in here and differs(name, saved, here)]
+    names = [name for name in saved if name in here and _differs(name, saved, here)]
     told = ", ".join(f"{name} {saved[name]!r} ({here[name]!r} here)" for name in names)
     way = "to put its weights into this run's model all the same, add --resume_other_model true"
     fixed = [name for name in names if name in FORM or (name == "critic" and here[name])]  # a new one has no files
@@ -67,7 +74,7 @@ def _check(folder: Path, here: Mapping[str, Any], other_allowed: bool) -> None:
         raise CheckpointError(f"{folder} was trained with {told}: resume with that, or, {way}")
 
 
-def differs(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _differs(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether the two disagree. The same files under another name are the same model; names count where the files of
     one are not known. `content` speaks through `pretrain`, which people know."""
     if name == "content" or (name == "zero_stage" and {saved[name], here[name]} == {1, 2}):

@@ -211,6 +211,11 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     """Call, and await when the result asks for it.
 
     Whatever it raises, sys.exit included, is chained to a RewardError with its name and the user's own lines.
+
+    Args:
+        function: of the user.
+        name: of it, for messages.
+        arguments: by name; with SAMPLES, as of `invoke`.
     """
     what = f"reward function {name}"
     with AsRewardError(what), put_back(what), watched(what):

@@ -118,8 +118,13 @@ class Connection:
 
 
 def started(module: str, argument: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that runs a module with an argument and the number of its end of a socket, which is closed here. It
-    imports what this one does; what it prints goes to stderr."""
+    """A process that runs a module. It imports what this one does; what it prints goes to stderr.
+
+    Args:
+        module: by its dotted name.
+        argument: first word of its command line.
+        theirs: its end of a socket, which is closed here; the number of its file is the second word.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with theirs:
         command = [sys.executable, "-u", "-m", module, argument, str(theirs.fileno())]
