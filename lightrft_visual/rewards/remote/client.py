@@ -293,7 +293,7 @@ class RemoteReward(StreamingSource):
 
     async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
-        content = await asyncio.to_thread(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
+        content = await asyncio.to_thread(self._body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
         decode = partial(decode_reply, size=len(batch))
         try:
             scores = await self.client.exchange(Exchange(self.replicas, content, decode, position, phase))
@@ -302,7 +302,7 @@ class RemoteReward(StreamingSource):
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})
         return scores
 
-    def body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
+    def _body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
         """A request by one of the wires."""
         encode = partial(call.encoded.encode, image_format=self.client.config.reward_image_format)
         try:
