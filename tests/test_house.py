@@ -18,15 +18,15 @@ FLOORS = (
 )  # fmt: skip
 # Lines of Python of the core's rooms, after `ruff format`; files that are one registry entry each are counted apart.
 BUDGETS = {
-    "": 2140, "experience": 2800, "config": 4726, "runtime": 5641, "data": 3191, "models": 5879, "rollout": 3000,
-    "rewards": 3982, "algorithms": 1400, "trainer": 4200, "observe": 3506,
+    "": 1500, "experience": 2800, "config": 2805, "runtime": 3404, "data": 2700, "models": 3800, "rollout": 3000,
+    "rewards": 3200, "algorithms": 1400, "trainer": 4200, "observe": 2900,
 }  # fmt: skip
 ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2130, "experience": 3108, "config": 4683, "runtime": 5518, "data": 3092,
-    "models": 5666, "rollout": 5052, "rewards": 3799, "algorithms": 1800, "trainer": 7257, "observe": 3326,
+    "": 2140, "experience": 3108, "config": 4726, "runtime": 5641, "data": 3191,
+    "models": 5879, "rollout": 5052, "rewards": 3982, "algorithms": 1800, "trainer": 7257, "observe": 3506,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
