@@ -175,8 +175,13 @@ class OpenRLHFAgent(Environment):
 def messages_of(text: str, images: Sequence[Any] = (), first: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """The messages of a text with marks of ChatML; without them it is one message of the user.
 
-    images stand where the text has the placeholders of a model, without any before the user's first text, behind the
-    parts `first`. Raises ValueError where there are other numbers of both.
+    Args:
+        text: observation or feedback of an agent.
+        images: stand where the text has the placeholders of a model, without any before the user's first text.
+        first: content parts in front of that text, and of such images.
+
+    Raises:
+        ValueError: the text has placeholders, and not one for each image.
     """
     found = [(role, content.strip()) for role, content in CHATML.findall(text) if role != "assistant"]
     found = found or [("user", MARKS.sub("", text).strip())]

@@ -18,7 +18,13 @@ SIZES = ("train_batch_size", "groups_per_update", "gradient_accumulation_steps")
 
 
 def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
-    """The settings whose values a file leaves to its system, where `taken` are those of the file."""
+    """The settings whose values a file leaves to its system, by their names here.
+
+    Args:
+        system: of the file, one of CONVERTS.
+        verb: the command that the file becomes: grpo, rloo, ppo or sft.
+        taken: the settings of the file, by their names here.
+    """
     entry = CONVERTS[system]
     usual = dict(entry.get("defaults_sft", {}) if verb == "sft" else entry["defaults"])
     estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
@@ -34,7 +40,12 @@ def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
 def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
     """Write into `found` what the file's settings mean together, and into `left_out` those that do not count there.
 
-    whole: no other file holds settings, so that what is not there has its system's default.
+    Args:
+        system: as of `unset_there`.
+        verb: as of `unset_there`.
+        found: the settings of the file.
+        left_out: what a person is told of settings, by name.
+        whole: no other file holds settings, so that what is not there has its system's default.
     """
     _schedule(found, left_out)  # before steps of other kinds are counted anew
     for told, here in CONVERTS[system].get("means", {}).items():

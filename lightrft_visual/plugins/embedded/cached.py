@@ -21,11 +21,16 @@ def key_of(made_of: Mapping[str, Any]) -> str:
 
 
 def built_once(target: Path, build: Callable[[Path], None], told: str = "") -> Path:
-    """`target`, a file or a folder that `build` makes elsewhere where it is missing; it appears by one rename, so an
-    interrupted build leaves nothing behind.
+    """`target`, built elsewhere where it is missing; it appears by one rename, so an interrupted build leaves nothing
+    behind.
 
-    One process of a host builds, the others wait for it. told: what is logged then. A run draws the same random
-    numbers, whether it builds or finds.
+    One process of a host builds, the others wait for it. A run draws the same random numbers, whether it builds or
+    finds.
+
+    Args:
+        target: a file or a folder.
+        build: makes it at the path that it is called with, whose folder is there.
+        told: what is logged before; nothing where it is empty.
     """
     if target.exists():
         return target

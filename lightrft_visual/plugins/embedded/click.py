@@ -26,7 +26,7 @@ SHIFT = 3.0  # pixels that a button is off the middle of its quarter at most
 Box = list[float]
 
 
-def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+def _draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
     """Which button is lit, its demonstration a click on any; of demonstrations every other one asks where it is."""
     buttons, lit = make_buttons(rng), rng.randrange(len(QUARTERS))
     image = draw_screen(buttons, lit)
@@ -78,7 +78,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "click",
     VERSION,
-    draw_question,
+    _draw_question,
     "embedded click",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},

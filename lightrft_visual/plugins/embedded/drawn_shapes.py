@@ -77,11 +77,11 @@ def colour_table(reference: T) -> T:
     return torch.tensor(list(COLOURS.values()), dtype=reference.dtype, device=reference.device)
 
 
-def signed_distances(area: T, x: T, y: T, size: int) -> T:
+def _signed_distances(area: T, x: T, y: T, size: int) -> T:
     """(B, n_shapes, size, size): distance in pixels to the outline of each shape, negative inside.
 
-    area (B): share of the image that the shape covers; x, y (B): its centre of mass. All shapes of one row have the
-    same area and centre, so that they differ in form only.
+    Arguments are as of `shape_masks`. All shapes of one row have the same area and centre, so that they differ in form
+    only.
     """
     grid = (torch.arange(size, dtype=area.dtype, device=area.device) + 0.5) / size
     dx = grid.view(1, 1, size) - x.view(-1, 1, 1)
@@ -99,12 +99,29 @@ def signed_distances(area: T, x: T, y: T, size: int) -> T:
 
 
 def shape_masks(area: T, x: T, y: T, size: int, softness: float = 1.0) -> T:
-    """(B, n_shapes, size, size) in 0..1: coverage of each pixel; edges are `softness` pixels wide."""
-    return (0.5 - signed_distances(area, x, y, size) / softness).clamp(0, 1)
+    """(B, n_shapes, size, size) in 0..1: coverage of each pixel by each shape.
+
+    Args:
+        area: (B), share of the image that the shape covers.
+        x: (B), its centre of mass, in 0..1 from the left.
+        y: (B), the same from the top.
+        size: pixels of the image's side.
+        softness: pixels that edges are wide.
+    """
+    return (0.5 - _signed_distances(area, x, y, size) / softness).clamp(0, 1)
 
 
 def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
-    """Images (B, 3, size, size) in 0..1. colours, shapes (B) long; area, x, y (B), see `signed_distances`."""
+    """Images (B, 3, size, size) in 0..1.
+
+    Args:
+        colours: (B) long, indices into COLOURS.
+        shapes: (B) long, indices into SHAPES.
+        area: as of `shape_masks`.
+        x: as of `shape_masks`.
+        y: as of `shape_masks`.
+        size: as of `shape_masks`.
+    """
     masks = shape_masks(area, x, y, size)
     mask = masks.gather(1, shapes.view(-1, 1, 1, 1).expand(-1, 1, size, size))
     ink = colour_table(area)[colours].view(-1, 3, 1, 1)
@@ -114,10 +131,15 @@ def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
 def random_images(
     colours: T, shapes: T, size: int, generator: torch.Generator, variety: float = 1.0, places: T | None = None
 ) -> T:
-    """Images of the given colours and shapes at random sizes and centres, drawn from the generator.
+    """Images (B, 3, size, size) in 0..1 at random sizes and centres.
 
-    variety: of sizes and centres, 0 for the mean ones only. places (B) long: indices into PLACES, around which the
-    centres then are, not around the middle; -1 for the middle.
+    Args:
+        colours: as of `draw`.
+        shapes: as of `draw`.
+        size: pixels of the image's side.
+        generator: on the host, of areas and centres.
+        variety: of these, 0 for the mean ones only.
+        places: (B) long, indices into PLACES, around which the centres are; -1, or None for all: around the middle.
     """
     uniform = torch.rand(3, colours.shape[0], generator=generator)
     uniform = torch.lerp(torch.full_like(uniform, 0.5), uniform, variety)

@@ -73,7 +73,14 @@ def text_questions(split: Path) -> Path:
 
 
 def draw_question(kind: str, split: str, rng: random.Random, size: int) -> Question:
-    """A question of this kind; of demonstrations with looks that they show."""
+    """A question of this kind.
+
+    Args:
+        kind: one of KINDS.
+        split: that it is for; of demonstrations it has looks that they show.
+        rng: of all that is drawn.
+        size: pixels of an image's side.
+    """
     while True:
         prompt, scenes, answer = make_question(kind, rng)
         looks = {(scene.colour, scene.shape) for scene in scenes}
@@ -98,7 +105,13 @@ def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str]
 
 
 def random_scene(rng: random.Random, count: int | None = None, colour: str | None = None) -> Scene:
-    """One to three shapes in different quarters of the image, so that they never touch."""
+    """Shapes in different quarters of the image, so that they never touch.
+
+    Args:
+        rng: of all that is not given.
+        count: of shapes; None: one to three.
+        colour: a name in COLOURS; None: any.
+    """
     count = count or rng.randint(1, 3)
     quarters = rng.sample([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], count)
     centres = tuple((x + rng.uniform(-0.07, 0.07), y + rng.uniform(-0.07, 0.07)) for x, y in quarters)
@@ -106,7 +119,13 @@ def random_scene(rng: random.Random, count: int | None = None, colour: str | Non
 
 
 def single_scene(rng: random.Random, large: bool, shape: str | None = None) -> Scene:
-    """One shape near the middle. Outlines of small ones are beyond a model that is trained for minutes."""
+    """One shape near the middle.
+
+    Args:
+        rng: of all that is not given.
+        large: outlines of small ones are beyond a model that is trained for minutes.
+        shape: one of SHAPES; None: any.
+    """
     centre = (0.5 + rng.uniform(-0.05, 0.05), 0.5 + rng.uniform(-0.05, 0.05))
     radius = rng.uniform(0.34, 0.42) if large else rng.uniform(0.12, 0.2)
     return Scene((centre,), radius, rng.choice(list(COLOURS)), shape or rng.choice(SHAPES))

@@ -30,7 +30,7 @@ _FORMS = tuple(form for form, share in FORMS.items() for _ in range(share))
 REWARD = '{"*": [["rule", "exact", 0.8, {"tagged": true}], ["rule", "format", 0.2]]}'  # a recipe: answer, and form
 
 
-def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+def _draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
     """Of the kind whose turn it is, with a demonstration of any form."""
     kind = tuple(KINDS)[row % len(KINDS)]
     prompt, scenes, chain, answer = make_question(kind, rng)
@@ -73,7 +73,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "reasoning",
     VERSION,
-    draw_question,
+    _draw_question,
     "embedded reasoning",
     vocabulary_texts,
     {"until_loss": 0.24},

@@ -47,7 +47,13 @@ def place_captions(config: DiffusionRunConfig) -> None:
 
 
 def resolve_checkpoint(model: ModelConfig, name: str, task: str) -> str:
-    """The folder of the embedded vision-language model that was warmed up for an embedded task."""
+    """The folder of the embedded vision-language model that was warmed up for a task.
+
+    Args:
+        model: a run's model section, for the family.
+        name: by which the model was asked for; not read.
+        task: prompt_data of the run; for data of one's own that of the questions.
+    """
     if model.embedded_family in DRAWING_FAMILIES:
         return registry.services.load("unified").checkpoint(model)
     from .warmup import embedded_checkpoint, warm_up_of

@@ -71,7 +71,7 @@ def examples(settings: JudgeSettings, generator: torch.Generator) -> tuple[T, li
     """A batch: images (2 N, 3, side, side) in 0..1, drawings and then images that are none, and their colours, shapes
     and, for a judge that knows them, places (2 N) each."""
     count, side = settings.batch_size, settings.side
-    drawn, labels = drawings(settings, count, generator)
+    drawn, labels = _drawings(settings, count, generator)
     drawn = worn(drawn, generator)
     others, *other_labels = no_drawings(count, side, generator)
     others = worn(others, generator)
@@ -79,7 +79,7 @@ def examples(settings: JudgeSettings, generator: torch.Generator) -> tuple[T, li
     return torch.cat([drawn, others]), [torch.cat(each) for each in zip(labels, other_labels)]
 
 
-def drawings(settings: JudgeSettings, count: int, generator: torch.Generator) -> tuple[T, list[T]]:
+def _drawings(settings: JudgeSettings, count: int, generator: torch.Generator) -> tuple[T, list[T]]:
     """Images (count, 3, side, side) of the task with their colours, shapes and, where they are told, places (count)."""
     colours = torch.randint(len(COLOURS), (count,), generator=generator)
     shapes = torch.randint(len(SHAPES), (count,), generator=generator)
@@ -106,6 +106,11 @@ def no_drawings(count: int, side: int, generator: torch.Generator) -> tuple[T, T
 
     In equal parts: even ones and slopes; noise of every grain; stripes; patches of a known colour; rounded outlines of
     no shape; two shapes at once; a shape in a colour of no name; a known colour all over the image.
+
+    Args:
+        count: of images, those of a part together.
+        side: of each, in pixels.
+        generator: of all that is drawn.
     """
     kinds = (_even, _noise, _stripes, _patches, _lumps, _two_shapes, _other_ink, _flood)
     parts = [kind(len(part), side, generator) for kind, part in zip(kinds, torch.arange(count).chunk(len(kinds)))]
@@ -244,12 +249,12 @@ class JudgeAccuracy:
     others: float  # what is no drawing: the colour, the shape, or neither
 
 
-def measure(judge: ShapeJudge, settings: JudgeSettings, count: int = 1024) -> JudgeAccuracy:
+def _measure(judge: ShapeJudge, settings: JudgeSettings, count: int = 1024) -> JudgeAccuracy:
     """The judge's own accuracy on `count` drawings and `count` other images that it has not seen."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     others, *other_labels = no_drawings(count, settings.side, generator)
     shares = []
-    for images, labels in (drawings(settings, count, generator), (others, other_labels)):
+    for images, labels in (_drawings(settings, count, generator), (others, other_labels)):
         right = [logs.argmax(-1) == label for logs, label in zip(judge(images), labels)]
         shares.append(torch.stack(right).all(dim=0).float().mean().item())
     return JudgeAccuracy(*shares)
@@ -269,7 +274,7 @@ def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | No
 
     def build(path: Path) -> None:
         judge = train_judge(settings)
-        accuracy = measure(judge, settings)
+        accuracy = _measure(judge, settings)
         logger.info("  it names %.1f %% of fresh drawings rightly", 100 * accuracy.drawings)
         save_file(judge.state_dict(), path, {"accuracy": json.dumps(asdict(accuracy))})
 

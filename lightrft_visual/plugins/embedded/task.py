@@ -119,8 +119,19 @@ def build_task(
 ) -> EmbeddedTask:
     """Write the task below `folder`, or find it there, and return its paths.
 
-    The sub-folder is named after all arguments; several processes may call this at once. n_eval: questions of dev and
-    of test each. size: side of the square images in pixels. Raises DataError for sizes that cannot be drawn.
+    The sub-folder is named after all arguments; several processes may call this at once.
+
+    Args:
+        source: of the questions.
+        folder: that of all tasks.
+        seed: of the random numbers of every row.
+        n_train: questions of train.
+        n_eval: questions of dev and of test each.
+        size: pixels of an image's side, for sources that draw at any size.
+        n_demonstrations: questions of demonstrations.
+
+    Raises:
+        DataError: for numbers and sizes that cannot be drawn.
     """
     if min(n_train, n_demonstrations) < 1 or n_eval < 0 or size < 16:
         raise DataError(
@@ -192,10 +203,12 @@ def split_of(content: bytes) -> str:
 
 
 def supervised_pairs(jsonl: str | os.PathLike, *, seed: int, epochs: int | None = None) -> Iterator[SupervisedPair]:
-    """Shuffled warm-up examples from a split's jsonl file, for `epochs` passes or without end: the right answers, or
-    the responses of the task's demonstrations.
+    """Shuffled warm-up examples: the right answers, or the responses of the task's demonstrations.
 
-    The order depends on (seed, pass) alone.
+    Args:
+        jsonl: file of a split.
+        seed: of the order, with the number of the pass.
+        epochs: passes over the file; None: without end.
     """
     path = Path(jsonl)
     with open(path, encoding="utf-8") as file:

@@ -78,7 +78,13 @@ def source_of(task: str) -> TaskSource:
 
 
 def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
-    """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it."""
+    """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it.
+
+    Args:
+        settings: of the warm-up, by which the folder is named.
+        root: of the cache; None: `cache_folder()`.
+        report: called with one line of text before it is built.
+    """
     source = source_of(settings.task)
     key = key_of(asdict(settings) | {"version": CACHE_VERSION, "questions": source.version})[:12]
     root = root or cache_folder()
@@ -100,7 +106,13 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:
-    """Supervised steps on the checkpoint in `folder`, saved back there. Returns the losses (nats a token) of all."""
+    """Supervised steps on a checkpoint. Returns the losses (nats a token) of all.
+
+    Args:
+        folder: of the checkpoint, which is saved back there.
+        task: whose demonstrations are learnt.
+        settings: of the steps, and what the checkpoint was built by.
+    """
     vision = TINY_FAMILIES[settings.family].processor is not None
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)

@@ -67,12 +67,12 @@ class EmbeddedSD15Settings(DrawingSettings, TinySD15Settings):
 
 def embedded_diffusion_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD3Settings | None = None) -> Path:
     """The folder of the embedded SD3 pipeline; built and warmed up on the first call (minutes), then reused."""
-    return _folder("tiny-sd3", settings or EmbeddedSD3Settings(), build_pipeline, warm_up_sd3, cache_dir)
+    return _folder("tiny-sd3", settings or EmbeddedSD3Settings(), build_pipeline, _warm_up_sd3, cache_dir)
 
 
 def embedded_sd15_folder(cache_dir: str | Path | None = None, settings: EmbeddedSD15Settings | None = None) -> Path:
     """The same of the embedded SD 1.5."""
-    return _folder("tiny-sd15", settings or EmbeddedSD15Settings(), build_sd15_pipeline, warm_up_sd15, cache_dir)
+    return _folder("tiny-sd15", settings or EmbeddedSD15Settings(), build_sd15_pipeline, _warm_up_sd15, cache_dir)
 
 
 def _folder(
@@ -99,9 +99,14 @@ def _folder(
 def optimise(
     parameters: Iterator[nn.Parameter], loss_of_step: Callable[[], T], steps: int, rate: float, title: str
 ) -> list[nn.Parameter]:
-    """Adam with warm-up and cosine decay to zero over `steps` calls of the loss; returns the parameters.
+    """Adam with warm-up and cosine decay to zero; returns the parameters.
 
-    title: what is trained, in the lines of progress.
+    Args:
+        parameters: to train.
+        loss_of_step: a scalar with gradient, asked for once a step.
+        steps: updates in all.
+        rate: the learning rate between warm-up and decay.
+        title: what is trained, in the lines of progress.
     """
     weights = list(parameters)
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
@@ -127,7 +132,13 @@ def random_labels(count: int, generator: torch.Generator) -> tuple[T, T]:
 
 
 def warm_up_vae(vae: AutoencoderKL, settings: DrawingSettings, generator: torch.Generator) -> None:
-    """Reconstruction with a little noise on the latents; then scale and shift so that latents are about N(0, 1)."""
+    """Reconstruction with a little noise on the latents; then scale and shift so that latents are about N(0, 1).
+
+    Args:
+        vae: trained in place, and frozen then.
+        settings: of the pipeline, for those of the autoencoder.
+        generator: of drawn images and noise.
+    """
 
     def loss() -> T:
         labels = random_labels(settings.vae_batch_size, generator)
@@ -157,7 +168,7 @@ def fold_shift(vae: AutoencoderKL) -> None:
     vae.register_to_config(shift_factor=0.0)
 
 
-def warm_up_sd3(pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Settings, generator: torch.Generator) -> None:
+def _warm_up_sd3(pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Settings, generator: torch.Generator) -> None:
     """Flow matching on encoded images: v = noise - latents at x = (1 - t) latents + t noise."""
     transformer = pipeline.transformer
     context, pooled = encode_captions(pipeline)
@@ -171,7 +182,9 @@ def warm_up_sd3(pipeline: StableDiffusion3Pipeline, settings: EmbeddedSD3Setting
     _warm_up_denoiser(pipeline.vae, transformer, error, settings, generator, steps, rate)
 
 
-def warm_up_sd15(pipeline: StableDiffusionPipeline, settings: EmbeddedSD15Settings, generator: torch.Generator) -> None:
+def _warm_up_sd15(
+    pipeline: StableDiffusionPipeline, settings: EmbeddedSD15Settings, generator: torch.Generator
+) -> None:
     """Noise prediction at x = sqrt(alpha_bar) latents + sqrt(1 - alpha_bar) noise, uniform timesteps."""
     fold_shift(pipeline.vae)
     unet, alpha_bar = pipeline.unet, pipeline.scheduler.alphas_cumprod
@@ -236,7 +249,14 @@ def encode_clip_captions(pipeline: StableDiffusionPipeline) -> T:
 
 
 def spoil_captions(colours: T, shapes: T, settings: DrawingSettings, generator: torch.Generator) -> T:
-    """Caption index (B) of each image, with the configured shares of wrong and of empty captions."""
+    """Caption index (B) of each image, in the order of `encode_captions`, some of them wrong or empty.
+
+    Args:
+        colours: (B), indices into COLOURS of what is drawn.
+        shapes: (B), indices into SHAPES.
+        settings: for the shares of wrong and of empty captions.
+        generator: of whose captions change, and to which.
+    """
     count = colours.shape[0]
     other_colours, other_shapes = random_labels(count, generator)
     chance = torch.rand(3, count, generator=generator)

@@ -87,7 +87,7 @@ def closer(scene: dict[str, Any], part: int) -> Image.Image:
     return _draw(scene, tuple(each - SIDE / SCALE / 2 for each in middle), SCALE)
 
 
-def draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
+def _draw_question(row: int, split: str, rng: random.Random, size: int) -> Question:
     """Of demonstrations half ask something else."""
     makes = (_unseen, _seen, _unseen, _placed)
     return (makes[row % len(makes)] if split == "demonstrations" else _unseen)(rng)
@@ -148,7 +148,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "zoom",
     VERSION,
-    draw_question,
+    _draw_question,
     "embedded zoom",
     vocabulary_texts,
     {"until_loss": 0.0, "max_steps": 150, "per_response": True},

@@ -24,12 +24,20 @@ NAME = "differentiable_reward face_similarity"
 def face_similarity(
     embedder: str, weights: str | None = None, detector: str | None = None, size: int = 112, scale: float = 127.5
 ) -> DifferentiableFaceSimilarity:
-    """embedder: a torch face model that maps (n, 3, size, size), `(pixel - 127.5) / scale`, to (n, D): `path.py:build`,
-    a function without arguments that returns the module, its weights then from `weights` (.safetensors, .pt); a
-    torch.export program (.pt2); or TorchScript (.pt, .ts). detector: a YuNet ONNX file, or `path.py:function` that maps
-    (H, W, 3) uint8 RGB to a (2, 3) alignment matrix or None; without one each frame is taken as an aligned face.
+    """The reward of a face model; its arguments are those of `differentiable_kwargs`.
 
-    Raises ConfigError for a missing file and for an ONNX embedder, which OpenCV runs without a gradient.
+    Args:
+        embedder: a torch face model that maps (n, 3, size, size), `(pixel - 127.5) / scale`, to (n, D):
+            `path.py:build`, a function without arguments that returns the module; a torch.export program (.pt2);
+            TorchScript (.pt, .ts); or a folder with one such file.
+        weights: of a module from `path.py:build` (.safetensors, .pt); None: as it was built.
+        detector: a YuNet ONNX file, or `path.py:function` that maps (H, W, 3) uint8 RGB to a (2, 3) alignment matrix or
+            None; without one each frame is taken as an aligned face.
+        size: pixels of an aligned face's side.
+        scale: of the embedder's pixels, see there.
+
+    Raises:
+        ConfigError: for a missing file, and for an ONNX embedder, which OpenCV runs without a gradient.
     """
     finder: FaceFinder | None = None
     if detector is not None:

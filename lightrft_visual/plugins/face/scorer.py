@@ -49,7 +49,13 @@ class Faces:
 
     @torch.no_grad()
     def reference(self, given: Any, row: dict[str, Any], device: Any) -> T | None:
-        """(D) of an image or path, else of the one in the row's REFERENCE_COLUMNS; None without an image or a face."""
+        """(D), the embedding of the reference image; None without an image or a face.
+
+        Args:
+            given: an image or path; None: the one in the row's REFERENCE_COLUMNS.
+            row: metadata of the sample.
+            device: of the frames to compare with.
+        """
         if given is None:
             named = (row.get(column) for column in REFERENCE_COLUMNS)
             given = next((each for each in named if each is not None and str(each)), None)
@@ -71,9 +77,14 @@ def pixels_of(image: Image.Image, device: Any) -> T:
 
 
 def warp(frame: T, matrix: np.ndarray, size: int) -> T:
-    """(3, size, size): the frame (3, H, W) under the affine `matrix` (2, 3) in pixels, bilinear, black outside.
+    """(3, size, size): the frame under an affine map, bilinear, black outside.
 
     What cv2.warpAffine does, with a gradient.
+
+    Args:
+        frame: (3, H, W).
+        matrix: (2, 3), from pixels of the frame to those of the result.
+        size: pixels of the result's side.
     """
     height, width = frame.shape[-2:]
     full = torch.eye(3, dtype=torch.float64)
