@@ -108,11 +108,11 @@ def plan_of(
         online: the hub may be asked.
         made: planners of this run, to be used again: a large model takes seconds to be put on meta tensors.
     """
-    planned = planner_of(config, device, ranks, local, online, made)
+    planned = _planner_of(config, device, ranks, local, online, made)
     return None if planned is None else planned(config)
 
 
-def planner_of(
+def _planner_of(
     config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
 ) -> Planner:
     """What plans this run and others of the same model, which is put on meta tensors once; None as `plan_of`."""
@@ -158,9 +158,11 @@ def chosen_sizes(
     The least is what is given, and 1 for a size at its default, whoever gave it. Sizes are that times a power of two,
     and at most what a rank has in a step. {} where the run cannot be planned. What depends on no size, such as an
     engine's share, does not count.
+
+    Args: as of `plan_of`.
     """
     trial = deepcopy(config)
-    planned = planner_of(config, device, ranks, local, online, made)
+    planned = _planner_of(config, device, ranks, local, online, made)
     if planned is None:
         return {}
     limits = _limits(config, ranks)
@@ -220,6 +222,8 @@ def chosen_checkpointing(
 
     Where the plan chooses sizes too, and they would stay small, it is the next one, if the whole step of a rank fits
     with it and is quicker by the plan.
+
+    Args: as of `plan_of`.
     """
     trial, made = deepcopy(config), {} if made is None else made
 

@@ -227,9 +227,14 @@ class Held(NamedTuple):
 
 
 def held_bytes(module: nn.Module, run: Callable[[], T], *, backward: bool) -> Held:
-    """What `run`, a forward of the module, holds and does, and with `backward` the backward after it.
+    """What a forward of a module holds and does.
 
     Gradients of weights leave as soon as they are whole: where they stay is the train engine's matter.
+
+    Args:
+        module: on meta tensors. Its own weights and buffers do not count.
+        run: the forward. Backward begins at the sum of what it returns.
+        backward: whether the backward after it is part of it; else it runs without gradient.
     """
     hooks = []
     if backward:

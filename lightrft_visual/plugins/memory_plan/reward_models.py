@@ -130,7 +130,13 @@ def _checkpoints(entry: RecipeEntry) -> list[tuple[str, str, bool, int | None]]:
 
 
 def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | None = None) -> list[Item]:
-    """Their weights; of those that are offloaded only the one `at_work` is on the device."""
+    """Weights of reward models, and what ZeRO-3 gathers of the one at work.
+
+    Args:
+        models: by what the plan calls them.
+        zero: which divides those that are divided.
+        at_work: the one that judges now; those that are offloaded wait on the host but for it. None: none does.
+    """
     items = []
     for name, each in models.items():
         share = zero.share(3) if each.divided else 1
@@ -143,8 +149,16 @@ def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | N
 
 
 def judging(models: Mapping[str, RewardModel], speeds: Speeds, samples: int, tokens: float) -> float:
-    """Seconds of reward models over so many samples, of `tokens` tokens in sum: a forward each, and their way from the
-    host and back. Functions, and models of other processes, are not known."""
+    """Seconds of reward models over samples: a forward each, and their way from the host and back.
+
+    Functions, and models of other processes, are not known.
+
+    Args:
+        models: those that judge, one after the other.
+        speeds: of the rank.
+        samples: that each of them judges on this rank.
+        tokens: of all these samples in sum; at least `SEEN` a sample are counted.
+    """
     seconds = 0.0
     for each in models.values():
         seconds += speeds.seconds(Work(2.0 * each.model.numbers * max(tokens, samples * SEEN)))

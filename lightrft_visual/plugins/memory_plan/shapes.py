@@ -43,8 +43,12 @@ def find_shipped(path: str) -> dict[str, Any] | None:
 def language_model(model: ModelConfig, online: bool = False, task: str = EMBEDDED):
     """The transformers configuration of a run's checkpoint, or None where it is nowhere to be found.
 
-    online: whether the hub is asked too. task: prompt_data, which says the embedded model's vocabulary. Raises
-    ConfigError for a configuration that cannot be read.
+    Raises ConfigError for a configuration that cannot be read.
+
+    Args:
+        model: with the checkpoint's path, and whether code of its own is trusted.
+        online: whether the hub is asked too.
+        task: prompt_data, which says the embedded model's vocabulary.
     """
     from transformers import AutoConfig
 

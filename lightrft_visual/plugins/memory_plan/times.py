@@ -56,7 +56,14 @@ class Speeds:
 
     @classmethod
     def of(cls, device: Device, width: int, ranks: int, local: int) -> Speeds:
-        """Of a device. width: bytes of a weight."""
+        """Of a device.
+
+        Args:
+            device: of each rank.
+            width: bytes of a weight; cards multiply those of float32 more slowly.
+            ranks: of the run.
+            local: those of a host. More ranks than these reach each other by the network.
+        """
         if device.on_cpu:
             call, own = HOST_CALL * smallest_call(), device.bandwidth
             return cls(HOST_PRODUCTS * device.flops, own, call, own, own, alone=True)
@@ -72,14 +79,27 @@ class Speeds:
         return device + host if self.alone else hypot(device, host)
 
     def decoding(self, steps: float, weights: float, cache: float, work: Work, graphs: bool) -> float:
-        """Of so many decoding steps that read `weights` and `cache` bytes each. work: of one; graphs: whether its
-        operations are started together."""
+        """Of an engine's decoding.
+
+        Args:
+            steps: of it, each a token of every sample.
+            weights: bytes of them that a step reads.
+            cache: bytes of keys and values that a step reads.
+            work: of one step.
+            graphs: whether the operations of a step are started together.
+        """
         host = GRAPH_STEP if graphs else work.calls * self.call
         device = (weights + cache) / self.moved
         return steps * (device + host + work.flops / self.products if self.alone else hypot(device, host))
 
     def optimizer_step(self, zero: Zero, model: Model, tensors: int) -> float:
-        """Of AdamW over this rank's part of a model, on the host with adam_offload."""
+        """Of AdamW over this rank's part of a model, on the host with adam_offload.
+
+        Args:
+            zero: by which the model is divided.
+            model: that is trained.
+            tensors: how many of its tensors train.
+        """
         part = model.trained / (zero.ranks if zero.stage or model.width < FP32 else 1)
         if zero.config.adam_offload and not self.alone:
             return part * ((STEP_BYTES + model.width) / HOST_MEMORY + (FP32 + model.width) / self.link)
@@ -89,13 +109,24 @@ class Speeds:
         """Of the gradients of an update between ranks, and of what the ranks tell each other of the new weights.
 
         Stage 2 and 3 reduce every micro-batch to parts, the others once; stage 0 to all ranks.
+
+        Args:
+            zero: by which the model is divided.
+            model: that is trained.
+            micro_batches: of the update on this rank.
         """
         size, others = model.trained * model.width / self.peers, (zero.ranks - 1) / zero.ranks
         times = micro_batches if zero.stage >= 2 else 1
         return others * size * (times + (zero.stage < 3))
 
     def gathering(self, zero: Zero, model: Model, passes: float) -> float:
-        """Of the whole model by stage 3, for so many forward or backward passes."""
+        """Of the whole model by stage 3; the others gather nothing.
+
+        Args:
+            zero: by which the model is divided.
+            model: that is gathered.
+            passes: forwards and backwards, for each of which it is.
+        """
         return passes * model.bytes * (zero.ranks - 1) / zero.ranks / self.peers if zero.stage == 3 else 0.0
 
 

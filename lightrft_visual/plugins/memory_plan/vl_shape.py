@@ -139,8 +139,14 @@ class VLShape:
         return max(held.peak, head) + self._tower(batch.prompts, backward=True) + embedded
 
     def work(self, batch: MicroBatch, device: Device, backward: bool, adapters: bool = True) -> Work:
-        """Of a forward over a micro-batch, and with backward of the backward after it. adapters: False for the
-        reference of LoRA, which is the model without them."""
+        """Of a forward over a micro-batch.
+
+        Args:
+            batch: the micro-batch, before the ranks that hold it together divide it.
+            device: that computes.
+            backward: whether the backward after it counts too.
+            adapters: False for the reference of LoRA, which is the model without them.
+        """
         self.trained.train(backward)
         batch = batch.over(self.sequence)
         held = self._decoder(batch, backward, adapters).work

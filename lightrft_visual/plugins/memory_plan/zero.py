@@ -119,7 +119,13 @@ class Zero:
         return [Item("weights gathered for the engine", size)]
 
     def optimizer(self, name: str, model: Model, stepped: bool = True) -> list[Item]:
-        """fp32 weights and, after the first step, Adam's moments; on the host with adam_offload."""
+        """fp32 weights and Adam's moments; on the host with adam_offload.
+
+        Args:
+            name: of the model in the items.
+            model: that is trained.
+            stepped: whether the first step is done, before which there are no moments.
+        """
         plain = self.stage == 0 and model.width == FP32
         share = 1 if plain else self.ranks
         masters = 0 if plain else FP32 * model.trained / share
@@ -140,7 +146,13 @@ class Zero:
         return [item, *([] if self.on_cpu else rounded(named, [FP32 * share] * 3))]
 
     def gradients(self, name: str, model: Model, micro_batches: int = 2) -> list[Item]:
-        """While backward runs: those reduced so far, those of the present micro-batch, and buckets."""
+        """While backward runs: those reduced so far, those of the present micro-batch, and buckets.
+
+        Args:
+            name: of the model in the items.
+            model: that is trained.
+            micro_batches: of an update on this rank; with more than one, gradients are added up.
+        """
         width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
         lower = "zero_stage 2, more ranks, lora_rank"
         if self.stage == 0:

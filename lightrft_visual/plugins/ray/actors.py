@@ -14,7 +14,15 @@ START_SECONDS = 600.0  # of an actor: imports and a large checkpoint
 
 
 def named_actors(ray: Any, kind: type, prefix: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> dict:
-    """Actors of a class by their names; those that end start again. options: Ray's, of each actor."""
+    """Actors of a class by their names; those that end start again.
+
+    Args:
+        ray: the module, connected.
+        kind: the class.
+        prefix: with which the names begin; the rest makes them unique in the cluster.
+        options: Ray's, of each actor: there are as many actors.
+        arguments: of the class, the same for all.
+    """
     factory, run = ray.remote(kind), uuid.uuid4().hex[:8]
     usual = {"namespace": NAMESPACE, "max_restarts": -1, "max_task_retries": 0}
     return {

@@ -33,11 +33,17 @@ def connect(
     logs: bool = False,
     authentication: str | None = None,
 ) -> Any:
-    """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here with `cpus`.
+    """The ray module, connected: to `address`, to RAY_ADDRESS where set, else to a cluster started here.
 
-    Raises ConfigError without the package, or where the cluster does not answer. needed_for: the setting, for that.
-    logs: whether what its processes print is printed here. authentication: the AUTH_MODE of the process that started
-    the cluster, where the user has not set one here; Ray finds the token by itself.
+    Raises ConfigError without the package, or where the cluster does not answer.
+
+    Args:
+        needed_for: the setting that needs Ray, which errors name.
+        cpus: cores that a cluster started here gives out; default: those of the host.
+        address: of the cluster.
+        logs: whether what its processes print is printed here.
+        authentication: the AUTH_MODE of the process that started the cluster, where the user has not set one here; Ray
+            finds the token by itself.
     """
     if authentication is not None:
         os.environ.setdefault(AUTH_MODE, authentication)  # Ray reads it when it is imported

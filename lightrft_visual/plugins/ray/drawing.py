@@ -40,8 +40,13 @@ class RemoteDrawing(DiffusersEngine):
     _begun: dict[int, list[Future]] = field(default_factory=dict)  # by step
 
     def generate(self, requests: DrawingBatch, step: int, graphs: None = None) -> list[Sampled]:
-        """Rollouts by micro-batch, in the order of the rows, on the trainer's device; of a step that was begun, those
-        that come of it. graphs: stay in the workers, so there are none."""
+        """Rollouts by micro-batch, in the order of the rows, on the trainer's device.
+
+        Args:
+            requests: what is drawn, unless the step was begun.
+            step: of the policy, for the noise; one that was begun is waited for.
+            graphs: none, as they stay in the workers.
+        """
         begun = self._begun.pop(step, None)
         if begun is None:
             return self._collect(self._begin(requests, step))
@@ -86,7 +91,13 @@ class RemoteDrawing(DiffusersEngine):
 
 
 def remote_drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
-    """The engine of a run with placement split. path: of the pipeline, which the workers read too."""
+    """The engine of a run with placement split.
+
+    Args:
+        config: of the run, which the workers get too.
+        local: the trainer's own engine, for its sampling and its old policy.
+        path: of the pipeline, which the workers read too.
+    """
     spec = EngineSpec(f"{__name__}:WorkerDrawing", (config, path), torch.get_num_threads(), config.plugins)
     ahead = config.asynchronous.ahead
     workers = Workers(config, spec, turns=ahead + 2)

@@ -50,7 +50,7 @@ def start_rank(run: dict[str, Any]) -> None:
         raise RuntimeError(f"rank {rank} ended with exit code {code}; its output says why")
 
 
-def launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> None:
+def _launch(command: list[str], ranks: int | None = None, cpus: float = 1.0) -> None:
     """Run a script, with its arguments, on `ranks` ranks, by default one for each GPU of the cluster, or one.
 
     cpus: cores that Ray reserves for each rank. Raises ConfigError without Ray Train, or for more ranks than GPUs or
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     asked = parser.parse_args()
     try:
-        launch([asked.script, *asked.arguments], asked.ranks, asked.cpus_per_rank)
+        _launch([asked.script, *asked.arguments], asked.ranks, asked.cpus_per_rank)
     except Exception as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -31,7 +31,7 @@ def check_drawing(config: DiffusionRunConfig) -> None:
 
 
 def drawing(config: DiffusionRunConfig, local: DiffusersEngine, path: str) -> RemoteDrawing:
-    """See `drawing.remote_drawing`."""
+    """The engine of a run with placement split. Args: as of `drawing.remote_drawing`."""
     from .drawing import remote_drawing
 
     return remote_drawing(config, local, path)

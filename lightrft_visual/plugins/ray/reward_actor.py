@@ -15,7 +15,15 @@ from ...runtime.usercode.calls import load_reward_fn
 def build_source(
     name: str, target: Callable[..., Any] | str, settings: Mapping[str, Any], form: str, lenient: bool = False
 ) -> Source:
-    """A scorer from its class or function, or from `path.py:name`, called as `form` says. lenient: see there."""
+    """A scorer from what the trainer named.
+
+    Args:
+        name: of the reward.
+        target: class or function of a scorer, or `path.py:name` of a function.
+        settings: arguments of the class, or fixed ones of the function.
+        form: how a function of a file is called, as of `CallableSource`.
+        lenient: as of `CallableSource`.
+    """
     if isinstance(target, str):
         return CallableSource(load_reward_fn(target), name, settings, form, lenient=lenient)
     scorer = instantiate(target, settings)

@@ -105,8 +105,15 @@ def _usual(dtype: str, on_cpu: bool) -> dict[str, Any]:
 
 
 def share_of_free(util: float, total: float, free: float) -> float:
-    """`engine_mem_util`, which is of all of the device's memory, as SGLang counts: of what is free when it starts. The
-    trainer has its part by then."""
+    """A share of the device's memory as SGLang counts: of what is free when it starts.
+
+    The trainer has its part by then.
+
+    Args:
+        util: `engine_mem_util`, which is of all of the memory.
+        total: bytes of the memory.
+        free: those that are free now.
+    """
     return min(util * total / max(1.0, free), MOST_OF_FREE)
 
 

@@ -49,7 +49,13 @@ class SGLangEngine(ResidentEngine):
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> SGLangEngine:
-        """The engine of a run, or of a process that does nothing else; weights come by `update_weights`."""
+        """The engine of a run, or of a process that does nothing else.
+
+        Args:
+            config: of the run.
+            checkpoint: that it starts from.
+            actor: not read; weights come by `update_weights`.
+        """
         return cls(config, checkpoint)
 
     def _build(self, config: RunConfig, checkpoint: Checkpoint) -> Any:
@@ -77,7 +83,10 @@ class SGLangEngine(ResidentEngine):
     ) -> list[list[Completion]]:
         """n completions per prompt, in order.
 
-        finished(number, completions) is called for each prompt as soon as all its completions are there.
+        Args:
+            prompts: what is continued.
+            settings: n, and how tokens are chosen.
+            finished: called with (number of a prompt, its completions) as soon as all of these are there.
         """
         self.make_ready()
         own = [within_context(prompt, settings, self.context_length) for prompt in prompts]

@@ -22,7 +22,14 @@ _PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}  # t
 def sampling_parameters(
     settings: SamplingSettings, seed: int, banned_ids: Sequence[int], eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """SGLang's sampling parameters of one response."""
+    """SGLang's sampling parameters of one response.
+
+    Args:
+        settings: how its tokens are chosen.
+        seed: of the response; a greedy one needs none.
+        banned_ids: tokens that must not be drawn.
+        eos_ids: tokens that end it.
+    """
     asked: dict[str, Any] = {
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -41,7 +48,13 @@ def sampling_parameters(
 
 def within_context(prompt: PromptFeatures, settings: SamplingSettings, context_length: int) -> SamplingSettings:
     """The settings for a response that is made in segments: the last one may ask for more tokens than there is room
-    for, with which SGLang refuses a request."""
+    for, with which SGLang refuses a request.
+
+    Args:
+        prompt: with the tokens of earlier segments.
+        settings: of the call.
+        context_length: tokens of prompt and response at most.
+    """
     room = context_length - len(prompt.token_ids) - len(prompt.continued)
     if not prompt.continued or room >= settings.max_new_tokens:
         return settings
@@ -57,6 +70,11 @@ def request(
     seed, with which they would all be the same. A response's seed does not change where it is continued: SGLang draws
     by seed and position, so segments are those of one call. The prompt goes in as the trainer's token ids, expanded,
     with the processor's patches beside them. Raises RolloutError for a prompt with videos.
+
+    Args:
+        prompt: with the tokens of earlier segments, if there are any.
+        settings: n, and how tokens are chosen.
+        banned_ids, eos_ids: as of `sampling_parameters`.
     """
     if prompt.videos:
         raise RolloutError(f"prompt {prompt.group_id} has videos, which engine sglang does not take: use vllm, or hf")
@@ -75,7 +93,14 @@ def request(
 def completion(
     output: dict[str, Any], prompt: PromptFeatures, settings: SamplingSettings, eos_ids: Sequence[int], text: str
 ) -> Completion:
-    """A response from SGLang's answer. Raises RolloutError for an answer that does not fit what was asked."""
+    """A response from SGLang's answer. Raises RolloutError for an answer that does not fit what was asked.
+
+    Args:
+        output: the answer to one request.
+        prompt, settings: of the request.
+        eos_ids: tokens that may end a response.
+        text: the response, decoded.
+    """
     meta, token_ids = output["meta_info"], [int(token) for token in output["output_ids"]]
     reason = meta["finish_reason"] or {}
     kind = reason.get("type")

@@ -17,7 +17,14 @@ SIZES = ("small", "large")
 
 
 def build_descriptions(folder: str | os.PathLike, count: int = 2048, seed: int = 0, size: int = 56) -> EmbeddedTask:
-    """`count` described scenes below `folder`, as its demonstrations; see `task.build_task`."""
+    """Described scenes on disk, as the demonstrations of a task; see `task.build_task`.
+
+    Args:
+        folder: below which they are written, or found.
+        count: scenes.
+        seed: by which they are drawn.
+        size: side of the square images in pixels.
+    """
     return build_task(SOURCE, folder, seed, 1, 0, size, count)
 
 
@@ -28,7 +35,7 @@ def described(scene: Scene) -> str:
     return f"{COUNTS[count - 1]} {size} {scene.colour} {scene.shape}{'s' if count > 1 else ''}"
 
 
-def draw_description(split: str, rng: random.Random, size: int) -> Question:
+def _draw_description(split: str, rng: random.Random, size: int) -> Question:
     """A scene of one to three shapes, or of a large one, that belongs to the split, and its description."""
     while True:
         scene = single_scene(rng, large=rng.random() < 0.7) if rng.random() < 0.5 else random_scene(rng)
@@ -47,7 +54,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "descriptions",
     VERSION,
-    lambda row, split, rng, size: draw_description(split, rng, size),
+    lambda row, split, rng, size: _draw_description(split, rng, size),
     "descriptions",
     vocabulary_texts,
 )

@@ -52,7 +52,10 @@ class Janus(VLMFamily):
 
     @classmethod
     def begin_drawing(cls, prompt: str, model_input: ModelInput, where: str) -> str:
-        """As the processor does with generation_mode 'image'; a whole prompt may bring it along."""
+        """As the processor does with generation_mode 'image'; a whole prompt may bring it along.
+
+        Args: as of `MediaConventions.begin_drawing`.
+        """
         return prompt if cls.asks_for_image(prompt, model_input) else prompt + model_input.image_start_token
 
     def attach(self, base: nn.Module) -> None:

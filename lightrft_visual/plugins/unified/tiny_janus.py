@@ -76,7 +76,13 @@ class UnifiedWarmUp:
 
 
 def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
-    """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it."""
+    """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it.
+
+    Args:
+        settings: of the warm-up; default: those of `UnifiedWarmUp`.
+        root: of the cache; default: `cache_folder()`.
+        report: called with a line where it is built.
+    """
     settings, root = settings or UnifiedWarmUp(), root or cache_folder()
     versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
     key = key_of(asdict(settings) | versions)[:12]
@@ -97,11 +103,17 @@ def vocabulary() -> list[str]:
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[list[float], list[dict[str, float]]]:
-    """Train the checkpoint in `folder`, saved back there. Returns the errors of `train_vq`, and each step's losses of
-    drawings, descriptions and questions, in nats a token."""
+    """Train the checkpoint in a folder. Returns the errors of `_train_vq`, and each step's losses of drawings,
+    descriptions and questions, in nats a token.
+
+    Args:
+        folder: of the checkpoint, which is saved back there.
+        task: whose demonstrations are the questions; the described scenes are built beside it.
+        settings: of the warm-up.
+    """
     generator = torch.Generator().manual_seed(settings.seed)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    errors = train_vq(model.model.vqmodel, settings, generator)
+    errors = _train_vq(model.model.vqmodel, settings, generator)
     processor, tokenizer = AutoProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     actor = Actor(model, [], [])
     actor.backbone.stands_in = False
@@ -144,7 +156,13 @@ def warm_up(folder: Path, task: EmbeddedTask, settings: UnifiedWarmUp) -> tuple[
 
 
 def partly_wrong(pairs: Iterator[SupervisedPair], share: float, generator: torch.Generator) -> Iterator[SupervisedPair]:
-    """The pairs, `share` of them with the answer of an earlier one of their label in place of their own."""
+    """The pairs, some of them with the answer of an earlier one of their label in place of their own.
+
+    Args:
+        pairs: with or without end.
+        share: of those with an earlier one, 0 to 1.
+        generator: by which they and the answers are chosen.
+    """
     earlier: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
         answers = earlier[pair.kind]
@@ -199,7 +217,13 @@ class Drawings:
 
 
 def drawn(count: int, settings: UnifiedWarmUp, generator: torch.Generator) -> tuple[T, list[ShapeCaption]]:
-    """Images (count, 3, side, side) in -1..1 of random captions, and these."""
+    """Images (count, 3, side, side) in -1..1 of random captions, and these.
+
+    Args:
+        count: images.
+        settings: for their variety.
+        generator: by which captions and images are drawn.
+    """
     kinds = [torch.randint(len(each), (count,), generator=generator) for each in (COLOURS, SHAPES, PLACES)]
     images = random_images(*kinds[:2], JANUS_DRAWN, generator, settings.variety, places=kinds[2])
     return images * 2 - 1, [ShapeCaption(*each) for each in zip(*(kind.tolist() for kind in kinds))]
@@ -212,7 +236,7 @@ def codes_of(vqmodel: PreTrainedModel, pixels: T) -> T:
     return torch.cat(parts)
 
 
-def train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torch.Generator) -> list[float]:
+def _train_vq(vqmodel: PreTrainedModel, settings: UnifiedWarmUp, generator: torch.Generator) -> list[float]:
     """Supervised steps of the VQ model on drawn shapes; mean squared errors of its reconstructions, in -1..1.
 
     Codes lie on the unit sphere, as the stock decoder reads them, and follow the mean of what they stand for

@@ -142,7 +142,7 @@ def checksum(tensor: T) -> T:
     return (content * weights).sum()
 
 
-def sampled(number: int, index: int, count: int) -> int:
+def _sampled(number: int, index: int, count: int) -> int:
     """Which of a bucket's tensors is checked: another one in each version."""
     return (number + index) % count
 
@@ -283,7 +283,7 @@ class WeightSender:
             part = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             part.copy_(tensor.detach())
             layout.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start, tensor.nbytes])
-        sums.append(checksum(tensors[sampled(self.number, index, len(tensors))][1]).to(self._group.device))
+        sums.append(checksum(tensors[_sampled(self.number, index, len(tensors))][1]).to(self._group.device))
         self._announce(index, {"bytes": size, "tensors": layout})
         sending.append((buffer, self._group.broadcast(buffer)))
 
@@ -396,7 +396,7 @@ class WeightReceiver:
             (name, buffer[start : start + size].view(getattr(torch, dtype)).view(shape))
             for name, dtype, shape, start, size in told["tensors"]
         ]
-        name, tensor = found[sampled(self._number, len(self._sums), len(found))]
+        name, tensor = found[_sampled(self._number, len(self._sums), len(found))]
         self._sums.append(checksum(tensor))
         yield from found
 
@@ -444,6 +444,6 @@ def _hindrance(devices: int, ahead: int) -> str | None:
 
 
 def by_device(resources: ResourcesConfig, devices: int, ahead: int) -> bool:
-    """Whether weights go from device to device; see `check_transfer`."""
+    """Whether weights go from device to device. Args: as of `check_transfer`."""
     asked = resources.weight_transfer
     return asked == "device" or (asked == AUTO and over_cards() and _hindrance(devices, ahead) is None)

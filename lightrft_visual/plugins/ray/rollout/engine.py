@@ -164,9 +164,14 @@ class RemoteEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, finished: Finished | None = None
     ) -> list[list[Completion]]:
-        """n completions a prompt, in order; a prompt's are made by one worker. finished: see `RolloutEngine`.
+        """n completions a prompt, in order; a prompt's are made by one worker.
 
         What was begun before is waited for; anything else goes before what was.
+
+        Args:
+            prompts: what is continued.
+            settings: n, and how tokens are chosen.
+            finished: called with (number of a prompt, its completions), in the order of the prompts.
         """
         begun = self._begun.pop(_key(prompts), None)
         batch = begun or Begun({}, self._submit(prompts, settings, urgent=True))

@@ -106,10 +106,13 @@ class WorkerPool:
         return piece.result
 
     def give_weights(self, version: int, posted: Posted | None, at_once: bool) -> None:
-        """From now on work is begun with this version; posted: where it is, in the process that posts it.
+        """From now on work is begun with another version of the weights.
 
-        at_once: all workers take it over now, at the same time, and what they raise is raised here; else each does
-        before its next piece.
+        Args:
+            version: its number.
+            posted: where it is, in the process that posts it; None in others, and where the host keeps no copy.
+            at_once: all workers take it over now, at the same time, and what they raise is raised here; else each does
+                before its next piece.
         """
         with self._lock:
             self.version, self.posted = version, posted

@@ -110,9 +110,9 @@ class Cluster:
             wanted = self.resources.rollout_num_gpus
             # Ranks that Ray Train started and reward models have theirs by now. A cluster may grow for a named number.
             free = count * each if count else int(self.ray.available_resources().get("GPU", 0))
-            several = shares(free if wanted == AUTO else int(wanted), each, count, "rollout.num_gpus")
+            several = _shares(free if wanted == AUTO else int(wanted), each, count, "rollout.num_gpus")
             return [common | {"num_gpus": each, "runtime_env": process_environment()} for _ in range(several)]
-        several = shares(len(devices), each, count, "rollout.devices")
+        several = _shares(len(devices), each, count, "rollout.devices")
         parts = [devices[place * each : (place + 1) * each] for place in range(several)]
         return [common | {"runtime_env": on_devices(*part)} for part in parts]
 
@@ -184,7 +184,7 @@ def rollout_devices(resources: ResourcesConfig) -> list[int]:
     return divided(resources, resources.visible_devices or _all_devices(), collectives.world_size())
 
 
-def shares(found: int, each: int, count: int | None, named: str) -> int:
+def _shares(found: int, each: int, count: int | None, named: str) -> int:
     """Workers of `each` devices that `found` ones are for; count: as many as are wanted. Raises ConfigError."""
     several = count or found // each
     if not several or several * each > found:
@@ -210,9 +210,14 @@ def _all_devices() -> list[int]:
 
 
 def divided(resources: ResourcesConfig, visible: list[int], ranks: int) -> list[int]:
-    """The rollouts' part of the devices of a host, whose first `ranks` are the trainer's unless it names its own.
+    """The rollouts' part of the devices of a host, the first of which are the trainer's unless it names its own.
 
-    visible: what the launcher left visible, where `visible_devices` does not name them. Raises ConfigError.
+    Raises ConfigError.
+
+    Args:
+        resources: which may name the devices of each side.
+        visible: what the launcher left visible, where `visible_devices` does not name them.
+        ranks: of the trainer, one a device.
     """
     known = [
         device for device in resources.visible_devices or visible if device not in (resources.reward_devices or ())
