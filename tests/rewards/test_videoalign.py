@@ -80,6 +80,7 @@ def published(files, clip, prompt, frames):
     return ratings
 
 
+@pytest.mark.slow
 def test_ratings_are_those_of_the_published_forward_with_adapters(files):
     shape, weights, _, _ = files
     settings = {"weights": weights, "model": shape, "bf16": False, "video_fps": 4.0}

@@ -293,7 +293,7 @@ class RemoteReward(StreamingSource):
 
     async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
-        content = await asyncio.to_thread(self._body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
+        content = await asyncio.to_thread(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
         decode = partial(decode_reply, size=len(batch))
         try:
             scores = await self.client.exchange(Exchange(self.replicas, content, decode, position, phase))
@@ -302,8 +302,14 @@ class RemoteReward(StreamingSource):
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})
         return scores
 
-    def _body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
-        """A request by one of the wires."""
+    def body(self, batch: RewardBatch, call: Call, wire: str) -> bytes:
+        """A request. Raises RewardError where it cannot be written.
+
+        Args:
+            batch: samples of one request.
+            call: holds images that are encoded already.
+            wire: LIGHTRFT or OPENRLHF.
+        """
         encode = partial(call.encoded.encode, image_format=self.client.config.reward_image_format)
         try:
             return json.dumps(encode_request(batch, wire, encode)).encode()

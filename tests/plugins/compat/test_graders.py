@@ -47,6 +47,7 @@ def published(mathruler, response: str, easyr1: bool) -> float:
     return 0.9 * (1.0 if right else 0.0) + 0.1 * (1.0 if form else 0.0)
 
 
+@pytest.mark.slow
 def test_grades_are_those_of_both_published_graders(mathruler):
     scorer = Geometry3K("easyr1")
     grades = scorer(RESPONSES, ["3"] * len(RESPONSES))

@@ -493,6 +493,7 @@ def test_class_that_cannot_be_an_environment_is_refused(folder, name, told):
         made(folder, name)
 
 
+@pytest.mark.slow
 def test_they_run_in_processes_of_their_own(folder):
     host = ProcessHost(EpisodeConfig(environment=f"{folder}/of_openrlhf.py:AgentInstance"))
     try:

@@ -25,6 +25,7 @@ def embedded_data(**settings) -> DataConfig:
     return config.data
 
 
+@pytest.mark.slow
 def test_the_embedded_task_reports_on_test_and_is_tuned_on_dev(cache_root):
     task = embedded_task(cache_root)
     assert embedded_data().prompt_data == str(task.train)

@@ -42,6 +42,7 @@ def held(tmp_path_factory) -> Callable[[list[str]], list[dict[str, tuple[str, fl
     return planned
 
 
+@pytest.mark.slow
 def test_scorers_wait_on_the_host_and_one_of_them_is_on_the_device_while_it_scores(held) -> None:
     phases = held([*PICKED, "--gold_recipe", "{'*': [[rule, clip_score, 1.0]]}"])
     pick, clip = NAMED.format("pick_score"), NAMED.format("clip_score")
@@ -56,6 +57,7 @@ def test_a_scorer_that_stays_on_the_device_is_there_in_every_phase(held) -> None
     assert all(phase[NAMED.format("pick_score")] == (DEVICE, PICK) for phase in phases)  # not divided by ZeRO-3
 
 
+@pytest.mark.slow
 def test_a_scorer_takes_the_memory_of_each_of_its_models_in_its_precision(held) -> None:
     argv = [word for name in ("hpsv3", "full", "videoalign", "geneval", "judge")
             for word in (f"--components.{name}", "1.0")]  # fmt: skip
@@ -100,6 +102,7 @@ def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(held, clas
         assert phases[1][name] == (DEVICE, size / share)
 
 
+@pytest.mark.slow
 def test_a_vision_language_run_counts_scorers_too() -> None:
     flags = "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --plan_device h100-80gb --components.clip_score 1.0"
     config = parse_run(RunConfig, flags.split()).config

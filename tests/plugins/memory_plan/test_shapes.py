@@ -46,6 +46,7 @@ def test_a_language_model_has_its_published_weights(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == LANGUAGE[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWING)
 def test_a_pipeline_has_its_published_weights(name: str) -> None:
     policy = pipeline_policy(DiffusionRunConfig(model=DiffusionModelConfig(pretrain=name, lora_rank=0, bf16=True)))
@@ -59,6 +60,7 @@ def test_a_pipeline_has_its_published_weights(name: str) -> None:
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_adapters_have_the_precision_of_the_run() -> None:
     """In fp32 each would keep a copy of its input in fp32, which no run does: DeepSpeed casts them."""
     drawing = DiffusionModelConfig(pretrain="stabilityai/stable-diffusion-3.5-medium", lora_rank=3, bf16=True)
