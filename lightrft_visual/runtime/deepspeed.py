@@ -28,7 +28,7 @@ from .safe_loading import use_safe_loading
 from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .train_engine import TrainEngine
-from .zero3_loading import Divide, divide, loading_divided
+from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class DeepspeedStrategy:
                 if not is_zero_param(parameter) and parameter not in kept:
                     parameter.data = parameter.data.to(self.dtype)
             self.divide(module.parameters())
+            gather_by_blocks(module)
             module.to(self.device)
 
     def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
@@ -211,13 +212,14 @@ class DeepspeedStrategy:
             warmup = math.ceil(settings.total_steps * settings.warmup_ratio)
             return rate_schedule(settings.scheduler, made, warmup, max(1, settings.total_steps))
 
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            config=self._train_config(settings),
-            dist_init_required=False,
-        )
+        with vendor_patches.gradients_one_by_one():
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                config=self._train_config(settings),
+                dist_init_required=False,
+            )
         kept.warn(self.dtype)
         use_safe_loading(engine)
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
@@ -242,6 +244,7 @@ class DeepspeedStrategy:
         """Divide a frozen module over the ranks in the precision that it has; only under ZeRO-3."""
         module.eval().requires_grad_(False)
         self.divide(module.parameters())
+        gather_by_blocks(module)
         module.to(self.device)
         engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
         return engine

@@ -35,6 +35,25 @@ def without_shared_memory() -> Iterator[None]:
 
 
 @contextmanager
+def gradients_one_by_one() -> Iterator[None]:
+    """Inside, optimizers of ZeRO-3 are made that reduce each gradient of a block when it is there, also where the block
+    is gathered at once (`zero3_loading.gather_by_blocks`).
+
+    Why: they would wait for the backward hook of the block, which comes before the gradients where none of its inputs
+    has one, as behind frozen embeddings. Zeros would be reduced, and the gradients never.
+    Versions: DeepSpeed 0.19, which does so for experts that a batch does not use.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.z3_leaf_parameter
+    stage3.z3_leaf_parameter = lambda parameter: False
+    try:
+        yield
+    finally:
+        stage3.z3_leaf_parameter = before
+
+
+@contextmanager
 def without_compiled_functions() -> Iterator[None]:
     """Inside, functions that are decorated with `torch.compile` stay as they are written.
 

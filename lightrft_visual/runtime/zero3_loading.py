@@ -9,9 +9,12 @@ import deepspeed
 import torch
 import torch.nn as nn
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, is_zero_param
+from deepspeed.utils import set_z3_leaf_module
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 Divide = Callable[[Iterable[nn.Parameter]], None]  # leaves each rank its part of parameters that still are whole
+LARGEST_BLOCK = 10**9  # numbers that are gathered at once at most, as DeepSpeed's own choice of such blocks has it
 
 
 @contextmanager
@@ -46,6 +49,24 @@ def reading_across(model: nn.Module) -> Iterator[None]:
     finally:
         for each in held:
             each._in_forward = False
+
+
+def gather_by_blocks(model: nn.Module) -> None:
+    """Have ZeRO-3 gather each block of a transformers model at once: to the hooks of all its layers the host would give
+    more time than to the layers.
+
+    Not blocks of diffusers, which are called by keywords: DeepSpeed, which looks for gradients of what is given by
+    position, would keep their weights until backward ends. Nor those of more than LARGEST_BLOCK numbers.
+    """
+    for block in blocks_at_once(model):
+        set_z3_leaf_module(block, True)
+
+
+def blocks_at_once(model: nn.Module) -> dict[nn.Module, int]:
+    """Those that `gather_by_blocks` has gathered at once, with how many numbers each holds."""
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    sizes = {each: sum(getattr(p, "ds_numel", p.numel()) for p in each.parameters()) for each in blocks}
+    return {each: size for each, size in sizes.items() if size <= LARGEST_BLOCK}
 
 
 def divide(parameters: Iterable[nn.Parameter], settings: dict[str, Any]) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from forked import on_ranks
 from tiny_models import checkpoint_of, features_of, inputs_of, mixed_prompts, rollouts_of
 
 from lightrft_visual.config.vl import DataConfig, DistributedConfig, ModelConfig
 from lightrft_visual.experience.rollouts import Rollout, ScoringRule
-from lightrft_visual.models.loading import add_lora, load_transformer, open_checkpoint
+from lightrft_visual.models.loading import add_lora, freeze, load_transformer, open_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.parity import log_prob_difference
 from lightrft_visual.runtime import collectives
@@ -145,6 +146,55 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
         for stage, result in results.items():
             assert result["seen"] and result["moved"] == result["plain"], stage
             assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage
+
+
+# What is trained, and what a backward runs again. LoRA leaves the inputs of the first block without gradients.
+TRAINED = {
+    "all": {},
+    "all, run again": {"gradient_checkpointing": "full"},
+    "adapters": {"lora_rank": 4},
+    "adapters, run again": {"lora_rank": 4, "gradient_checkpointing": "full"},
+    "adapters, run again but attention": {"lora_rank": 4, "gradient_checkpointing": "attention"},
+    "without the tower": {"freeze_prefix": "true"},
+}
+
+
+@pytest.mark.slow
+def test_blocks_that_zero_3_gathers_at_once_have_the_gradients_of_whole_weights(checkpoint):
+    for gradients in on_ranks(gradients_by_blocks, checkpoint.path):
+        for name in TRAINED:
+            whole, divided = gradients[name]
+            assert whole.norm() > 0
+            torch.testing.assert_close(divided, whole, atol=1e-6, rtol=1e-4, msg=f"{name}: {(divided - whole).norm()}")
+
+
+def gradients_by_blocks(folder: str) -> dict[str, list[torch.Tensor]]:
+    """Those of two micro-batches by ZeRO-2 and by ZeRO-3, which has one block at a time together."""
+    checkpoint = open_checkpoint(folder, ModelConfig(), DataConfig())
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, mixed_prompts(videos=False)))
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, settings in TRAINED.items():
+        for stage in (2, 3):
+            strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+            if not results:
+                strategy.setup_distributed()
+            model = ModelConfig(**settings)
+            with strategy.loading():
+                transformer = load_transformer(folder, model, strategy.dtype)
+            freeze(transformer, model.freeze_prefix)
+            torch.manual_seed(0)
+            actor = Actor(add_lora(transformer, model), [], checkpoint.eos_ids)
+            engine = strategy.prepare(actor, OptimizerSettings(1e-2, total_steps=4))
+            first, *_, last = actor.backbone.base.language_model.layers
+            seen: list[int] = []
+            weight = last.mlp.up_proj.weight
+            first.register_full_backward_pre_hook(lambda *_, s=seen, w=weight: s.append(w.numel()))
+            for final in (False, True):
+                engine.accumulate(engine(inputs, RULE).log_probs.sum() / 1000, last=final)
+            assert len(seen) == 2 and (sum(seen) == 0) is (stage == 3)  # divided again
+            found = (safe_get_full_grad(p).flatten() for p in actor.parameters() if p.requires_grad)
+            results.setdefault(name, []).append(torch.cat(list(found)))
+    return results
 
 
 LENGTH = 1890

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...config.shared import FULL, DistributedConfig
 from ...rollout.weight_sync import BUCKET_BYTES
+from ...runtime.zero3_loading import blocks_at_once
 from .table import HOST, Item
 
 FP32 = 4
@@ -26,20 +27,23 @@ LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the 
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number."""
+    """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number; numbers
+    of the largest block that stage 3 gathers at once."""
 
     trained: int
     frozen: int
     largest: int
     widest: int
     width: int
+    block: int = 0
 
     @classmethod
     def of(cls, module: nn.Module, width: int) -> Model:
         """Of a module as it is, with what it freezes; the weights will take `width` bytes each."""
         trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
         every = [parameter.numel() for parameter in module.parameters()]
-        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width)
+        block = max(blocks_at_once(module).values(), default=0)
+        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width, block)
 
     @property
     def numbers(self) -> int:
@@ -105,7 +109,8 @@ class Zero:
         """What stage 3 has together in a forward or backward pass."""
         if self.stage < 3:
             return []
-        return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + model.widest) * model.width)]
+        at_once = max(model.widest, model.block)
+        return [Item("weights gathered by ZeRO-3", min(model.numbers, LIVE + at_once) * model.width)]
 
     def whole(self, model: Model) -> list[Item]:
         """The model that engine hf puts together for as long as it generates."""

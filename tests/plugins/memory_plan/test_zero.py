@@ -69,6 +69,8 @@ def test_stages_divide_what_they_divide() -> None:
     held = {stage: by_stage[stage].gradients("it", BILLION, micro_batches=1)[0].bytes for stage in range(4)}
     assert held == {0: 4e9, 1: 2e9, 2: 4e9 / 8, 3: 4e9 / 8}  # 2 and 3 add up in fp32
     assert by_stage[2].gathered(BILLION) == [] and by_stage[3].gathered(BILLION)[0].bytes == 2 * (10**9 + 10**6)
+    blocks = replace(BILLION, block=2 * 10**7)
+    assert by_stage[3].gathered(blocks)[0].bytes == 2 * (10**9 + 2 * 10**7)
 
 
 def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
