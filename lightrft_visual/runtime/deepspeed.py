@@ -192,7 +192,6 @@ class DeepspeedStrategy:
                 if not is_zero_param(parameter) and parameter not in kept:
                     parameter.data = parameter.data.to(self.dtype)
             self.divide(module.parameters())
-            gather_by_blocks(module)
             module.to(self.device)
 
     def prepare(self, module: nn.Module, settings: OptimizerSettings) -> TrainEngine:
@@ -217,7 +216,7 @@ class DeepspeedStrategy:
                 model=module,
                 optimizer=optimizer,
                 lr_scheduler=scheduler,
-                config=self._train_config(settings),
+                config=self._train_config(module, settings),
                 dist_init_required=False,
             )
         kept.warn(self.dtype)
@@ -244,9 +243,9 @@ class DeepspeedStrategy:
         """Divide a frozen module over the ranks in the precision that it has; only under ZeRO-3."""
         module.eval().requires_grad_(False)
         self.divide(module.parameters())
-        gather_by_blocks(module)
         module.to(self.device)
-        engine, *_ = deepspeed.initialize(model=module, config=self._divided_config(), dist_init_required=False)
+        config = self._base_config({"stage": 3} | self._division() | gather_by_blocks(module))
+        engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         return engine
 
     def _optimizer(self, parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -255,9 +254,11 @@ class DeepspeedStrategy:
             return _cpu_adam(parameters, arguments)
         return torch.optim.AdamW(parameters, fused=has_fused_adamw(self.device.type), **arguments)
 
-    def _train_config(self, settings: OptimizerSettings) -> dict[str, Any]:
+    def _train_config(self, module: nn.Module, settings: OptimizerSettings) -> dict[str, Any]:
         c = self.config
         zero: dict[str, Any] = {"stage": c.zero_stage, "overlap_comm": c.overlap_comm}
+        if c.zero_stage == 3:
+            zero |= gather_by_blocks(module)
         if c.adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
         config = self._base_config(zero | self._division())

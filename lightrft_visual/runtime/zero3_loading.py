@@ -14,7 +14,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Divide = Callable[[Iterable[nn.Parameter]], None]  # leaves each rank its part of parameters that still are whole
-LARGEST_BLOCK = 10**9  # numbers that are gathered at once at most, as DeepSpeed's own choice of such blocks has it
+PREFETCHED = 50_000_000  # numbers that DeepSpeed gathers ahead, if it is not told otherwise
+LARGEST_BLOCK = 500_000_000  # half of what it keeps together: a block at work, and the next one that is on its way
 
 
 @contextmanager
@@ -51,15 +52,18 @@ def reading_across(model: nn.Module) -> Iterator[None]:
             each._in_forward = False
 
 
-def gather_by_blocks(model: nn.Module) -> None:
-    """Have ZeRO-3 gather each block of a transformers model at once: to the hooks of all its layers the host would give
-    more time than to the layers.
+def gather_by_blocks(model: nn.Module) -> dict[str, int]:
+    """Have ZeRO-3 gather each block of a transformers model at once, to the settings of DeepSpeed that this takes, by
+    which the next block comes while one is at work. To the hooks of all layers the host would give more time than to
+    the layers.
 
     Not blocks of diffusers, which are called by keywords: DeepSpeed, which looks for gradients of what is given by
     position, would keep their weights until backward ends. Nor those of more than LARGEST_BLOCK numbers.
     """
-    for block in blocks_at_once(model):
+    blocks = blocks_at_once(model)
+    for block in blocks:
         set_z3_leaf_module(block, True)
+    return {"stage3_prefetch_bucket_size": max(PREFETCHED, *blocks.values())} if blocks else {}
 
 
 def blocks_at_once(model: nn.Module) -> dict[nn.Module, int]:

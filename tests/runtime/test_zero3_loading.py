@@ -10,16 +10,19 @@ import pytest
 import tiny_families
 import torch
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import z3_leaf_module
 from diffusers import DiffusionPipeline
 from forked import on_ranks
 from tiny_models import checkpoint_of
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightrft_visual.config.vl import DistributedConfig, ModelConfig
 from lightrft_visual.models.diffusion.layers import load_divided
 from lightrft_visual.models.loading import load_transformer
 from lightrft_visual.models.weight_copies import gathered
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+from lightrft_visual.runtime.zero3_loading import gather_by_blocks
 
 
 class Held:
@@ -126,6 +129,24 @@ def compared_pipelines(folder: str, strategy: DeepspeedStrategy) -> dict:
         return nn.ModuleDict({name: pipeline.components[name] for name in names if name in pipeline.components})
 
     return compared(divided, whole)
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, numbers: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(numbers // 2, 1, bias=False), nn.Linear(numbers // 2, 1, bias=False)
+
+
+def test_blocks_are_gathered_at_once_up_to_the_largest_and_the_next_one_of_that_size_ahead():
+    with torch.device("meta"):
+        small, large = (
+            nn.ModuleList([Block(1000), nn.Linear(9, 9)]),
+            nn.ModuleList([Block(6 * 10**7), Block(6 * 10**8)]),
+        )
+    assert gather_by_blocks(nn.Linear(9, 9)) == {}
+    assert gather_by_blocks(small) == {"stage3_prefetch_bucket_size": 50_000_000}
+    assert gather_by_blocks(large) == {"stage3_prefetch_bucket_size": 60_000_000}
+    assert [z3_leaf_module(each) for each in (*small, *large)] == [True, False, True, False]
 
 
 RANKS = 2
