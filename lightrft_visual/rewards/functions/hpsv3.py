@@ -1,6 +1,6 @@
 """HPSv3 (arXiv 2508.03789): Qwen2-VL with a head that rates an image and its prompt as people would.
 
-The published weights give a mean and a spread of the rating at one token of their own, and the mean is the score.
+The published weights give a mean and a std of the rating at one token of their own, and the mean is the score.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ QUESTION = (
 
 
 def rating_head(width: int) -> nn.Sequential:
-    """From a token's last hidden state to the rating's mean and spread."""
+    """From a token's last hidden state to the rating's mean and std."""
     layers = nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     return nn.Sequential(*layers)
 

@@ -1,6 +1,6 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): Qwen2-VL rates visual quality, motion and alignment of whole clips.
 
-The question has a token for each of the three; a linear head reads there. Means and spreads of the published weights
+The question has a token for each of the three; a linear head reads there. Means and stds of the published weights
 make the three comparable, and their sum is the score.
 """
 
@@ -86,7 +86,7 @@ class VideoAlign:
 
     weights: folder or hub name of the published files (`model_config.json`, `checkpoint-*/model.pth`). model: for
     shape and processor. video_fps: frames a second of the clips, of which the model looks at two a second, and at four
-    at least. normalise: by the published means and spreads.
+    at least. normalise: by the published means and stds.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """User callables as scorers: what a function's signature names is given to it by keyword.
 
 So TRL's `f(prompts, completions, **columns)` and LightRFT's `reward_fn(model_reward_list, labels, queries, refs,
-label_map)` work as they are, sync or async; `forms.py` has the systems that call their functions in another way.
+label_map)` work as they are, sync or async; `registry.reward_forms` has systems that call their functions otherwise.
 """
 
 import logging
@@ -394,7 +394,7 @@ def say_form(name: str, told: str) -> None:
 
 class CallableSource:
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
-    form: the system whose functions are called like this one, see `FORMS`; 'auto' goes by the signature.
+    form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
 
     lenient: what the function cannot score is invalid, see `score`.
 
