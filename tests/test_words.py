@@ -22,7 +22,7 @@ CONTRACT = {
     "rollout/environment_process.py": "row",
 }  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-UNEXPLAINED = {"ABC", "Protocol", "NamedTuple", "nn.Module"}  # bases that say nothing of a class's own arguments
+SILENT_BASES = {"ABC", "Protocol", "NamedTuple", "nn.Module"}  # they explain no arguments of a class of ours
 
 
 def core_files() -> list[Path]:
@@ -77,7 +77,7 @@ def methods_above(name: str, holder: ast.ClassDef, own: dict[str, list[ast.Class
     for base in holder.bases:
         called = ast.unparse(base).partition("[")[0]
         if called not in own:
-            yield from [] if called in UNEXPLAINED else [None]
+            yield from [] if called in SILENT_BASES else [None]
         for each in own.get(called, []):
             yield from (each for each in each.body if isinstance(each, Function) and each.name == name)
             yield from methods_above(name, each, own)

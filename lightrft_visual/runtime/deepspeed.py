@@ -244,7 +244,7 @@ class DeepspeedStrategy:
         module.eval().requires_grad_(False)
         self.divide(module.parameters())
         module.to(self.device)
-        config = self._base_config({"stage": 3} | self._division() | gather_by_blocks(module))
+        config = self._divided_config(**gather_by_blocks(module))
         engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         return engine
 
@@ -268,9 +268,9 @@ class DeepspeedStrategy:
             config["data_types"] = {"grad_accum_dtype": accumulated}
         return config
 
-    def _divided_config(self) -> dict[str, Any]:
-        """Of ZeRO-3 without an optimizer."""
-        return self._base_config({"stage": 3} | self._division())
+    def _divided_config(self, **more: int) -> dict[str, Any]:
+        """Of ZeRO-3 without an optimizer. more: of its settings."""
+        return self._base_config({"stage": 3} | self._division() | more)
 
     def _division(self) -> dict[str, Any]:
         return {"zero_hpz_partition_size": self.config.zpg} if self.config.zpg > 1 else {}
