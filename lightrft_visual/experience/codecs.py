@@ -14,7 +14,6 @@ from .fields import (
     FieldSpec,
     Kind,
     batch_info,
-    gather_samples,
     replay_fields,
     scatter_samples,
     split_info,
@@ -367,17 +366,17 @@ def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:
         if not isinstance(item.sequences, T) or item.sequences.dim() != 1:
             raise DataError(f"sample {index}: sequences must be a tensor (S)")
         lengths.append(len(item.sequences))
-        named = {name: getattr(item, name) for name in action_names}
-        for name, value in {**named, **{name: getattr(item, name) for name in number_names}}.items():
-            if value is not None and (not isinstance(value, T) or value.dim() == 0):
-                raise DataError(f"sample {index}: {name} must be a tensor with one number an action")
-        sizes = {name: len(value) for name, value in named.items() if value is not None}
-        if len(set(sizes.values())) > 1:
-            raise DataError(f"sample {index}: per-action fields of different lengths: {sizes}")
-        if not sizes:
-            numbers = [getattr(item, name) for name in number_names]
-            sizes = {"values": max((len(value) for value in numbers if value is not None), default=0)}
-        (count,) = set(sizes.values())
+        sizes: dict[str, int] = {}
+        for name in (*action_names, *number_names):
+            value = getattr(item, name)
+            if value is not None:
+                if not isinstance(value, T) or value.dim() == 0:
+                    raise DataError(f"sample {index}: {name} must be a tensor with one number an action")
+                sizes[name] = value.shape[0]
+        own = {name: sizes[name] for name in action_names if name in sizes}
+        count = max((own or sizes).values(), default=0)
+        if own and min(own.values()) != count:
+            raise DataError(f"sample {index}: per-action fields of different lengths: {own}")
         if count > len(item.sequences):
             raise DataError(f"sample {index}: {count} actions, but only {len(item.sequences)} tokens")
         actions.append(count)
@@ -415,4 +414,4 @@ def _cut_padded(value: T, spans_of: Callable[[int], list[Span]], name: str) -> l
         raise DataError(
             f"{name} of shape {tuple(value.shape)} does not hold {len(spans)} samples in columns {spans[:4]}"
         )
-    return _cut(gather_samples(value, spans), [stop - start for start, stop in spans], name)
+    return [own[start:stop].clone() for own, (start, stop) in zip(value, spans)]

@@ -114,13 +114,6 @@ def zero_pad_sequences(sequences: Sequence[T], side: str = "left") -> T:
     return torch.stack([F.pad(sequence, pad) for sequence, pad in zip(sequences, pads)])
 
 
-def _span_mask(spans: Sequence[tuple[int, int]], width: int, device: torch.device | None = None) -> T:
-    """(B, width) bool: true in columns start <= column < stop of each sample's span."""
-    bounds = torch.tensor(spans, dtype=torch.long, device=device).reshape(-1, 2)
-    column = torch.arange(width, device=device)
-    return (column >= bounds[:, :1]) & (column < bounds[:, 1:])
-
-
 def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
     """The samples' values to (B, width, ...): each sample's in its span, zeros elsewhere.
 
@@ -129,16 +122,11 @@ def scatter_samples(flat: T, spans: Sequence[tuple[int, int]], width: int) -> T:
         spans: of each sample (start, stop) columns, as many as it has values.
         width: columns of the result.
     """
-    where = _span_mask(spans, width).flatten().nonzero().squeeze(1)  # on the host: a device's would be waited for
+    bounds, column = torch.tensor(spans, dtype=torch.long).reshape(-1, 2), torch.arange(width)
+    # On the host: a device's would be waited for.
+    where = ((column >= bounds[:, :1]) & (column < bounds[:, 1:])).flatten().nonzero().squeeze(1)
     padded = flat.new_zeros((len(spans) * width, *flat.shape[1:])).index_copy(0, to_device(where, flat.device), flat)
     return padded.view(len(spans), width, *flat.shape[1:])
-
-
-def gather_samples(padded: T, spans: Sequence[tuple[int, int]]) -> T:
-    """padded (B, width, ...) to flat (sum of lengths, ...): the inverse of `scatter_samples`."""
-    if all(span == (0, padded.shape[1]) for span in spans):
-        return padded.flatten(0, 1)
-    return padded[_span_mask(spans, padded.shape[1], padded.device)]
 
 
 def unpack_actions(flat: T, num_actions: Sequence[int]) -> T:

@@ -259,7 +259,8 @@ def shown(name: str) -> str:
 def check_alike(samples: Sequence[Sample]) -> None:
     """Raise DataError, naming sample and field, where a sample contradicts itself, or cannot be joined to others."""
     first: Named = {}
-    parts = [(index, part) for index, sample in enumerate(samples) for part in parts_of(sample)]
+    # Once each: the samples of a prompt share its parts.
+    parts = {id(part): (index, part) for index, sample in enumerate(samples) for part in parts_of(sample)}.values()
     for index, part in parts:
         for name, value in part.items():
             _check_lengths(part, name, index)

@@ -6,6 +6,7 @@ rows 1 to 3 are the temporal, height and width positions of M-RoPE. Text-only mo
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -78,22 +79,20 @@ class GridCursor:
         self.tokens = [] if grids is None else (self.grids.prod(dim=1) // merge_area).tolist()
         self.kind, self.next = kind, 0
 
-    def take(self, types: T, value: int, name: str) -> T | None:
+    def take(self, wanted: int, name: Callable[[], str]) -> T | None:
         """(n, 3) grids whose tokens fill the next sample's placeholders exactly; None without any. Raises DataError
         where they do not.
 
         Args:
-            types: (L) of the sample's tokens, on the host.
-            value: type of the placeholders.
+            wanted: placeholders of the sample.
             name: of the sample, for the error.
         """
-        wanted = int((types == value).sum())
         start, found = self.next, 0
         while found < wanted and self.next < len(self.tokens):
             found += self.tokens[self.next]
             self.next += 1
         if found != wanted:
-            raise DataError(f"{name} has {wanted} {self.kind} tokens, its {self.kind}s have {found} features")
+            raise DataError(f"{name()} has {wanted} {self.kind} tokens, its {self.kind}s have {found} features")
         return self.grids[start : self.next] if wanted else None
 
     def finish(self) -> None:

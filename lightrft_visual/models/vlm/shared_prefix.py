@@ -144,9 +144,10 @@ def _samples(inputs: ModelInputs) -> list[_Sample] | None:
     for real, width, count in zip(real_tokens(inputs), widths, actions):
         end += width
         middle = end - count
-        if not len(real) or real[-1] - real[0] + 1 != len(real) or real[0] >= middle:
+        first, last = (int(real[0]), int(real[-1])) if len(real) else (middle, middle)
+        if first >= middle or last - first + 1 != len(real):
             return None
-        samples.append(_Sample(int(real[0]), middle, max(middle, int(real[-1]) + 1)))
+        samples.append(_Sample(first, middle, max(middle, last + 1)))
     return samples
 
 

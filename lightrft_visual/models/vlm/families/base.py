@@ -63,7 +63,7 @@ class VLMFamily(MediaConventions):
 
     def __init__(self, config: PretrainedConfig):
         self.config = config
-        values = config.to_dict()
+        values = vars(config)
         self.image_token_id: int | None = values.get("image_token_id", values.get("image_token_index"))
         self.video_token_id: int | None = values.get("video_token_id", values.get("video_token_index"))
         self.tokens_per_image: int | None = values.get("image_seq_length")
@@ -245,6 +245,5 @@ def as_tensor(values: Any) -> T:
 
 def name_of(inputs: ModelInputs, index: int) -> str:
     """How errors call one sample: by its id where it has one."""
-    return (
-        f"sample {index} of the batch" if inputs.sample_ids is None else f"sample {on_host(inputs.sample_ids)[index]}"
-    )
+    ids = inputs.sample_ids
+    return f"sample {index} of the batch" if ids is None else f"sample {on_host(ids)[index]}"

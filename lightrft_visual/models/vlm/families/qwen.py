@@ -1,5 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and videos of any size as patches with grids, M-RoPE positions."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,20 +60,21 @@ class QwenVL(VLMFamily):
 
     def positions(self, inputs: ModelInputs, types: T) -> T:
         """(4, rows, S): text positions, then M-RoPE's three, worked out on the host, where patterns are compared."""
-        found = torch.zeros(3, *types.shape, dtype=torch.long)
+        found = torch.zeros(3, types.numel(), dtype=torch.long)
         host, vision = on_host(types), inputs.vision
         images, videos = (GridCursor(vision.get(f"{kind}_grid_thw"), self.merge**2, kind) for kind in self.media)
         seconds = vision.get("second_per_grid_ts")
         seconds = None if seconds is None else on_host(seconds)
-        for sample, tokens in enumerate(real_tokens(inputs)):
-            own, first = host.flatten()[tokens], videos.next
-            name = name_of(inputs, sample)
-            grids = images.take(own, 1, name), videos.take(own, 2, name)
-            timing = None if seconds is None else seconds[first : videos.next]
-            found.flatten(1)[:, tokens] = self.mrope(own, *grids, timing)
+        samples, parts = real_tokens(inputs), []
+        for sample, tokens in enumerate(samples):
+            own, first, name = host.flatten()[tokens], videos.next, partial(name_of, inputs, sample)
+            _, *placeholders = torch.bincount(own, minlength=3).tolist()
+            grids = [each.take(wanted, name) for each, wanted in zip((images, videos), placeholders)]
+            parts.append(self.mrope(own, *grids, None if seconds is None else seconds[first : videos.next]))
+        found[:, torch.cat(samples)] = torch.cat(parts, dim=1)
         images.finish()
         videos.finish()
-        return torch.cat([text_positions(inputs).unsqueeze(0), to_device(found, types.device)])
+        return torch.cat([text_positions(inputs).unsqueeze(0), to_device(found.view(3, *types.shape), types.device)])
 
     def arguments(self, inputs: ModelInputs, types: T) -> dict[str, Any]:
         """Patches and grids, and which tokens are whose; seconds are in the positions already."""
