@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -39,25 +40,34 @@ def build_first(name: str) -> None:
     with building():
         builder = get_accelerator().create_op_builder(name)
         if builder is not None and builder.is_compatible(verbose=False):
-            builder.load(verbose=False)
+            with _told_late("compiling DeepSpeed's %s, once for this environment: a minute or two", builder.NAME):
+                builder.load(verbose=False)
 
 
 @contextmanager
 def building() -> Iterator[Path]:
     """Inside, this process alone builds in this environment's folder, where no lock of a dead process is left."""
     folder = own_folder()
-    told = "waiting for another process of this environment, which builds in %s"
-    waiting = threading.Timer(PATIENCE, logger.warning, (told, folder))
-    waiting.daemon = True
     with refused_as(ConfigError, f"builds go to {folder}: set TORCH_EXTENSIONS_DIR to a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".building", "w")
     with file:
-        waiting.start()
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, or the process ends
-        waiting.cancel()
+        with _told_late("waiting for another process of this environment, which builds in %s", folder):
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, or the process ends
         remove_stale_locks(folder)
         yield folder
+
+
+@contextmanager
+def _told_late(*told: Any) -> Iterator[None]:
+    """A warning where what is inside takes longer than `PATIENCE`."""
+    timer = threading.Timer(PATIENCE, logger.warning, told)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def own_folder() -> Path:

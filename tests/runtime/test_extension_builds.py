@@ -119,6 +119,22 @@ def test_one_process_builds_while_others_wait_with_a_line(folder, monkeypatch, c
     assert order == ["first", "second"]
 
 
+def test_a_build_that_takes_long_is_told(folder, monkeypatch, caplog):
+    monkeypatch.setattr(extension_builds, "PATIENCE", 0.0)
+
+    class Slow:
+        NAME = "slow_part"
+
+        def is_compatible(self, verbose):
+            return True
+
+        def load(self, verbose):
+            assert any("compiling DeepSpeed's slow_part" in caplog.text for _ in polls(20))
+
+    monkeypatch.setattr(type(extension_builds.get_accelerator()), "create_op_builder", lambda self, name: Slow())
+    extension_builds.build_first("anything")
+
+
 def test_environments_build_in_folders_of_their_own(monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     own = environment_name()

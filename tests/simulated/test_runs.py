@@ -44,8 +44,8 @@ PPO = (
 )
 FLOW_GRPO = "--beta 0.1 --enable_ema true --ema_interval 1 --eval_ema true --save_steps 1 --max_steps"
 SEEING = {
-    "reference_moved": "--zero_stage 0 --init_kl_coef 0.05 --offload_reference true",
-    "states_moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true",
+    "moved": "--zero_stage 2 --offload_trainer true --gradient_checkpointing true --reward_running_norm true "
+    "--init_kl_coef 0.05 --offload_reference true",
     "rloo_lora": "--advantage_estimator rloo --zero_stage 3 --lora_rank 4 --init_kl_coef 0.05 --dynamic_sampling true "
     "--enable_ema true --freeze_prefix true",
     "bf16": f"{LEFT_TO_THE_PLAN} --max_steps 1 --bf16 true --adam_offload true --parity_every 0",
@@ -79,7 +79,7 @@ COUNTED_DRAWING = {
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "nft")
-COMPARED = ("reference_moved", "states_moved", "rloo_lora", "flow_grpo", "reward_fl")
+COMPARED = ("moved", "rloo_lora", "flow_grpo", "reward_fl")
 RUNS = {
     1: (*COMPARED, "bf16", "flow_grpo_resumed"),
     2: ("ppo", "ppo_resumed", "models", "flow_grpo_3", "nft"),
