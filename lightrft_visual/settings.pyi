@@ -97,8 +97,8 @@ class VLSettings(TypedDict, total=False):
     """share of the device's memory that the engine may fill. Default: 0.5."""
     enable_engine_sleep: bool
     """free the engine's memory while training; CUDA only. Default: True."""
-    engine_enforce_eager: bool
-    """vLLM without CUDA graphs: slower, less memory; always so on CPU. Default: False."""
+    engine_enforce_eager: bool | None
+    """vLLM without CUDA graphs and compiled layers; None: on CPU hosts only."""
     engine_max_num_seqs: int | None
     """sequences in flight; default: all samples of a step, at most 256."""
     engine_max_num_batched_tokens: int | None

@@ -165,7 +165,7 @@ class RolloutConfig(Section):
     engine_tp_size: PositiveInt = 1  # devices that share one engine
     engine_mem_util: Annotated[float, within("(0, 1)")] = 0.5  # share of the device's memory that the engine may fill
     enable_engine_sleep: bool = True  # free the engine's memory while training; CUDA only
-    engine_enforce_eager: bool = False  # vLLM without CUDA graphs: slower, less memory; always so on CPU
+    engine_enforce_eager: bool | None = None  # vLLM without CUDA graphs and compiled layers; None: on CPU hosts only
     engine_max_num_seqs: PositiveInt | None = None  # sequences in flight; default: all samples of a step, at most 256
     engine_max_num_batched_tokens: PositiveInt | None = None  # of one forward; default: 8192 or one whole sequence
     engine_kv_cache_dtype: str = "auto"  # vLLM's names, such as fp8

@@ -156,7 +156,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--first", type=int, default=1, help="seed of --learn")
     parser.add_argument("--cases", nargs="+", default=["8x8x32@56/64", "4x16x64@448/16"])
-    parser.add_argument("--ours", default="", help="further flags for our side, such as '--packing_samples true'")
+    compiled = "--engine_enforce_eager false"  # as TRL has vLLM do
+    parser.add_argument("--ours", default=compiled, help="further flags for our side; default: %(default)s")
     parser.add_argument("--theirs", default="", help="--theirs=--transformers: TRL generates by transformers, not vLLM")
     parser.add_argument("--further", default="--selective_replay 512")
     parser.add_argument("--env", type=Path, default=ROOT / "outputs" / "bench" / "trl")

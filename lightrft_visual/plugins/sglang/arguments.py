@@ -78,7 +78,7 @@ def server_arguments(config: RunConfig, checkpoint: Checkpoint, device: int, on_
         "base_gpu_id": device,
         "mem_fraction_static": rollout.engine_mem_util,
         "enable_memory_saver": rollout.enable_engine_sleep and not on_cpu,
-        "disable_cuda_graph": rollout.engine_enforce_eager or on_cpu,
+        "disable_cuda_graph": bool(rollout.engine_enforce_eager) or on_cpu,
         "max_running_requests": rollout.engine_max_num_seqs or max(1, min(MOST_SEQUENCES, samples)),
         "chunked_prefill_size": rollout.engine_max_num_batched_tokens or max(FEWEST_BATCHED_TOKENS, length),
         "kv_cache_dtype": rollout.engine_kv_cache_dtype,

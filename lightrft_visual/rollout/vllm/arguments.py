@@ -71,7 +71,7 @@ class VLLMSettings:
     max_videos: int = 1
     max_num_seqs: int = MOST_SEQUENCES
     max_num_batched_tokens: int | None = None
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None  # None: on a host without accelerator, where compiling takes seconds
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     seed: int = 0
@@ -180,7 +180,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if s.starts_ranks else "external_launcher",
         "gpu_memory_utilization": s.memory_utilization,
         "enable_sleep_mode": s.enable_sleep and not on_cpu,
-        "enforce_eager": s.enforce_eager or on_cpu,
+        "enforce_eager": on_cpu if s.enforce_eager is None else s.enforce_eager,
         "max_num_batched_tokens": s.max_num_batched_tokens or max(FEWEST_BATCHED_TOKENS, s.max_model_len),
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

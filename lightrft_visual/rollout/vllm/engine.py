@@ -86,7 +86,7 @@ class VLLMEngine(ResidentEngine):
         rules = sampling_rules(s.banned_ids, second_runner)
         beside = transformers and not s.own_ranks  # ranks that vLLM starts are processes without a trainer
         apart = decoder_class_of_its_own(s.model, s.trust_remote_code) if beside else nullcontext()
-        plain = without_compiled_functions() if on_cpu else nullcontext()  # of what is imported only now
+        plain = without_compiled_functions() if on_cpu and arguments["enforce_eager"] else nullcontext()
         if self.enable_sleep and not on_cpu:
             get_accelerator().empty_cache()  # of what an earlier engine left, too
             forget_allocators_error(get_accelerator().current_device())

@@ -45,12 +45,14 @@ DEFAULT = "qwen2_5_vl"
 
 def loaded(root, kind, banned=None):
     kind, _, code = kind.partition(" by ")
-    with vllm_rig(checkpoint_of(root, kind), banned, extra={"model_impl": code} if code else {}) as rig:
+    other = {"": {}, COMPILER: {"enforce_eager": False}}.get(code, {"extra": {"model_impl": code}})
+    with vllm_rig(checkpoint_of(root, kind), banned, **other) as rig:
         yield rig
 
 
 BY_TRANSFORMERS = "internvl by transformers"  # as vLLM runs models of which it has no code of its own
-KINDS = [DEFAULT, f"{DEFAULT}+tied", ROUND, "qwen3_vl", "internvl", BY_TRANSFORMERS]
+COMPILER = "compiler"
+KINDS = [DEFAULT, f"{DEFAULT}+tied", ROUND, "qwen3_vl", "internvl", BY_TRANSFORMERS, f"{DEFAULT} by {COMPILER}"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
