@@ -259,9 +259,11 @@ def shown(name: str) -> str:
 def check_alike(samples: Sequence[Sample]) -> None:
     """Raise DataError, naming sample and field, where a sample contradicts itself, or cannot be joined to others."""
     first: Named = {}
-    # Once each: the samples of a prompt share its parts.
-    parts = {id(part): (index, part) for index, sample in enumerate(samples) for part in parts_of(sample)}.values()
-    for index, part in parts:
+    parts: dict[int, tuple[int, Named]] = {}  # once each: the samples of a prompt share its parts
+    for index, sample in enumerate(samples):
+        for part in parts_of(sample):
+            parts.setdefault(id(part), (index, part))
+    for index, part in parts.values():
         for name, value in part.items():
             _check_lengths(part, name, index)
             like = first.setdefault(name, value)
@@ -272,7 +274,7 @@ def check_alike(samples: Sequence[Sample]) -> None:
                     f"{like.dtype} {tuple(like.shape)}"
                 )
     for name, grids in PATCHES.items():
-        gridless = any(len(part.get(name, ())) and grids not in part for _, part in parts)
+        gridless = any(len(part.get(name, ())) and grids not in part for _, part in parts.values())
         if gridless and grids in first:
             raise DataError(f"{name}: some samples have {shown(grids)} and others have {name} without them")
 
