@@ -12,8 +12,7 @@ from ..runtime.packages import OPTIONAL, installed_version, wrong_torchvision
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
 PROGRAMS = (
     ("tesseract", "the scorer ocr", "apt-get install tesseract-ocr"),
-    ("c++", "DeepSpeed's compiled parts and --compile", "apt-get install g++"),
-    ("ninja", "DeepSpeed's compiled parts", "pip install ninja"),
+    ("c++", "--compile", "apt-get install g++"),
 )
 
 

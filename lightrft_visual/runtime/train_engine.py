@@ -264,8 +264,8 @@ class TrainEngine:
     def load(self, folder: str, tag: str, saved_ranks: int | None = None) -> None:
         """Weights, optimizer and schedule of this rank; every rank calls it.
 
-        Settings of the optimizer stay those of this run: DeepSpeed would put the saved ones in their place, without
-        those that the Adam of `adam_offload` alone has, and a changed learning rate would be ignored.
+        Settings of the optimizer stay those of this run: DeepSpeed would put the saved ones in their place, and a
+        changed learning rate would be ignored, or a fused Adam on another device asked for.
 
         Args:
             folder: of the checkpoint.

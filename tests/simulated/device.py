@@ -1,5 +1,6 @@
 """The device `sim`: host memory that PyTorch takes for another device's, so that code for accelerators runs on CPUs."""
 
+import fcntl
 import functools
 import sys
 import types
@@ -28,14 +29,16 @@ class _Event:
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Compile (once a machine) and register the device; the C++ module."""
+    """Compile (once an environment) and register the device; the C++ module."""
     from torch.utils.cpp_extension import load as compile_extension
 
-    from lightrft_visual.runtime.extension_builds import building
-
-    sources = [str(Path(__file__).with_name("device.cpp"))]
-    with building():  # a test that was killed while it compiled leaves a lock behind
-        native = compile_extension("lightrft_simulated_device", sources, extra_cflags=["-O1"], verbose=False)
+    source, folder = Path(__file__).with_name("device.cpp"), Path(sys.prefix, "lightrft_simulated_device")
+    folder.mkdir(exist_ok=True)
+    with open(folder / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # until the file is closed, or the process ends
+        (folder / "lock").unlink(missing_ok=True)  # torch's own, of a test that was killed while it compiled
+        how = {"extra_cflags": ["-O1"], "build_directory": str(folder), "verbose": False}
+        native = compile_extension("lightrft_simulated_device", [str(source)], **how)
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")
     module.native = native
