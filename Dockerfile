@@ -1,6 +1,6 @@
 # The framework on CUDA, with vLLM:  docker build -t lightrft_visual .
 #   docker run --gpus all --shm-size 16g -v "$PWD:/work" lightrft_visual train grpo --pretrain ... --prompt_data rows.jsonl
-# The development image: DeepSpeed compiles operators at their first use.
+# The development image: vLLM and Triton build kernels at their first use.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
