@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import httpx
@@ -37,8 +37,16 @@ from lightrft_visual.rewards.remote.client import Exchange, RemoteClient, Reques
 from lightrft_visual.rewards.remote.server import create_app
 from lightrft_visual.rewards.remote.wire import decode_reply
 
-if TYPE_CHECKING:
-    from fuzz import Fuzzer
+
+class FuzzTools(Protocol):
+    """What a case takes of the script that runs it: a folder for its files, and changes."""
+
+    folder: Path
+
+    def changed(self, content: bytes, rng: random.Random) -> bytes: ...
+
+    def strange(self, rng: random.Random) -> Any: ...
+
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefghijk", "bcdefghijkl")
@@ -96,7 +104,7 @@ def recipes() -> list[str]:
     return [file.read_text() for folder in CONFIG_DIRS for file in sorted(folder.rglob("*.yaml"))]
 
 
-def recipe(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def recipe(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """A recipe: a shipped one damaged, a hostile document, or known settings of random values."""
     root = rng.choice(ROOTS)
     choice = rng.random()
@@ -117,7 +125,7 @@ def recipe(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
     resolved_yaml(run.config).encode("utf-8")
 
 
-def arguments(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def arguments(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """A command line of known and unknown names with random words, under odd variables of a launcher."""
     root = rng.choice(ROOTS)
     names = [name for name in sorted(names_of(root.schema).leaves) if name != "plugins"]
@@ -156,7 +164,7 @@ class Harmful:
         return (open, (str(self.mark), "w"))
 
 
-def model(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def model(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """A checkpoint folder with a damaged, strange, missing or harmful file, opened and loaded."""
     folder = fuzzer.folder / "model"
     shutil.rmtree(folder, ignore_errors=True)
@@ -172,7 +180,7 @@ def model(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
         assert not mark.exists(), "a pickle was run"
 
 
-def _damage_model(fuzzer: Fuzzer, folder: Path, mark: Path, rng: random.Random) -> None:
+def _damage_model(fuzzer: FuzzTools, folder: Path, mark: Path, rng: random.Random) -> None:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     path = rng.choice(files)
     choice = rng.random()
@@ -194,7 +202,7 @@ def _damage_model(fuzzer: Fuzzer, folder: Path, mark: Path, rng: random.Random) 
         rng.choice((os.mkfifo, os.mkdir, lambda gone: os.symlink(gone, gone)))(path)
 
 
-def _changed_json(content: Any, fuzzer: Fuzzer, rng: random.Random) -> Any:
+def _changed_json(content: Any, fuzzer: FuzzTools, rng: random.Random) -> Any:
     """The JSON document with one of its values, at any depth, replaced or gone."""
     place = content
     while isinstance(place, dict) and place:
@@ -236,7 +244,7 @@ def _image() -> Image.Image:
     return Image.new("RGB", (20, 20), "red")
 
 
-def report(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def report(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """The report of a run's folder whose files are damaged, hostile, or no files."""
     folder = fuzzer.folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
@@ -267,7 +275,7 @@ def app() -> Any:
     return create_app(lambda completions: [0.5 for _ in completions])
 
 
-def body(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def body(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """A request to the reward server: it answers in JSON, never with an error of its own."""
     whole: Any = {"queries": ["p: a", "b"], "prompts": ["p: ", ""], "images": [[encode_image(_image())], []]}
     names = ("queries", "query", "prompts", "labels", "references", "images", "metadata", "ids", "label", "videos", "x")
@@ -300,7 +308,7 @@ def client() -> RemoteClient:
     return RemoteClient(RewardConfig(reward_retries=0, reward_timeout=20.0))
 
 
-def reply(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
+def reply(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
     """A reply of a reward server: usable scores, or samples that have failed for a reason."""
     value = fuzzer.strange(rng)
     whole = {rng.choice(("rewards", "scores", "score", "x")): rng.choice(([0.5, 1], [value, 1], value, [value] * 2))}
@@ -328,6 +336,6 @@ def reply(fuzzer: Fuzzer, kind: str, rng: random.Random) -> None:
     assert len(scores.values) == len(scores.failed) == 2 and bool((used.abs() <= MAX_SCORE).all())
 
 
-OUTSIDE: dict[str, Callable[[Fuzzer, str, random.Random], None]] = {
+OUTSIDE: dict[str, Callable[[FuzzTools, str, random.Random], None]] = {
     "recipe": recipe, "arguments": arguments, "model": model, "report": report, "body": body, "reply": reply,
 }  # fmt: skip

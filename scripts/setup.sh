@@ -32,7 +32,7 @@ install_system_package() { # binary, Debian package: things Python packages cann
   fi
 }
 install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
-install_system_package g++ g++ "--compile"
+install_system_package g++ g++ "what torch.compile, vLLM and Triton build"
 if [ "${LIGHTRFT_TESTS:-0}" = 1 ]; then # set by scripts/test.sh
   install_system_package chromium chromium "the tests that look at report.html"
 fi

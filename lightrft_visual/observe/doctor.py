@@ -12,7 +12,7 @@ from ..runtime.packages import OPTIONAL, installed_version, wrong_torchvision
 NEEDED = ("torch", "torchvision", "transformers", "deepspeed", "diffusers", "peft", "accelerate", "datasets")
 PROGRAMS = (
     ("tesseract", "the scorer ocr", "apt-get install tesseract-ocr"),
-    ("c++", "--compile", "apt-get install g++"),
+    ("c++", "what torch.compile, vLLM and Triton build", "apt-get install g++"),
 )
 
 

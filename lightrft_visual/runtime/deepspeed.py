@@ -249,7 +249,7 @@ class DeepspeedStrategy:
 
     def _optimizer(self, parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
         arguments = {"lr": settings.learning_rate, "betas": settings.betas, "weight_decay": settings.weight_decay}
-        # On the host it is as fast as DeepSpeed's CPUAdam, which would first be compiled, for minutes.
+        # On the host it is as fast as DeepSpeed's CPUAdam, which would first be compiled for a minute.
         fused = self.config.adam_offload or has_fused_adamw(self.device.type)
         return torch.optim.AdamW(parameters, fused=fused, **arguments)
 

@@ -57,7 +57,7 @@ def gradients_one_by_one() -> Iterator[None]:
 def without_compiled_functions() -> Iterator[None]:
     """Inside, functions that are decorated with `torch.compile` stay as they are written.
 
-    Why: on a host without accelerator vLLM compiles one small function of its sampler, in seconds, and nothing else.
+    Why: where it compiles no layers, vLLM would still compile one small function of its sampler, in seconds.
     torch reads the variable when the decorator is applied, so what the trainer compiles later is compiled.
     Versions: vLLM 0.26 to 0.32, torch 2.11 to 2.13.
     """

@@ -15,7 +15,7 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.items import BufferItemVL, make_experience_batch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.experience.types import ExperienceVL, ModelInputs
-from lightrft_visual.experience.vision import VisionTensors
+from lightrft_visual.experience.vision import VisionTensors, check_alike
 
 PATCHES, DIM, G = 256, 384, 16
 
@@ -134,3 +134,11 @@ def test_a_batch_holds_its_images_once_and_a_second_copy_would_be_seen(bench):
     assert images < held <= bench.LIMIT * images
     first, second = (bench.prompts_of(2, patches=40, length=12) for _ in range(2))
     assert sum(bench.storages([first, second]).values()) == 2 * sum(bench.storages([first, first]).values())
+
+
+def test_what_samples_share_is_checked_and_the_first_of_them_is_named():
+    good = {"pixel_values": torch.zeros(4, DIM), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    bad = good | {"pixel_values": torch.zeros(3, DIM)}
+    check_alike([good, good])
+    with pytest.raises(DataError, match="^sample 1: .*has 3 patches"):
+        check_alike([good, bad, bad, bad])

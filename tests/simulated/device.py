@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import hashlib
 import sys
 import types
 from pathlib import Path
@@ -30,10 +31,12 @@ class _Event:
 @functools.cache
 def load() -> types.ModuleType:
     """Compile (once an environment) and register the device; the C++ module."""
+    from torch.utils.cpp_extension import get_default_build_root
     from torch.utils.cpp_extension import load as compile_extension
 
-    source, folder = Path(__file__).with_name("device.cpp"), Path(sys.prefix, "lightrft_simulated_device")
-    folder.mkdir(exist_ok=True)
+    source, of = Path(__file__).with_name("device.cpp"), f"{sys.prefix} {torch.__version__}"
+    folder = Path(get_default_build_root(), f"lightrft_simulated_{hashlib.sha256(of.encode()).hexdigest()[:8]}")
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "turn", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # until the file is closed, or the process ends
         (folder / "lock").unlink(missing_ok=True)  # torch's own, of a test that was killed while it compiled

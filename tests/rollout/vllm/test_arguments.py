@@ -63,10 +63,10 @@ def test_settings_reach_vllm(root):
     assert (usual["max_num_seqs"], usual["max_num_batched_tokens"], usual["enforce_eager"]) == (256, 8192, False)
 
 
-@pytest.mark.parametrize("given, on_cpu", [(None, True), (False, False), (True, True)])
-def test_a_cpu_host_compiles_layers_only_where_that_is_said(root, given, on_cpu):
+@pytest.mark.parametrize("given, eager", [(None, True), (False, False), (True, True)])
+def test_a_cpu_host_compiles_layers_only_where_that_is_said(root, given, eager):
     settings = VLLMSettings.from_config(run_with(engine_enforce_eager=given), checkpoint_of(root, "qwen2"))
-    assert engine_arguments(settings, on_cpu=True)["enforce_eager"] is on_cpu
+    assert engine_arguments(settings, on_cpu=True)["enforce_eager"] is eager
 
 
 def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root):
