@@ -117,16 +117,19 @@ def program_limit(count: int) -> dict[str, Any]:
     return {}
 
 
-def forget_reloaded_layers(model: Any) -> None:
-    """Take the layers of an engine that ends out of what vLLM notes of layers whose weights were reloaded.
+def forget_model(model: Any) -> None:
+    """Take the model of an engine that ends out of vLLM's notes of reloaded layers and of language models.
 
-    Why: notes are kept by the layer, weakly, yet the loaders in them refer to the layer. Weights of an engine would
-    stay in memory as long as the process.
-    Versions: vLLM 0.32; earlier ones without such notes have nothing to forget.
+    Why: the first are kept by the layer, weakly, yet the loaders in them refer to the layer; the second refer to the
+    model, up to 0.26. Weights of an engine would stay in memory as long as the process, and on CUDA vLLM would start
+    no second engine there.
+    Versions: vLLM 0.26 to 0.32; those without such notes have nothing to forget.
     """
     notes = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    found = sys.modules.get("vllm.model_executor.models.interfaces")
     for layer in model.modules():
         getattr(notes, "LAYERWISE_INFO", {}).pop(layer, None)
+        getattr(found, "_language_model_by_module", {}).pop(layer, None)
 
 
 def begin_reload_anew(model: Any) -> None:

@@ -26,14 +26,21 @@ AnyConfig = RunConfig | DiffusionRunConfig
 
 
 def check_fits(config: AnyConfig) -> None:
-    """Warn of a run that does not fit by its plan on the device that is here.
+    """Warn of a run that does not fit by its plan on the device that is here; of one that leaves something to the plan
+    `use_choices` does, when that is chosen.
 
     Raises ConfigError with the plan where weights, gradients and optimizer states alone do not fit, or by `--plan
     refuse` where anything does not; never by `--plan force`.
     """
     ranks, local = started()
+    device = present(local)
+    if not (_chooses_checkpointing(config, device) or config.plan.sizes_micro_batches(device.on_cpu)):
+        _check(config, device, ranks, local, {})
+
+
+def _check(config: AnyConfig, device: Device, ranks: int, local: int, made: "Planners") -> None:
     try:
-        plan = plan_of(config, present(local), ranks, local, online=True)
+        plan = plan_of(config, device, ranks, local, online=True, made=made)
     except ConfigError:
         raise
     except Exception as error:  # of a model that is built otherwise than those planned so far
@@ -253,8 +260,8 @@ def chosen_checkpointing(
 
 
 def use_choices(config: AnyConfig) -> None:
-    """Put what is left to the plan into the configuration, for this rank's device and the same on all ranks. A
-    collective."""
+    """Put what is left to the plan into the configuration, for this rank's device and the same on all ranks, and then
+    do as `check_fits`. A collective."""
 
     def most(values: list[int]) -> list[int]:
         """Of all ranks."""
@@ -262,9 +269,15 @@ def use_choices(config: AnyConfig) -> None:
         return [int(value) for value in largest.tolist()]
 
     ranks, local = started()
-    for line in _choose(config, present(local), ranks, local, online=True, most=most):
+    device, made = present(local), Planners()
+    for line in _choose(config, device, ranks, local, online=True, made=made, most=most):
         if collectives.is_rank_0():
             logger.info("%s", line)
+    _check(config, device, ranks, local, made)
+
+
+def _chooses_checkpointing(config: AnyConfig, device: Device) -> bool:
+    return config.model.gradient_checkpointing == AUTO and not device.on_cpu
 
 
 def _choose(
@@ -279,7 +292,7 @@ def _choose(
     """Put what is left to the plan into the configuration; each choice in a line. made: as in `plan_of`. most: of the
     ranks' numbers, as the one with the least room decides."""
     run = (config, device, ranks, local, online, {} if made is None else made)
-    if config.model.gradient_checkpointing == AUTO and not device.on_cpu:
+    if _chooses_checkpointing(config, device):
         own = CHECKPOINTING.index(_chosen(chosen_checkpointing, FULL, *run))
         config.model.gradient_checkpointing = CHECKPOINTING[most([own])[0]]
         yield f"gradient_checkpointing auto: {config.model.gradient_checkpointing}"

@@ -23,7 +23,7 @@ from ...runtime.vendor_patches import (
     begin_reload_anew,
     decoder_class_of_its_own,
     forget_allocators_error,
-    forget_reloaded_layers,
+    forget_model,
     without_compiled_functions,
 )
 from ..engine import Finished
@@ -274,9 +274,9 @@ class VLLMEngine(ResidentEngine):
         if self.asleep or self.lacks_cache:
             accelerator.empty_cache()
             if accelerator.available_memory() > self.settings.memory_utilization * accelerator.total_memory():
-                self.llm.wake_up()
+                self._take_back(None if self.asleep else "kv_cache")  # what is there already cannot be taken back
         if not self.settings.starts_ranks:
-            self.llm.apply_model(forget_reloaded_layers)
+            self.llm.apply_model(forget_model)
         self.llm.llm_engine.engine_core.shutdown()
 
 

@@ -178,23 +178,42 @@ def test_devices_and_models_are_named_in_full() -> None:
     assert near_shipped("someone/unheard-of") == near_shipped("./qwen2.5-vl-3b") == ""
 
 
+GIVEN = [*SEVEN, "--auto_micro_batches", "false"]  # nothing is left to the plan
+
+
 def test_a_plan_warns_by_default_and_refuses_where_it_is_asked_to(monkeypatch, caplog) -> None:
     monkeypatch.setattr(check, "present", lambda local: CARD)
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=r"does not fit(.|\n)*largest item"):
-        check.check_fits(parse_run(RunConfig, [*SEVEN, "--plan", "refuse"]).config)
-    check.check_fits(parse_run(RunConfig, [*SEVEN, "--offload_trainer", "--plan", "refuse"]).config)
+        check.check_fits(parse_run(RunConfig, [*GIVEN, "--plan", "refuse"]).config)
+    check.check_fits(parse_run(RunConfig, [*GIVEN, "--offload_trainer", "--plan", "refuse"]).config)
     with caplog.at_level(logging.WARNING):
-        check.check_fits(parse_run(RunConfig, SEVEN).config)
+        check.check_fits(parse_run(RunConfig, GIVEN).config)
     assert "this run may not fit" in caplog.text and "the largest item is" in caplog.text
+
+
+def test_a_run_that_leaves_something_to_the_plan_is_judged_by_what_is_chosen(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(check, "present", lambda local: CARD)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    words = [*GIVEN, "--lora_rank", "16", "--micro_train_batch_size", "32", "--gradient_checkpointing"]
+    with caplog.at_level(logging.WARNING):
+        check.check_fits(parse_run(RunConfig, [*words, "false"]).config)
+        assert "this run may not fit" in caplog.text  # as it was before anything was chosen
+        caplog.clear()
+        left = parse_run(RunConfig, [*words, "auto"]).config
+        check.check_fits(left)
+        check.use_choices(left)
+    assert left.model.gradient_checkpointing == "full" and not caplog.text
+    with pytest.raises(ConfigError, match="does not fit .--plan force"):
+        check.use_choices(parse_run(RunConfig, [*SEVEN, "--gradient_checkpointing", "auto"]).config)
 
 
 def test_weights_gradients_and_states_that_do_not_fit_are_refused_unless_forced(monkeypatch) -> None:
     monkeypatch.setattr(check, "present", lambda local: CARD)  # one card: 7B in full, ZeRO has nothing to divide over
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="does not fit .--plan force"):
-        check.check_fits(parse_run(RunConfig, SEVEN).config)
-    check.check_fits(parse_run(RunConfig, [*SEVEN, "--plan", "force"]).config)
+        check.check_fits(parse_run(RunConfig, GIVEN).config)
+    check.check_fits(parse_run(RunConfig, [*GIVEN, "--plan", "force"]).config)
 
 
 def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplog) -> None:

@@ -14,10 +14,10 @@ from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
 
 class ToldLLM:
-    """Notes what vLLM's `LLM` is told."""
+    """Notes what vLLM's `LLM` is told. As CUDA, it cannot take back what is there."""
 
     def __init__(self):
-        self.told = []
+        self.told, self.let_go = [], set()
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
         core = SimpleNamespace(shutdown=lambda: self.told.append("shut down"))
@@ -25,8 +25,11 @@ class ToldLLM:
 
     def sleep(self, level):
         self.told.append(f"sleep {level}")
+        self.let_go = {"weights", "kv_cache"}
 
     def wake_up(self, tags=None):
+        for each in tags or ("weights", "kv_cache"):
+            self.let_go.remove(each)
         self.told.append(f"wake {'all' if tags is None else ','.join(tags)}")
 
     def collective_rpc(self, name, kwargs):
@@ -112,7 +115,7 @@ def test_a_sleeping_engine_wakes_before_it_is_closed_where_there_is_room(engine,
     assert engine.llm.told == told
 
 
-def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_that_may_not_sleep_nothing(engine):
+def test_an_engine_without_its_cache_takes_that_back_before_it_is_closed_and_one_that_may_not_sleep_nothing(engine):
     engine.enable_sleep = False
     engine.sleep(keep_weights=False)
     engine.close()
@@ -121,7 +124,7 @@ def test_an_engine_without_its_cache_takes_all_back_before_it_is_closed_and_one_
     engine.sleep(keep_weights=False)
     engine.wake()
     engine.close()
-    assert engine.llm.told == ["sleep 2", "wake weights", "wake all", "shut down"]
+    assert engine.llm.told == ["sleep 2", "wake weights", "wake kv_cache", "shut down"]
 
 
 @pytest.fixture
