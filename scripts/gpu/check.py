@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--hostfile", type=Path)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and with this process its part ends
     limits, usual = parts.LIMITS, list(parts.PARTS)
     if arguments.ranks > 1:
         os.environ["GPU_CHECK_RANKS"] = str(arguments.ranks)

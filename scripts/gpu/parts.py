@@ -150,10 +150,12 @@ def seeing_flags(
 
 
 def engines(folder: Path, size: str) -> Rows:
-    """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs."""
+    """Each family's engine starts and agrees with the trainer in bf16 (fp32 for size tiny); one with CUDA graphs, and
+    one of transformers."""
     from lightrft_visual.models.tiny.vlm import FAMILIES
 
     yield from _engines(folder, size, FAMILIES, "vllm", "--engine_mem_util 0.2")
+    yield from _engines(folder, size, ("qwen2_5_vl",), "hf", "")
 
 
 def engines_sglang(folder: Path, size: str) -> Rows:
@@ -191,7 +193,8 @@ def _engines(folder: Path, size: str, families: Sequence[str], engine: str, more
                 del row["images"]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         flags = f"--engine_type {engine} {more} {'' if family == 'qwen2_5_vl' else EAGER}"
-        yield _agreement(family, _tiny(folder, size, f"{engine}_{family}", model, data, flags))
+        name = f"{family}, engine {engine}"
+        yield _agreement(name, _tiny(folder, size, f"{engine}_{family}", model, data, flags))
 
 
 def _tiny(folder: Path, size: str, name: str, model: Path, data: Path, more: str) -> Run:
@@ -323,6 +326,27 @@ def resume(folder: Path, size: str) -> Rows:
     yield "largest difference of the loss, resumed against whole", f"{max(abs(a - b) for a, b in pairs):.1e}"
 
 
+def again(folder: Path, size: str) -> Rows:
+    """Two runs in this process: the second finds the room of the first, and takes the same steps."""
+    from lightrft_visual import GRPOTrainer
+    from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
+
+    model, real = folder / "models" / "tiny_again", size == "real"
+    if not (model / "config.json").is_file():
+        build_tiny_checkpoint(model, "qwen2_5_vl", texts=shapes.TEXTS)
+    settings = {
+        "n_samples_per_prompt": 4, "rollout_batch_size": 4, "train_batch_size": 16, "generate_max_len": 16,
+        "max_steps": 2, "bf16": real, "engine_type": "vllm", "engine_mem_util": 0.6 if real else 0.2,
+    }  # fmt: skip
+    (folder / "reward.py").write_text(REWARD)
+    for name in ("first", "second"):
+        trainer = GRPOTrainer(
+            model=str(model), train_dataset=str(shapes.questions(folder / "small_questions", 8, 56)),
+            reward_funcs=f"{folder / 'reward.py'}:score", output_dir=str(folder / f"again_{name}"), **settings,
+        )  # fmt: skip
+        yield f"{name}: losses", ", ".join(f"{step['loss']:.3g}" for step in trainer.fit().history)
+
+
 def flow_grpo(folder: Path, size: str) -> Rows:
     """Flow-GRPO on the shape of Stable Diffusion 3.5 medium, 512 pixels a side, 10 steps."""
     run = drawing(folder, size, "flow_grpo")
@@ -373,7 +397,7 @@ def write_whole(path: Path, text: str) -> None:
 
 Parts = dict[str, tuple[Callable[[Path, str], Rows], int]]
 PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
-    "engines": (engines, 260),
+    "engines": (engines, 270),
     "grpo": (grpo, 210),
     "grpo_lora": (grpo_lora, 170),
     "flow_grpo": (flow_grpo, 100),
@@ -384,7 +408,12 @@ PARTS: Parts = {  # with its time limit in seconds; 25 minutes in sum
     "resume": (resume, 140),
 }
 # Parts that run only where they are asked for.
-BY_NAME: Parts = {"engines_sglang": (engines_sglang, 280), "liger": (liger, 200), "routing": (routing, 120)}
+BY_NAME: Parts = {
+    "again": (again, 120),
+    "engines_sglang": (engines_sglang, 280),
+    "liger": (liger, 200),
+    "routing": (routing, 120),
+}
 LIMITS = {name: limit for name, (_, limit) in (PARTS | BY_NAME).items()}
 
 

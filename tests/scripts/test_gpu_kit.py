@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -159,13 +160,30 @@ def test_a_part_that_is_cut_off_keeps_its_rows_and_its_runs_end_too(tmp_path, mo
     check.run_part("quick", tmp_path, "tiny", 60)  # what was tried on tiny shapes is still to be done on a card
     assert check.done_before(tmp_path / "quick.json", "tiny") and not check.done_before(tmp_path / "quick.json", "real")
     assert not check.done_before(tmp_path / "other.json", "tiny")
-    alive = tmp_path / "alive"
+    assert ends(tmp_path / "alive")
+
+
+def ends(alive: Path) -> bool:
+    """Whether what touches this file does so no longer, soon."""
     for _ in polls(30, 0.3):  # on a busy machine it may be dying still
         alive.unlink(missing_ok=True)
         time.sleep(0.3)
         if not alive.exists():
-            return
-    raise AssertionError("the run goes on")
+            return True
+    return False
+
+
+def test_a_kit_that_is_ended_takes_the_run_of_its_part_with_it(tmp_path):
+    (tmp_path / "parts.py").write_text(CUT_OFF)
+    program = (
+        f"import pathlib, sys; sys.path.insert(0, {str(KIT)!r}); import check;"
+        "check.HERE = pathlib.Path(sys.argv.pop());"
+        "check.parts.LIMITS = {'slow': 300}; check.parts.PARTS = {}; check.main()"
+    )
+    kit = subprocess.Popen([sys.executable, "-c", program, "--only", "slow", "--out", str(tmp_path), str(tmp_path)])
+    assert any((tmp_path / "alive").exists() for _ in polls(120))
+    kit.terminate()
+    assert kit.wait(60) == 143 and ends(tmp_path / "alive")
 
 
 def test_parts_of_several_ranks_follow_one_that_fails_and_are_told_in_one_table(tmp_path, monkeypatch, capsys):
