@@ -94,7 +94,8 @@ class Comparison:
         self.theirs = other_python(asked.env)
         self.model = str(embedded_checkpoint(WarmUp(), report=lambda text: None))
         self.data = Path(embedded_task().train)
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "50000"}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "50000"}
         self.environment.setdefault("OMP_NUM_THREADS", "2")
 
     def run(self, python: str, *words: Any) -> None:
