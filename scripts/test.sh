@@ -5,7 +5,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LIGHTRFT_TESTS=1 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # else hundreds of processes would each compile the whole package
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ruff check .
 ruff format --check .
 mypy

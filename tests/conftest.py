@@ -13,6 +13,7 @@ hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  
 hypothesis.settings.load_profile("suite")
 warnings.filterwarnings("ignore", category=FutureWarning)
 warnings.filterwarnings("ignore", category=DeprecationWarning)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several add up in another order
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BLOCKED = os.environ.get(blocked.VARIABLE) == "1"
