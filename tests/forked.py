@@ -93,11 +93,15 @@ def run_work(work: Callable, arguments: tuple, result: str, environment: dict[st
 
 
 def leave() -> None:
-    """Ends a rank in order: with a process group the end of the interpreter aborts at times, and a child of the fork
-    server, which runs nothing at its exit, would count as gone to a rank that is slower."""
+    """Ends a rank, and its process: the end of an interpreter aborts at times where there was a process group, even
+    one that is destroyed ("terminate called without an active exception"). Before, it goes in order: a child of the
+    fork server, which runs nothing at its exit, would count as gone to a rank that is slower."""
     watchdog.stop()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def on_ranks(work: Callable, *arguments: object, ranks: int = 2, limit: float = 260) -> list:
