@@ -121,7 +121,7 @@ def forget_model(model: Any) -> None:
     """Take the model of an engine that ends out of vLLM's notes of reloaded layers and of language models.
 
     Why: the first are kept by the layer, weakly, yet the loaders in them refer to the layer; the second refer to the
-    model, up to 0.26. Weights of an engine would stay in memory as long as the process, and on CUDA vLLM would start
+    model, up to 0.28. Weights of an engine would stay in memory as long as the process, and on CUDA vLLM would start
     no second engine there.
     Versions: vLLM 0.26 to 0.32; those without such notes have nothing to forget.
     """

@@ -25,7 +25,7 @@ def test_program_limit_of_a_function_lets_it_have_that_many_programs_and_leaves_
 
 
 def test_an_engine_that_ends_leaves_nothing_of_its_model_in_vllms_notes(monkeypatch):
-    """Those of vLLM 0.26 (language models) and of 0.32 (layers), both by a module."""
+    """Those of vLLM up to 0.28 (language models) and of 0.32 (layers), both by a module."""
     model, other = torch.nn.Sequential(torch.nn.Linear(3, 5)), torch.nn.Linear(3, 5)
     languages, layers = {model: model[0], other: other}, {model[0]: "loader", other: "loader"}
     interfaces = SimpleNamespace(_language_model_by_module=languages)

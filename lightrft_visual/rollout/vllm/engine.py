@@ -267,7 +267,7 @@ class VLLMEngine(ResidentEngine):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _let_go(self, keep_weights: bool) -> None:
-        if self.lacks_cache:  # vLLM 0.26 would take the engine to sleep already, and keep its weights on the device
+        if self.lacks_cache:  # before vLLM 0.31 it would count as asleep already, and keep its weights on the device
             get_accelerator().empty_cache()
             self._take_back("kv_cache")
         self.llm.sleep(level=1 if keep_weights else 2)  # kept weights are copied to host memory and back

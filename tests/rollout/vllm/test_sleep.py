@@ -14,7 +14,7 @@ from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
 
 class ToldLLM:
-    """Notes what vLLM's `LLM` is told. As CUDA, it cannot take back what is there; as vLLM 0.26, it sleeps only as a
+    """Notes what vLLM's `LLM` is told. As vLLM 0.26 on CUDA, it cannot take back what is there, and sleeps only as a
     whole."""
 
     def __init__(self):
