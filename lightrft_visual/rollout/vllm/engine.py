@@ -34,7 +34,7 @@ from .arguments import VLLMSettings, checked, engine_arguments, prepare_environm
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
 
-SAMPLED = "do_sample_frames"  # of a video whose frames are still to be chosen
+DO_SAMPLE = "do_sample_frames"  # in a video's metadata: whether its frames are still to be chosen
 
 
 class VLLMEngine(ResidentEngine):
@@ -47,7 +47,7 @@ class VLLMEngine(ResidentEngine):
     """
 
     post: WeightPost | None = None  # of weights, to ranks that vLLM has started; one version stays on the host
-    times_apart = False  # whether vLLM reads when a video's frames were taken beside the video, not with it
+    ignores_video_metadata = False  # what is told with a video; vLLM reads what is told beside it
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
@@ -57,7 +57,7 @@ class VLLMEngine(ResidentEngine):
         if settings.starts_ranks:
             self.post = WeightPost(turns=1)
         self.tokenizer = self.llm.get_tokenizer()
-        self.times_apart = times_apart(self.llm.llm_engine.model_config.hf_config.model_type)
+        self.ignores_video_metadata = ignores_video_metadata(self.llm.llm_engine.model_config.hf_config.model_type)
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine | None = None) -> VLLMEngine:
@@ -168,9 +168,9 @@ class VLLMEngine(ResidentEngine):
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
-        if self.times_apart and prompt.videos:
-            taken = [{name: each.metadata[name] for name in each.metadata if name != SAMPLED} for each in prompt.videos]
-            entry["mm_processor_kwargs"] = {"video_metadata": taken, SAMPLED: False}
+        if self.ignores_video_metadata and prompt.videos:
+            taken = [{k: v for k, v in each.metadata.items() if k != DO_SAMPLE} for each in prompt.videos]
+            entry["mm_processor_kwargs"] = {"video_metadata": taken, DO_SAMPLE: False}
         return entry
 
     def params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
@@ -355,9 +355,9 @@ def watched(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
         engine.step = step
 
 
-def times_apart(model_type: str) -> bool:
-    """Whether this vLLM leaves the metadata of a video aside, by which the model places its frames in time: before 0.31
-    its code of Qwen2.5-VL did."""
+def ignores_video_metadata(model_type: str) -> bool:
+    """Whether this vLLM leaves aside the metadata that come with a video, by which the model places its frames in time:
+    before 0.31 its code of Qwen2.5-VL did."""
     from vllm import __version_tuple__ as version
 
     return model_type == "qwen2_5_vl" and version[:2] < (0, 31)

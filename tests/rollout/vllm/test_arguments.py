@@ -31,7 +31,7 @@ from lightrft_visual.rollout.vllm.arguments import (
     prepare_environment,
     token_bytes,
 )
-from lightrft_visual.rollout.vllm.engine import VLLMEngine, times_apart
+from lightrft_visual.rollout.vllm.engine import VLLMEngine, ignores_video_metadata
 
 KINDS = (*VISION_FAMILIES, "qwen2")
 
@@ -171,12 +171,12 @@ def test_a_vllm_that_leaves_a_videos_metadata_aside_is_told_it_beside_the_video(
     prompt = PromptFeatures("which?", [3, 5], 0, videos=videos)
     asked = {"prompt": "which?", "multi_modal_data": {"video": videos}}
     assert engine.entry(prompt) == asked
-    engine.times_apart = True
+    engine.ignores_video_metadata = True
     told = {"video_metadata": [{"fps": 4.0}, {"fps": 0.5}], "do_sample_frames": False}
     assert engine.entry(prompt) == asked | {"mm_processor_kwargs": told}
     assert videos[0].metadata == {"fps": 4.0, "do_sample_frames": False}
     assert engine.entry(PromptFeatures("which?", [3, 5], 0)) == {"prompt": "which?"}
     monkeypatch.setattr("vllm.__version_tuple__", (0, 30, 1))
-    assert times_apart("qwen2_5_vl") and not times_apart("qwen2_vl")
+    assert ignores_video_metadata("qwen2_5_vl") and not ignores_video_metadata("qwen2_vl")
     monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 0))
-    assert not times_apart("qwen2_5_vl")
+    assert not ignores_video_metadata("qwen2_5_vl")
