@@ -15,8 +15,8 @@ from .environment import versions
 SETTINGS = {
     "model": ("pretrain", "family", "bf16", "attn_implementation", "max_sequence_length"),
     "sampling": (
-        "scheduler", "eval_num_steps", "flow_shift", "guidance_scale", "negative_prompt", "height", "width",
-        "num_frames",
+        "scheduler", "eval_num_steps", "flow_shift", "guidance_scale", "guidance_scale_2", "negative_prompt",
+        "height", "width", "num_frames", "frame_rate", "source_pixels",
     ),
     "rollout": (
         "engine_type", "temperature", "top_p", "top_k", "min_new_tokens", "generate_max_len", "prompt_max_len",
@@ -26,10 +26,14 @@ SETTINGS = {
         "eval_data", "eval_split", "max_eval_samples", "data_format", "system_prompt", "apply_chat_template",
         "min_pixels", "max_pixels",
     ),
+    "episodes": (
+        "environment", "tools", "max_turns", "max_episode_tokens", "observation_max_tokens", "on_environment_error",
+    ),
     "output": ("eval_samples_per_prompt", "eval_ema"),
+    "guard": ("gold_recipe", "gold_fn"),
 }  # fmt: skip
 
-DRAWN = ("sampling", "rollout", "output")
+DRAWN = ("sampling", "rollout", "episodes", "output")
 
 
 def conditions(config: RunConfig | DiffusionRunConfig, prompts: Iterable[str]) -> dict[str, Any]:
@@ -42,7 +46,8 @@ def conditions(config: RunConfig | DiffusionRunConfig, prompts: Iterable[str]) -
     found: dict[str, Any] = {}
     for section, names in SETTINGS.items():
         own = getattr(config, section, None)
-        found[section] = {name: getattr(own, name) for name in names if hasattr(own, name)}
+        if getattr(own, "used", True):
+            found[section] = {name: getattr(own, name) for name in names if hasattr(own, name)}
     reward = config.reward
     found["reward"] = {f.name: asdict(reward)[f.name] for f in fields(reward) if getattr(reward, f.name) != _usual(f)}
     found["seed"] = config.train.seed if config.output.eval_seed is None else config.output.eval_seed

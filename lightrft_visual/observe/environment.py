@@ -61,12 +61,18 @@ def hardware(world_size: int) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
-    # DeepSpeed's accelerators know no product names; torch's module of a device does, but for the processor's.
-    name_of = getattr(torch.get_device_module(accelerator.device_name()), "get_device_name", None)
-    if name_of is not None:
-        found["devices"] = [name_of(index) for index in range(accelerator.device_count())]
-        found["device_memory_gib"] = round(accelerator.total_memory() / 2**30, 1)
+    products = device_products()
+    if products is not None:
+        found |= {"devices": products, "device_memory_gib": round(accelerator.total_memory() / 2**30, 1)}
     return found
+
+
+def device_products() -> list[str] | None:
+    """The names that the vendor sells this host's accelerators by; None on the CPU."""
+    # DeepSpeed's accelerators know none; torch's module of a device does, but for the processor's.
+    accelerator = get_accelerator()
+    name_of = getattr(torch.get_device_module(accelerator.device_name()), "get_device_name", None)
+    return None if name_of is None else [name_of(index) for index in range(accelerator.device_count())]
 
 
 def describe(world_size: int, started: str) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def describe(world_size: int, started: str) -> dict[str, Any]:
 ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
-    r"metrics\.(csv|jsonl)|crash\.log|bad_rows\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
+    r"metrics\.(csv|jsonl)|crash\.log|(bad_rows|alarms|gold)\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
     r"|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
 )
 

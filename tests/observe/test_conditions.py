@@ -26,3 +26,21 @@ def test_answering_is_described_by_its_sampling_and_secrets_are_masked():
     assert found["rollout"]["temperature"] == 0.5 and found["rollout"]["engine_type"] == "hf" and found["seed"] == 3
     assert found["data"]["system_prompt"] == "Think." and found["output"]["eval_samples_per_prompt"] == 4
     assert "abc" not in str(found) and "vlm_judge" in found["reward"]["components"]
+
+
+def test_what_decides_how_samples_are_drawn_tells_two_evaluations_apart():
+    drawing, answering = (DiffusionRunConfig, DIFFUSION_PRESET), (RunConfig, None)
+    for kind, preset, argv in (
+        (*drawing, "--guidance_scale 4 --guidance_scale_2 3"),
+        (*drawing, "--source_pixels 4096"),
+        (*drawing, "--frame_rate 12"),
+        (*drawing, "--gold_recipe ocr"),
+        (*answering, "--environment python"),
+        (*answering, "--environment python --max_turns 2"),
+        (*answering, "--environment python --observation_max_tokens 9"),
+    ):
+        words = argv.split()
+        fewer, more = (conditions(parse_run(kind, own, preset=preset).config, []) for own in (words[:-2], words))
+        assert fewer != more, argv
+    plain = conditions(parse_run(RunConfig, []).config, [])
+    assert "episodes" not in plain and "max_turns" not in in_words(plain)

@@ -4,6 +4,7 @@ import json
 
 from lightrft_visual.config.vl import ModelConfig, RewardConfig, RunConfig
 from lightrft_visual.observe.environment import set_aside
+from lightrft_visual.observe.recorder import ALARMS, EVALUATIONS, GOLD
 from lightrft_visual.trainer.start import paths_read
 
 
@@ -13,6 +14,8 @@ def run_folder(folder):
     (folder / "checkpoint-000005" / "manifest.json").write_text("{}")
     (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
     (folder / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
+    for name in (ALARMS, GOLD, EVALUATIONS):
+        (folder / name).write_text('{"step": 1}\n')
     (folder / "my_notes.txt").write_text("mine")
     return folder
 
@@ -23,6 +26,7 @@ def test_an_earlier_run_is_put_aside_whole_and_other_files_stay(tmp_path):
     assert aside == folder / "earlier_runs" / "2026-01-02T03-04-05"
     assert (aside / "metrics.csv").read_text() == "step,loss\n1,0.5\n"
     assert (aside / "checkpoint-000005" / "manifest.json").is_file() and (aside / "rollouts" / "images").is_dir()
+    assert all((aside / name).read_text() == '{"step": 1}\n' for name in (ALARMS, GOLD, EVALUATIONS))
     assert {path.name for path in folder.iterdir()} == {"earlier_runs", "my_notes.txt"}
 
 

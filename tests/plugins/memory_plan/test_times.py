@@ -1,6 +1,7 @@
 """Work that is counted on meta tensors, and the seconds that a plan makes of it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.placement import DEVICES
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.plugins.memory_plan import check, times
+from lightrft_visual.plugins.memory_plan import check, process, times
 from lightrft_visual.plugins.memory_plan.meta import Held, Work, held_bytes, on_meta
 from lightrft_visual.plugins.memory_plan.times import Speeds
 from lightrft_visual.plugins.memory_plan.zero import Model, Zero, rounded
@@ -87,6 +88,33 @@ def test_ranks_of_several_hosts_exchange_by_the_network_and_one_rank_nothing() -
     assert far.reducing(alone, model, 4) == far.gathering(alone, model, 2) == 0
     assert far.reducing(many, model, 4) == pytest.approx(4 * 15 / 16 * 2e9 / far.peers)
     assert far.gathering(many, model, 2) == pytest.approx(2 * 15 / 16 * 2e9 / far.peers)
+
+
+@pytest.mark.parametrize(
+    ("product", "gib", "like"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 39.5, "a100-40gb"),
+        ("NVIDIA H200", 139.8, "h200-141gb"),
+        ("NVIDIA L4", 22.0, "l4-24gb"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090-24gb"),
+    ],
+)
+def test_the_card_that_is_there_is_known_by_its_product_name(monkeypatch, product, gib, like) -> None:
+    card = SimpleNamespace(device_name=lambda: "cuda", total_memory=lambda: gib * 2**30)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: card)
+    monkeypatch.setattr(process, "device_products", lambda: [product])
+    found, listed = process.present(8), DEVICES[like]
+    assert (found.name, found.flops, found.link, found.memory) == (like, listed.flops, listed.link, gib * 2**30)
+    assert Speeds.of(found, 2, 8, 8).peers == Speeds.of(listed, 2, 8, 8).peers
+
+
+def test_a_card_that_is_not_listed_has_the_speeds_of_one_with_as_much_memory(monkeypatch) -> None:
+    card = SimpleNamespace(device_name=lambda: "cuda", total_memory=lambda: 44 * 2**30)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: card)
+    monkeypatch.setattr(process, "device_products", lambda: ["Another 48GB"])
+    assert (process.present(1).name, process.present(1).flops) == ("cuda", DEVICES["l40s-48gb"].flops)
 
 
 def test_page_locked_tensors_take_powers_of_two() -> None:

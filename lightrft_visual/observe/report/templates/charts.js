@@ -1,4 +1,4 @@
-// Draws each element with data-chart when it comes into view. What a chart holds: charts.py, line_chart and area_chart.
+// Draws each element with data-chart when it comes into view. What a chart holds: curves.py, line_chart and area_chart.
 (() => {
   const { Plotting, Range1d, HoverTool, CrosshairTool, NumeralTickFormatter } = Bokeh;
   const HEIGHT = 190, FAINT = '#8d8883', CLEAR = 'rgba(0,0,0,0)';
