@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..config import registry
 from ..config.constraints import check_call
@@ -53,16 +54,24 @@ def get_advantages_and_returns(
     mask = action_mask.bool()
     values = torch.where(mask, values.detach().float(), 0.0)
     rewards = torch.where(mask, rewards.detach().float(), 0.0)
-    advantages = torch.zeros_like(values)
-    following, next_value = values.new_zeros(len(values)), values.new_zeros(len(values))
-    for step in range(values.shape[1] - 1, -1, -1):
-        discount = gamma if discounts is None else gamma * discounts[:, step]
-        delta = rewards[:, step] + discount * next_value - values[:, step]
-        following = torch.where(mask[:, step], delta + discount * lambd * following, following)
-        next_value = torch.where(mask[:, step], values[:, step], next_value)
-        advantages[:, step] = following
+    discount = torch.full_like(values, gamma) if discounts is None else gamma * discounts.float()
+    advantages = torch.where(mask, rewards + discount * _at_next_step(values, mask) - values, 0.0)
+    factors = torch.where(mask, discount * lambd, 1.0)
+    reach = 1  # positions that an advantage sums by now; doubled, as one after the other would take seconds
+    while reach < mask.shape[1]:
+        advantages[:, :-reach] += factors[:, : advantages.shape[1] - reach] * advantages[:, reach:]
+        factors = factors[:, :-reach] * factors[:, reach:]
+        reach *= 2
     advantages = torch.where(mask, advantages, 0.0)
     return advantages, advantages + values
+
+
+def _at_next_step(values: T, mask: T) -> T:
+    """(B, A): of each position the value (B, A) at the next one that the mask holds; 0 where none follows."""
+    length = mask.shape[1]
+    positions = torch.where(mask, torch.arange(length, device=mask.device), length)
+    following = F.pad(positions, (0, 1), value=length)[:, 1:].flip(1).cummin(dim=1).values.flip(1)
+    return F.pad(values, (0, 1)).gather(1, following)
 
 
 def get_cumulative_returns(rewards: T, action_mask: T, gamma: float, discounts: T | None = None) -> T:

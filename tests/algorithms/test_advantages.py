@@ -132,6 +132,28 @@ class TestOverTime:
         torch.testing.assert_close(returns, expected)
         torch.testing.assert_close(advantages, torch.where(mask, expected - values, 0.0))
 
+    @pytest.mark.parametrize("length", [1, 2, 31, 33, 97])
+    def test_gae_is_the_recursion_from_the_last_action_back(self, length):
+        make = torch.Generator().manual_seed(length)
+        values, rewards, discounts = torch.randn(3, 2, length, generator=make, dtype=torch.float64)
+        mask = torch.rand(2, length, generator=make) < 0.7
+        found = get_advantages_and_returns(values, rewards, mask, 0.97, 0.9, discounts)[0]
+        for row in range(2):
+            following = next_value = 0.0
+            for step in reversed(mask[row].nonzero().flatten().tolist()):
+                discount = 0.97 * float(discounts[row, step])
+                delta = float(rewards[row, step]) + discount * next_value - float(values[row, step])
+                following, next_value = delta + discount * 0.9 * following, float(values[row, step])
+                assert float(found[row, step]) == pytest.approx(following, abs=1e-5)
+
+    def test_gae_does_not_change_with_the_padding(self):
+        make = torch.Generator().manual_seed(0)
+        values, rewards = torch.randn(2, 3, 13, generator=make)
+        mask = torch.rand(3, 13, generator=make) < 0.8
+        own = get_advantages_and_returns(values, rewards, mask, 0.97, 0.9)[0]
+        padded = [torch.nn.functional.pad(each, (3, 29)) for each in (values, rewards, mask)]
+        assert torch.equal(get_advantages_and_returns(*padded, 0.97, 0.9)[0][:, 3:16], own)
+
     def test_padding_and_holes_are_no_steps(self):
         mask = torch.tensor([[1, 0, 1, 0]])
         rewards = torch.tensor([[1.0, math.nan, 4.0, math.nan]])

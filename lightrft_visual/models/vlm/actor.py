@@ -359,6 +359,14 @@ def _temperature(columns: T, rule: ScoringRule) -> float | T:
     return temperature.masked_fill(columns == 0, rule.first_token_temperature)
 
 
+class ValueHead(nn.Linear):
+    """Multiplies in float32: advantages are differences of neighbouring values, which bfloat16 would round away."""
+
+    def forward(self, hidden: T) -> T:
+        """(N, 1) float32."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
 class Critic(nn.Module):
     """Values of the states that each action was taken in: the position before the action.
 
@@ -371,13 +379,13 @@ class Critic(nn.Module):
         self.backbone = Backbone(model, share_prefix, sequence)
         self.model = self.backbone.base
         hidden_size = model.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden_size, 1, bias=True)
+        self.value_head = ValueHead(hidden_size, 1, bias=True)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B, A) float32 values, 0 where the action mask is false."""
         hidden = self.backbone.hidden_at(inputs, inputs.action_indices().flatten())
-        values = self.value_head(hidden.values.to(self.value_head.weight.dtype)).squeeze(-1).float()
+        values = self.value_head(hidden.values).squeeze(-1)
         values = hidden.joined(values).view(inputs.action_mask.shape)
         return values.masked_fill(~inputs.action_mask, 0.0)

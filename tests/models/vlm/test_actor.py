@@ -72,6 +72,16 @@ def test_a_critic_has_a_value_for_each_action_packed_padded_and_with_shared_prom
     torch.testing.assert_close(critic(padded), values, atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_a_critic_in_bfloat16_has_values_finer_than_its_weights(root):
+    checkpoint = checkpoint_of(root, "qwen2")
+    critic = Critic(load(checkpoint.path, checkpoint.vision)).bfloat16()
+    perturb(critic.value_head, 0, 0.1)
+    inputs = inputs_of(checkpoint, rollouts_of(checkpoint, text_prompts()))
+    values = critic(inputs)[inputs.action_mask]
+    assert values.dtype == torch.float32 and (values != values.bfloat16()).float().mean() > 0.5
+
+
 def test_backward_of_log_probs_reads_no_mask_as_a_device_would_be_waited_for(root):
     checkpoint = checkpoint_of(root, "qwen2")
     inputs = inputs_of(checkpoint, rollouts_of(checkpoint, text_prompts()), packed=True)
