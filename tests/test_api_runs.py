@@ -37,17 +37,19 @@ small = dict(
     generate_max_len=4, max_steps=2, init_kl_coef=0.0, image_dependence_every=0,
 )
 
-def fit(name, rewards, data, **more):
-    return GRPOTrainer((model, processor), rewards, data, rows[:2], output_dir=out / name, **small | more).fit()
+def trainer(name, rewards, data, **more):
+    return GRPOTrainer((model, processor), rewards, data, rows[:2], output_dir=out / name, **small | more)
+
+def fit(*given, **more):
+    return trainer(*given, **more).fit()
 
 steps = []
 class Counting(StepHook):
     def on_metrics(self, metrics):
         steps.append(metrics["reward_mean"])
 
-result = fit(
-    "list", lambda completions: [float(len(each)) for each in completions], rows, callbacks=[Counting()], save_steps=1
-)
+length = lambda completions: [float(len(each)) for each in completions]
+result = fit("list", length, rows, callbacks=[Counting()], save_steps=1)
 assert [each["step"] for each in result.history] == [1, 2] and len(steps) == 2, result.history
 assert result.evaluations[-1]["step"] == 2 and result.metrics["eval_reward"] == result.evaluations[-1]["eval_reward"]
 assert result.report.is_file() and (result.checkpoint / "config.json").is_file()
@@ -72,8 +74,13 @@ class Enough(StepHook):
         raise StopRun("enough")
 
 table = datasets.Dataset.from_list([{"prompt": "what?", "reference": "1"}] * 4)
-result = fit("dataset", ["exact"], table, callbacks=[Enough()])
+stopped = trainer(
+    "dataset", length, table, callbacks=[Enough()], eval_steps=2, init_kl_coef=0.01, actor_learning_rate=0.01,
+    lr_warmup_ratio=0.0,
+)
+result = stopped.fit()
 assert result.metrics["step"] == 1 and result.checkpoint.name == "checkpoint-000001", result.checkpoint
+assert "eval_reward" in stopped.evaluate()  # of trained weights, beside a reference that is the base
 
 final = out / "list" / "checkpoint-final"
 measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)

@@ -536,8 +536,8 @@ def distillation_gain(experience: Any) -> T:
 def _whiten(experiences: list, images: bool) -> None:
     kind = [(_drawn(experience) == images).unsqueeze(1) for experience in experiences]
     masks = [each.action_mask.bool() & _counted(each).unsqueeze(1) & own for each, own in zip(experiences, kind)]
-    kept = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
-    moments = Moments.over_ranks(kept)
+    kept = [experience.advantages[mask] for experience, mask in zip(experiences, masks)]
+    moments = Moments.over_ranks(torch.cat(kept or [torch.zeros(0)]))  # other ranks may have some
     for experience, mask, own in zip(experiences, masks, kind):
         white = (experience.advantages - moments.mean) / (moments.sample_variance**0.5 + STD_EPS)
         experience.advantages = torch.where(mask, white, experience.advantages.masked_fill(own, 0.0))

@@ -30,7 +30,7 @@ class StopRun(Exception):
     """Raised by a hook to end the run well: with a checkpoint, exit code 0 and the reason on the console.
 
     Raised by a method from `on_prompts` to `on_buffer`, the step is given up and made again on resume. Raised by a
-    later one, the step is finished first. export: write the final model as well.
+    later one, or in Reward FL, which has trained by then, it is finished first. export: write the final model as well.
     """
 
     def __init__(self, reason: str, export: bool = False) -> None:
@@ -169,7 +169,7 @@ class StepHook:
 def _through(name: str, waits: bool = False) -> Any:
     """The method `name` of `Hooks`, whose argument each hook returns or replaces. waits: for the end of the step."""
 
-    def call_all(hooks: Hooks, value: V) -> V:
+    def call_all(hooks: Hooks, value: V, waits: bool = waits) -> V:
         begun_by = next(filter(None, (getattr(hook, f"before_{name}", "") for hook in hooks)), "")
         for call in hooks.calls(name):
             given, before = value, _parts(value) if begun_by else []

@@ -233,9 +233,11 @@ class RunState:
             trainer.console.message(f"all {trainer.settings.total_steps} steps are done: nothing is left to train")
 
     def take_weights(self) -> None:
-        """Only what is evaluated of the checkpoint to resume from: the weights, and those that hooks lend. Data and
-        rewards may be others now."""
-        self.trainer.hooks.load_lending(self._state_with_engines(self.resume_folder)["hooks"])
+        """Only what is evaluated of the checkpoint to resume from: the weights and their step, and those that hooks
+        lend. Data and rewards may be others now."""
+        state = self._state_with_engines(self.resume_folder)
+        self.trainer.step = int(state["step"])
+        self.trainer.hooks.load_lending(state["hooks"])
 
     def _write(self, folder: Path, changing: Mapping[str, Any]) -> None:
         self.trainer.save_engines(folder)

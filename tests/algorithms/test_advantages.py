@@ -55,6 +55,12 @@ def assigned(name, batch, rewards, kl_coef=0.0, **config):
     return batch
 
 
+@pytest.mark.parametrize("name", ["reinforce", "dr_grpo"])
+def test_a_rank_without_experiences_has_no_advantages_to_whiten(name):
+    """Others may have some, and wait for its part of the moments."""
+    assert assign_advantages(calculator_of(name, advantages_norm=True), [], [], 0.0, KWARGS) == []
+
+
 def whitened(values):
     return (values - values.mean()) / (values.std() + 1e-6)
 

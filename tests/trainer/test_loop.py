@@ -9,7 +9,7 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import CheckpointError, NonFiniteError, RewardError
+from lightrft_visual.errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.recorder import RunRecorder
@@ -219,6 +219,20 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     again.fit()
     assert again.step == again.weights == 7 and again.guard.best == (0.6, 2)
     assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
+
+
+def test_gold_that_a_signal_ends_leaves_none_of_the_step_before_behind():
+    """A step that has trained is reported all the same."""
+
+    def hangs(rollouts):
+        raise StoppedBySignal("the judge did not return")
+
+    hook = GuardHook(GuardConfig(gold_every=1), SimpleNamespace(gold_of=hangs), gold=True, penalties=())
+    hook.context, hook.scores = SimpleNamespace(step=lambda: 1), [1.0]
+    hook.paired_scores = PairedScores(1, [0], [1.0], [1.0])
+    with pytest.raises(StoppedBySignal):
+        hook.on_scores([])
+    assert hook.scores is hook.paired_scores is None
 
 
 # --- hooks that end a run --------------------------------------------------------------------------------------------

@@ -163,6 +163,16 @@ def test_a_checkpoint_of_a_version_without_hooks_is_refused_before_anything_is_t
     assert trainer.step == 0
 
 
+def test_weights_taken_to_be_evaluated_bring_their_step_and_no_other_state(tmp_path):
+    """By it the trainer knows that they are no longer those of the base."""
+    trainer, loaded = Trainer(), []
+    trainer.step = 7
+    folder = RunState(trainer, output(tmp_path)).save()
+    trainer.step, trainer.load_engines, trainer.load_state_dict = 0, loaded.append, loaded.append
+    RunState(trainer, output(tmp_path), folder).take_weights()
+    assert trainer.step == 7 and loaded == [folder]
+
+
 def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch):
     state, found, ended = RunState(Trainer(), output(tmp_path)), [], []
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]

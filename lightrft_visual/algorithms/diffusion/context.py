@@ -52,7 +52,7 @@ class LossContext:
 def weighted_mean(values: T, valid: T) -> T:
     """Mean of (M) values over valid samples, a scalar on their device; 0 when there is none."""
     weight = valid.to(values.dtype)
-    return ((values * weight).sum() / weight.sum().clamp_min(1)).detach()
+    return (torch.where(valid.bool(), values, 0.0).sum() / weight.sum().clamp_min(1)).detach()
 
 
 def summed(

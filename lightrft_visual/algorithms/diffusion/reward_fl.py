@@ -96,15 +96,13 @@ class RewardFL:
             conditions: {name: (B, …)}.
             schedule: timesteps (K) and sigmas (K).
             reward: scores media in 0..1, with gradients.
-            denominator: valid samples of the whole update.
+            denominator: samples of the whole update. Invalid ones are among them: how many there are is known when
+                all are scored, and each micro-batch's gradient is made before.
         """
         denoised = self.denoise(context, start, conditions, *schedule)
         scored = reward(context.policy.decode(denoised.latents))
         scores = scored.scores
-        means = {
-            "reward": weighted_mean(scores.detach(), scored.valid),
-            "invalid_share": 1 - scored.valid.float().mean(),
-        }
+        means = {"reward": weighted_mean(scores.detach(), scored.valid)}
         if self.target is not None:
             means["target_share"] = weighted_mean((scores.detach() >= self.target).float(), scored.valid)
             scores = scores.clamp(max=self.target)

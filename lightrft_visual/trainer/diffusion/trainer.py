@@ -10,7 +10,7 @@ from typing import Any
 
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
-from ...errors import DataError
+from ...errors import DataError, StoppedBySignal
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
@@ -175,7 +175,7 @@ class RewardFLTrainer(DiffusionTrainer):
         )
 
     def train_step(self) -> StepData:
-        """An optimizer step for each train batch of rows, `max_epochs` times. Hooks see what the first pass drew."""
+        """An optimizer step for each train batch of rows, `max_epochs` times; then hooks see what the first drew."""
         config, data = self.config, StepData([])
         total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
         seed = derive_seed(config.train.seed, "k_repeat", self.step)
@@ -192,8 +192,12 @@ class RewardFLTrainer(DiffusionTrainer):
                     data.metrics.add_mean("reward_invalid_share", (~drawn.valid).float())
                     if epoch == 0:
                         shown.append(drawn)
-        data.rollouts = self.hooks.on_scores(joined(shown))
-        return self.hooks.on_experience(data)
+        try:
+            data.rollouts = self.hooks.on_scores(joined(shown), waits=True)
+            return self.hooks.on_experience(data, waits=True)
+        except StoppedBySignal as error:  # which ends the run once this step, that has trained, is finished
+            self.console.message(str(error))
+            return data
 
 
 def experiences_of(data: StepData) -> list[ExperienceDiffusion]:

@@ -258,7 +258,7 @@ class RewardUpdate:
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
             self.engine.accumulate(outputs.loss, last)
-            _add_loss(metrics, outputs, len(part), last, first=True)
+            _add_loss(metrics, outputs, drawn[-1][2].sum(), last, first=True)
         media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
         return self.engine.step(), Drawn(requests, [], media, step, RewardOutput(scores, {}, valid))
 

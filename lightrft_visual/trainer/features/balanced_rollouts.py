@@ -81,7 +81,7 @@ class BalancedRolloutsHook(StepHook):
             self.means[label] = mean if old is None else (1 - NEW) * old + NEW * mean
 
     def state_dict(self) -> dict[str, Any]:
-        return {"means": self.means, "seen": self._seen}
+        return {"means": dict(self.means), "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.means, self._seen = dict(state["means"]), dict(state["seen"])

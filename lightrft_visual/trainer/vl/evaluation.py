@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from ...data.drawing_prompts import EvaluationRows, Fetched
 from ...data.validation import measured_labels, validation_shard_indices
@@ -84,12 +85,12 @@ class Evaluation:
             if index in fetched.rows:
                 batch.images[position], batch.videos[position] = fetched.rows[index].images, fetched.rows[index].videos
         real = [is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)]
-        sampled, greedy = (self._rollouts(batch, real, settings) for settings in (self.sampling, self.greedy))
+        sampled, scores = self._rollouts(batch, real, self.sampling, self.gold)
+        greedy, _ = self._rollouts(batch, real, self.greedy, None)
         values = [(each.sample_id, self._values(each)) for each in sampled]
         values += [(each.sample_id, self._named("eval_reward_greedy", each)) for each in greedy if each.valid]
         paired_scores = None
         if self.gold is not None:
-            scores = gold_scores(self.gold, sampled)
             for rollout, (score, valid) in zip(sampled, scores):
                 if valid:
                     rollout.components["gold"] = score  # to be shown
@@ -122,12 +123,16 @@ class Evaluation:
         mine = [first[group] for group in sorted(first)][:SHEET_IMAGES]
         return gather_all(records_from_rollouts(mine))[:SHEET_IMAGES]
 
-    def _rollouts(self, batch: PromptBatch, real: list[bool], settings: SamplingSettings) -> list[Rollout]:
-        """Scored responses to this rank's prompts, of those that are real."""
+    def _rollouts(
+        self, batch: PromptBatch, real: list[bool], settings: SamplingSettings, gold: RewardComputationEngine | None
+    ) -> tuple[list[Rollout], list[tuple[float, bool]]]:
+        """Scored responses to this rank's real prompts, and what gold says of each. The others are scored as well: a
+        rank may have none but those. A collective."""
         rollouts = self.maker.sample(batch, settings, "eval", self.seed)
         self.maker.judge(rollouts)
+        scores = gold_scores(gold, rollouts) if gold is not None else []
         kept = [is_real for is_real in real for _ in range(settings.n)]
-        return [rollout for rollout, is_real in zip(rollouts, kept) if is_real]
+        return list(compress(rollouts, kept)), list(compress(scores, kept))
 
 
 def by_kind(name: str, rollout: Rollout, score: float, draws: bool, labels: Collection[str] = ()) -> dict[str, float]:

@@ -16,6 +16,7 @@ from ...config.constraints import divisors
 from ...config.kinds import check_hooks
 from ...config.sft import SFTRunConfig
 from ...config.vl import mixing_probabilities
+from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, PromptRow, RowChecks
 from ...data.rows import response_of
 from ...data.sampler import PromptSupply, epoch_quotas, fitting_batch
@@ -159,9 +160,9 @@ class SupervisedTrainer(PolicyTrainer):
 
 @dataclass
 class HeldOutLoss:
-    """`eval_loss`: nats a token of the held-out responses."""
+    """`eval_loss`: nats a token of the held-out responses; `eval_bad_rows` where rows may have to be fetched."""
 
-    samples: PromptDataset
+    samples: EvaluationRows
     encoder: ResponseEncoder
     actor: TrainEngine
     micro_batch_size: int
@@ -170,19 +171,21 @@ class HeldOutLoss:
     def run(self, step: int) -> Evaluated:
         """Of the present weights. Each rank takes a share, as many micro-batches as the others. A collective."""
         rank, world = collectives.rank(), collectives.world_size()
-        mine = validation_shard_indices(len(self.samples), rank=rank, world_size=world)
+        shard = validation_shard_indices(len(self.samples.dataset), rank=rank, world_size=world)
+        fetched = self.samples.fetch([index for index, _ in shard], step)
+        counted = torch.tensor([is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)])
         sums = torch.zeros(2, dtype=torch.float64)  # negative log-probability, tokens
-        for start in range(0, len(mine), self.micro_batch_size):
-            part = mine[start : start + self.micro_batch_size]
-            rows = [self.samples.load(index) for index, _ in part]
+        for start in range(0, len(shard), self.micro_batch_size):
+            part = slice(start, start + self.micro_batch_size)
+            rows = [fetched.rows.get(index) or self.samples.dataset.load(index) for index in fetched.indices[part]]
             experience = self.encoder.experience(self.encoder.batch(rows, torch.arange(len(rows))))
             inputs = ModelInputs.of(experience.to_device(self.actor.engine.device))
             scores = self.actor(inputs, ScoringRule(), with_entropy=False).log_probs.double().sum(dim=1).cpu()
-            real = torch.tensor([is_real for _, is_real in part])
-            lengths = inputs.action_mask.sum(dim=1).cpu()
+            real, lengths = counted[part], inputs.action_mask.sum(dim=1).cpu()
             sums += torch.stack([-scores[real].sum(), lengths[real].sum().double()])
         loss, tokens = collectives.all_reduce_sum(sums).tolist()
-        return Evaluated({"eval_loss": loss / max(tokens, 1.0)})
+        bad = {"eval_bad_rows": float(fetched.lost)} if self.samples.remote else {}
+        return Evaluated({"eval_loss": loss / max(tokens, 1.0)} | bad)
 
 
 # -- from a configuration --------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
         actor=actor,
         encoder=encoder,
         dataset=dataset,
-        evaluation=None if eval_set is None else HeldOutLoss(eval_set, encoder, actor, micro_batch),
+        evaluation=None if eval_set is None else HeldOutLoss(EvaluationRows(eval_set), encoder, actor, micro_batch),
         prompts=PromptSource(PromptSupply(dataset, sampler), encoder.batch, encoder.processor.features),
     )
 

@@ -86,11 +86,14 @@ def test_only_steps_of_the_expert_under_training_carry_gradient(trained):
     assert moved == {trained}
 
 
-def test_an_invalid_sample_gives_no_gradient_and_is_counted():
-    start = latents().requires_grad_(True)
+def test_an_invalid_sample_gives_no_gradient_and_is_in_no_mean():
+    """Its score may be no number."""
+    start, (scores, valid) = latents().requires_grad_(True), reward(torch.ones(3, 4))
+    unknown = DifferentiableScore(torch.where(valid, scores, torch.nan), valid)
+    outcome = RewardFL().loss(LossContext(TwoExperts(), TwoExperts()), start, {}, SCHEDULE, lambda media: unknown, 2)
+    assert float(outcome.means["reward"]) == 2.0
     outcome = loss_of(TwoExperts(), RewardFL(), start)
     outcome.loss.backward()
-    assert float(outcome.means["invalid_share"]) == pytest.approx(1 / 3)
     assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
 
 

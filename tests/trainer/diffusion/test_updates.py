@@ -5,23 +5,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightrft_visual.algorithms.diffusion.context import LossContext
+from lightrft_visual.algorithms.diffusion.context import LossContext, weighted_mean
 from lightrft_visual.algorithms.diffusion.ddpo import DPOK
 from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore
+from lightrft_visual.algorithms.loss_terms import LossOutputs
 from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
-from lightrft_visual.trainer.diffusion.stages import GIB, Graphed, RolloutGraphs, kept_bytes, worth_using
-from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, plan_updates
+from lightrft_visual.trainer.diffusion.stages import (
+    GIB,
+    Graphed,
+    RolloutGraphs,
+    drawing_batch,
+    kept_bytes,
+    worth_using,
+)
+from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate, plan_updates
 
 COUNT = 6
 
@@ -55,6 +65,30 @@ def trained(policy, advantages, skip, steps_per_forward=1):
     ((planned, samples),) = plan_updates(buffer, buffer.plan(0), skip)
     batches = [buffer.gather(each) for each in planned]
     return update.step(batches, LossContext(engine, policy), 0, MetricsAccumulator(), True, samples), engine
+
+
+class OfScores:
+    """A loss of the scores alone."""
+
+    def loss(self, context, start, conditions, schedule, reward, denominator):
+        scored = reward(start)
+        return LossOutputs(-scored.scores.sum() / denominator, means={"reward": weighted_mean(*scored)})
+
+
+def test_means_of_a_reward_update_are_over_its_valid_samples():
+    """One of two in the first micro-batch, two in the second."""
+    scores = iter([DifferentiableScore(torch.tensor([0.8, 0.0]), torch.tensor([True, False])),
+                   DifferentiableScore(torch.tensor([0.2, 0.5]), torch.tensor([True, True]))])  # fmt: skip
+    sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
+    sampling = SimpleNamespace(
+        remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
+        model=SimpleNamespace(starting_scale=lambda sigma: 1.0),
+        batch=lambda part, *rest: SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2)),
+    )  # fmt: skip
+    engine, metrics = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None), MetricsAccumulator()
+    update = RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(scores), 0, 2)
+    update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, 0, metrics)
+    assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3)
 
 
 def policy():

@@ -115,7 +115,7 @@ def test_only_the_expert_inside_the_boundaries_or_that_serves_a_trained_step_mov
     found, row = ran(folder, "high")
     assert (found["moved"], found["adapted"]) == (["transformer"], ["transformer", "transformer_2"])
     # faces, scored against the first frame of the csv
-    assert -1 <= float(row["reward_mean"]) <= 1 and float(row["invalid_share"]) == 0.0
+    assert -1 <= float(row["reward_mean"]) <= 1 and float(row["reward_invalid_share"]) == 0.0
     assert ran(folder, "both_high")[0]["moved"] == ["transformer"]  # no weight decay moves the other
     found, _ = ran(folder, "roll")
     assert found["moved"] == found["adapted"] == ["transformer_2"]

@@ -37,6 +37,15 @@ def test_expected_lengths_are_running_means_by_label_and_of_a_new_label_the_mean
     assert other.means == hook.means
 
 
+def test_lengths_that_are_saved_do_not_follow_a_later_step():
+    """A step may be given up, and be made again from what was saved before it."""
+    hook = BalancedRolloutsHook(longest=99)
+    hook._learn([{"a": (10, 1)}])
+    state = hook.state_dict()
+    hook._learn([{"a": (20, 1), "b": (40, 2)}])
+    assert state["means"] == {"a": 10}
+
+
 @pytest.mark.slow
 def test_two_ranks_generate_the_same_responses_and_after_one_round_as_many_tokens(tmp_path):
     arguments = [str(tmp_path), "--lengths", "2", "8", "32"]

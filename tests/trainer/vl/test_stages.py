@@ -201,8 +201,8 @@ def test_new_weights_stand_on_the_next_rollouts_by_their_version_and_an_engine_d
 SAMPLED = SamplingSettings(n=2, max_new_tokens=4)
 
 
-def evaluated(maker: ExperienceMaker, greedy: SamplingSettings = SAMPLED, rows=None):
-    return Evaluation(maker, PROMPTS, SAMPLED, greedy, 100, 1, rows).run(step=3)
+def evaluated(maker: ExperienceMaker, greedy: SamplingSettings = SAMPLED, rows=None, gold=None):
+    return Evaluation(maker, PROMPTS, SAMPLED, greedy, 100, 1, rows, gold=gold).run(step=3)
 
 
 def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
@@ -214,6 +214,18 @@ def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
     assert found.pop("eval_bad_rows") == 1.0
     assert found == {"eval_reward": 1.0, "eval_reward_greedy": 1.0, "validation/reward/reward_fn": 1.0}
     assert len(records) == 4 and not any("where?" in record["prompt"] for record in records)
+
+
+@pytest.mark.parametrize(("masked", "golds"), [([True, True, True], []), ([False, True, False], [0.0, 1.0, 4.0, 5.0])])
+def test_gold_of_an_evaluation_is_asked_of_a_rank_without_a_real_prompt_too_and_counts_real_ones(
+    checkpoint, masked, golds
+):
+    """As with more ranks than prompts: the judge works on all ranks or none."""
+    gold = RewardComputationEngine(custom_reward_func=lambda completions: [float(n) for n in range(len(completions))])
+    rows = SimpleNamespace(remote={1}, fetch=lambda indices, step: Fetched(indices, masked, {}, sum(masked)))
+    found = evaluated(maker_of(checkpoint, []), rows=rows, gold=gold)
+    assert found.get("eval_gold") == (sum(golds) / len(golds) if golds else None)
+    assert [record["components"]["gold"] for record in found.records] == golds
 
 
 def test_evaluation_reports_components_over_the_samples_they_apply_to_and_why_others_have_no_reward(checkpoint, caplog):
@@ -240,7 +252,7 @@ def test_an_evaluation_with_a_seed_of_its_own_draws_alike_in_every_run(checkpoin
     def drawn(run_seed: int, eval_seed: int | None) -> list[list[int]]:
         maker = maker_of(checkpoint, [], run_seed=run_seed)
         evaluation = Evaluation(maker, PROMPTS, SAMPLED, SAMPLED, 4, run_seed, seed=eval_seed)
-        rollouts = evaluation._rollouts(PROMPTS, [True] * len(PROMPTS), SAMPLED)
+        rollouts, _ = evaluation._rollouts(PROMPTS, [True] * len(PROMPTS), SAMPLED, None)
         return [list(rollout.token_ids) for rollout in rollouts]
 
     assert drawn(1, 7) == drawn(2, 7) != drawn(1, 8)

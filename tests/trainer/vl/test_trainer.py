@@ -1,4 +1,4 @@
-"""What the vision-language trainer evaluates, and what it takes from a checkpoint."""
+"""What trainers of vision-language models evaluate, and what they take from a checkpoint."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,12 +10,15 @@ from torch import nn
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
+from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.errors import CheckpointError
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.vl import trainer as vl_trainer
+from lightrft_visual.trainer.vl.sft import HeldOutLoss
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
 
@@ -168,3 +171,26 @@ def test_an_offloaded_actor_leaves_after_the_engine_has_read_all_of_its_weights_
     if not shares_weights:
         assert list(engine.held) == list(weights)
         assert all(torch.equal(engine.held[name], weight) for name, weight in weights.items())
+
+
+def test_a_held_out_row_that_is_gone_counts_for_nothing_and_is_counted():
+    """Each row's response is its number of tokens, each of which has its number as its loss; row 1 is gone."""
+    responses, seen = {0: 1, 1: 9, 2: 3}, []
+
+    def encoded(batch):
+        seen.append([*batch])
+        prompt = PromptFeatures("p", [1], group_id=0)
+        return collate([Rollout(prompt, [n] * n, None, "", False, n) for n in batch], 0, vision=False)
+
+    def actor(inputs, rule, with_entropy):
+        count = inputs.action_mask.shape[1]
+        return SimpleNamespace(log_probs=-inputs.sequences[:, -count:].float() * inputs.action_mask)
+
+    actor.engine = SimpleNamespace(device="cpu")
+    encoder = SimpleNamespace(batch=lambda rows, ids: rows, experience=encoded)
+    found = Fetched([0, 2, 2], [False, True, False], {2: 3}, lost=1)
+    dataset = type("Rows", (list,), {"load": lambda rows, index: responses[index]})(range(3))
+    samples = SimpleNamespace(dataset=dataset, remote={1, 2}, fetch=lambda indices, step: found)
+    evaluated = HeldOutLoss(samples, encoder, actor, 2).run(step=4)
+    assert seen == [[1, 3], [3]]
+    assert evaluated == {"eval_loss": pytest.approx((1 * 1 + 3 * 3) / 4), "eval_bad_rows": 1.0}
