@@ -100,7 +100,10 @@ class RewardFL:
                 all are scored, and each micro-batch's gradient is made before.
         """
         denoised = self.denoise(context, start, conditions, *schedule)
-        scored = reward(context.policy.decode(denoised.latents))
+        media = context.policy.decode(denoised.latents)
+        scored = reward(media)
+        if media.requires_grad:
+            media.register_hook(lambda grad: _of_valid(scored.valid, grad))
         scores = scored.scores
         means = {"reward": weighted_mean(scores.detach(), scored.valid)}
         if self.target is not None:
@@ -110,5 +113,10 @@ class RewardFL:
         if denoised.drift is not None:
             losses = losses + self.kl_beta * denoised.drift
             means["kl"] = weighted_mean(denoised.drift.detach(), scored.valid)
-        losses = torch.where(scored.valid, losses, torch.zeros_like(losses))
-        return LossOutputs(losses.sum() / denominator, means=means)
+        nothing = 0 * denoised.latents.float().mean()  # scores need no graph where none of them is valid
+        return LossOutputs(_of_valid(scored.valid, losses).sum() / denominator + nothing, means=means)
+
+
+def _of_valid(valid: T, values: T) -> T:
+    """(B, …), 0 for samples that are not valid: they may hold NaN, and so may the gradient of their score."""
+    return torch.where(valid.view(-1, *[1] * (values.dim() - 1)), values, 0.0)

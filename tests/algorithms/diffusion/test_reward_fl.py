@@ -97,6 +97,26 @@ def test_an_invalid_sample_gives_no_gradient_and_is_in_no_mean():
     assert start.grad[:2].abs().sum() > 0 and not start.grad[2].any()
 
 
+def test_samples_of_which_none_is_valid_give_a_zero_gradient_with_scores_that_have_none():
+    model = TwoExperts()
+    nothing = DifferentiableScore(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    outputs = RewardFL(mid_timestep=5).loss(
+        LossContext(model, model), latents(), {}, SCHEDULE, lambda media: nothing, 3
+    )
+    outputs.loss.backward()
+    assert outputs.loss == 0 and not any(each.grad.any() for each in model.low.parameters())
+
+
+def test_an_invalid_score_without_a_finite_derivative_leaves_the_others_gradient_finite():
+    def unbounded(media):
+        return DifferentiableScore(media.mean(dim=1) / torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
+
+    model = TwoExperts()
+    context = LossContext(model, model)
+    RewardFL(mid_timestep=5).loss(context, latents()[1:], {}, SCHEDULE, unbounded, 2).loss.backward()
+    assert all(each.grad.isfinite().all() and each.grad.any() for each in model.low.parameters())
+
+
 def test_images_that_reach_the_target_have_no_gradient_and_are_counted():
     model, start = TwoExperts(), latents().requires_grad_(True)
     with torch.no_grad():
