@@ -106,8 +106,8 @@ class Drawn:
         return self.scored.valid.cpu() if self.too_old is None else self.scored.valid.cpu() & ~self.too_old
 
     def leave_out(self, which: T) -> None:
-        """Samples (B) bool that teach nothing."""
-        self.too_old = which
+        """Samples (B) bool that teach nothing, beside those that were left out before."""
+        self.too_old = which if self.too_old is None else self.too_old | which
 
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
