@@ -189,6 +189,40 @@ def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
         made_by(maker)
 
 
+class Lengths(Noting):
+    """Scores by the length of the response."""
+
+    def submit_parts(self, parts, call):
+        lengths = lambda part: torch.tensor([float(len(text)) for text in part.responses]).double()  # noqa: E731
+        scores = lambda part: Scores(lengths(part), torch.zeros(len(part)).bool())  # noqa: E731
+        return [self.pool.submit(lambda part=part: scores(part.result(timeout=60))) for part in parts]
+
+
+def rewritten(rollouts):
+    for number, each in enumerate(rollouts):
+        each.text = "x" * number
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        SimpleNamespace(on_rollouts=rewritten),
+        SimpleNamespace(on_rollouts=lambda rollouts: rollouts.reverse() or rollouts),
+        SimpleNamespace(on_rollouts=lambda rollouts: Rollouts(rewritten(rollouts)[2:], rollouts.sampling)),
+        SimpleNamespace(on_prompts=lambda requests: requests[1:]),
+        SimpleNamespace(on_prompts=lambda requests: requests[::-1]),
+    ],
+)
+def test_rewards_of_remote_scorers_are_those_of_what_a_hook_has_made_of_prompts_and_rollouts(checkpoint, hook):
+    maker = maker_of(checkpoint, [], hooks=Hooks([hook]))
+    maker.rewards = RewardComputationEngine(reward_model=Lengths([]))
+    made = made_by(maker)
+    assert made.rollouts and [each.reward for each in made.rollouts] == [len(each.text) for each in made.rollouts]
+    rewards = [reward for each in made.batches for reward in each.info["reward"].tolist()]
+    assert rewards == [each.reward for each in made.rollouts]
+
+
 def test_new_weights_stand_on_the_next_rollouts_by_their_version_and_an_engine_does_not_keep_the_old_ones(checkpoint):
     told: list[str] = []
     maker = maker_of(checkpoint, told, weights_follow=True)
