@@ -343,6 +343,13 @@ class DiffusionRunConfig(Section):
         return self.data.pair_data is not None
 
     @property
+    def silent_moments(self) -> tuple[str, ...]:
+        """Those of a hook that the run never calls: pairs are not drawn, and Reward FL replays nothing."""
+        if self.offline:
+            return "on_prompts", "on_rollouts", "on_scores"
+        return ("on_rollouts", "on_buffer", "on_train_batch") if self.algorithm.entry.trains_on == "reward" else ()
+
+    @property
     def keeps_old_policy(self) -> bool:
         """Whether rollouts come from a copy that follows the weights."""
         entry, algorithm = self.algorithm.entry, self.algorithm

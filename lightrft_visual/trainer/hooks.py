@@ -221,10 +221,11 @@ class Hooks:
 
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, a user's own, and the `last`."""
-        made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
-        self._hooks += [each for each in (*made, *callbacks) if each is not None]
+        made = [(entry.shipped, entry.load()(parts)) for entry in registry.hooks if parts.kind in entry.kinds]
+        self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
         self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
+        check_moments([*(hook for shipped, hook in made if not shipped), *callbacks], parts.config)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)
@@ -301,6 +302,13 @@ class Hooks:
         default = getattr(StepHook, name)
         found = [getattr(hook, name, default) for hook in self._hooks]
         return [each for each in found if getattr(each, "__func__", each) is not default]
+
+
+def check_moments(hooks: Sequence[Any], config: Any) -> None:
+    """Raise ConfigError for a user's hook with a moment that a run of this configuration never calls."""
+    for name in getattr(config, "silent_moments", ()):
+        for call in Hooks(hooks).calls(name):
+            raise ConfigError(f"{call.__qualname__} would never be called: this run has no {name}, see docs/hooks.md")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Rollouts
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
-from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
+from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun, check_moments
 from lightrft_visual.trainer.vl.sft import build_supervised
 from lightrft_visual.trainer.vl.trainer import build_trainer
 
@@ -81,7 +81,7 @@ def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
     kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
     hooks = Hooks()
-    hooks.build(SimpleNamespace(kind="vl", word="own"), [Adds("user's")])
+    hooks.build(SimpleNamespace(kind="vl", word="own", config=None), [Adds("user's")])
     assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
 
 
@@ -170,3 +170,39 @@ def test_number_that_cannot_be_reported_is_refused(of_a_step, numbers, told):
 def test_what_no_moment_would_call_is_refused_before_anything_loads(schema, build):
     with pytest.raises(ConfigError, match="no hook is object; one has some of the methods setup, on_prompts"):
         build(schema(), [StepHook(), object()])
+
+
+class Follows(StepHook):
+    """Its moment is replaced; the others are not its own."""
+
+    def on_scores(self, rollouts):
+        return rollouts
+
+
+OFFLINE, REWARD_FL = DiffusionRunConfig(), DiffusionRunConfig()
+OFFLINE.data.pair_data, REWARD_FL.algorithm.diffusion_algorithm = "pairs.jsonl", "reward_fl"
+
+
+@pytest.mark.parametrize("config, build", [(SFTRunConfig(), build_supervised), (OFFLINE, build_diffusion_trainer)])
+def test_a_hook_with_a_moment_that_the_run_never_calls_is_refused_before_anything_loads(config, build):
+    told = r"Follows\.on_scores would never be called: this run has no on_scores"
+    with pytest.raises(ConfigError, match=told):
+        build(config, [None, StepHook(), Follows()])
+
+
+def test_hooks_of_moments_that_a_run_calls_are_taken_whatever_it_leaves_out():
+    for config in (RunConfig(), DiffusionRunConfig(), REWARD_FL):
+        check_moments([Follows()], config)
+    check_moments([StepHook(), Reports()], SFTRunConfig())
+    with pytest.raises(ConfigError, match="would never be called: this run has no on_buffer"):
+        check_moments([SimpleNamespace(on_prompts=print, on_buffer=Adds("a").on_buffer)], REWARD_FL)
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_only_hooks_of_a_plugin_are_asked_whether_the_run_calls_them(monkeypatch, shipped):
+    kept = registry.Registry("hook", kinds.Hook, "parts")
+    monkeypatch.setattr(registry, "hooks", kept)
+    monkeypatch.setattr(kinds.Hook, "shipped", shipped)
+    kept.register("own", about="", kinds=("sft",))(lambda parts: Follows())
+    with nullcontext() if shipped else pytest.raises(ConfigError, match="Follows.on_scores would never"):
+        Hooks().build(SimpleNamespace(kind="sft", config=SFTRunConfig()))

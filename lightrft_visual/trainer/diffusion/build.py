@@ -36,6 +36,7 @@ from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
+from ..hooks import check_moments
 from ..loop import LoopSettings
 from ..run_state import check_output
 from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
@@ -54,6 +55,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     Raises ConfigError or DataError before any model is loaded for whatever can be known by then.
     """
     check_hooks(callbacks)
+    check_moments(callbacks, config)
     if config.distributed.split:
         registry.services.load("placement").check_drawing(config)
     config = with_reward(config)

@@ -138,8 +138,9 @@ class DiffusionExperienceMaker:
     def generate(self, requests: DrawingBatch, step: int) -> Drawn:
         """Images or videos of one step's rows; `step` is the policy's version, by which noise is drawn."""
         requests = self.hooks.on_prompts(requests)
+        replays = self.hooks.calls("on_buffer") or self.hooks.calls("on_train_batch")
         with self.timer.phase("generate"):
-            samples = self.engine.generate(requests, step, self.graphs)
+            samples = self.engine.generate(requests, step, None if replays else self.graphs)
         media = torch.cat([each.media for each in samples]).cpu()
         return self.hooks.on_rollouts(Drawn(requests, samples, media, step))
 

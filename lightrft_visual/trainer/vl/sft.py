@@ -32,7 +32,7 @@ from ...runtime.files import FolderLock
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
-from ..hooks import StepData
+from ..hooks import StepData, check_moments
 from ..loop import Evaluated, LoopSettings, PolicyTrainer, RunParts
 from ..run_state import check_output
 from ..start import check_update, folders_held, open_run, refused_data_listed, start_strategy
@@ -192,6 +192,7 @@ def build_supervised(config: SFTRunConfig, callbacks: Sequence[Any] = ()) -> Sup
     """The trainer of a run. callbacks: hooks of a user. Raises ConfigError or DataError before any model is loaded for
     whatever can be known by then."""
     check_hooks(callbacks)
+    check_moments(callbacks, config)
     strategy = start_strategy(config)
     world = collectives.world_size()
     check_update(config.train, world, divisors(config.train.train_batch_size * world, world))
