@@ -275,6 +275,7 @@ class DiffusionRunConfig(Section):
         else:
             self._check_no_differentiable_reward()
         check_noise(sampling, rollout_noise(self))
+        self._check_guidance()
         self.distributed.check_model(self.model.compile, self.model.bf16)
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
         require(
@@ -322,12 +323,11 @@ class DiffusionRunConfig(Section):
         """Whether the forwards of the rollout are those of its update: the only one, of the same weights and guidance,
         on steps that are known before, and with activations that are kept."""
         s, a, train, zero = self.sampling, self.algorithm, self.train, self.distributed
-        once = train.max_epochs == 1 and train.train_batch_size == s.rollout_batch_size * s.n_samples_per_prompt
         alike = not self.keeps_old_policy and (a.cfg_in_training or s.guidance_scale <= 1)
         known = a.entry.trains_on == "steps" and (a.timestep_fraction == 1 or a.timestep_choice == "first")
         here = not zero.split and zero.zero_stage < 3 and zero.sp_size == 1
         here = here and self.model.gradient_checkpointing not in RECOMPUTES
-        return train.rollout_graph_gib > 0 and once and alike and known and here
+        return train.rollout_graph_gib > 0 and self.updates(1) == 1 and alike and known and here
 
     @property
     def lacks_reward(self) -> bool:
@@ -341,6 +341,13 @@ class DiffusionRunConfig(Section):
     def offline(self) -> bool:
         """Whether pairs of a file take the place of rollouts."""
         return self.data.pair_data is not None
+
+    @property
+    def silent_moments(self) -> tuple[str, ...]:
+        """Those of a hook that the run never calls: pairs are not drawn, and Reward FL replays nothing."""
+        if self.offline:
+            return "on_prompts", "on_rollouts", "on_scores"
+        return ("on_rollouts", "on_buffer", "on_train_batch") if self.algorithm.entry.trains_on == "reward" else ()
 
     @property
     def keeps_old_policy(self) -> bool:
@@ -466,6 +473,20 @@ class DiffusionRunConfig(Section):
         require(
             not self.algorithm.grpo_guard or self.trajectory != "cps",
             "grpo_guard corrects the log-probs of a Gaussian, and those of trajectory cps are none: use another one",
+        )
+
+    def _check_guidance(self) -> None:
+        """Steps of the rollout that are compared with the policy's are guided as these are; the first update of a
+        rollout compares none, but where the means of its steps are read."""
+        s, a, reads_means = self.sampling, self.algorithm, rollout_noise(self).keep_means
+        compares = a.entry.shipped and a.entry.trains_on == "steps" and not a.entry.teacher
+        first = self.updates(1) == 1 and not self.asynchronous.max_staleness and not reads_means
+        total = s.rollout_batch_size * s.n_samples_per_prompt
+        one = f", or train_batch_size {total}, max_epochs 1 and max_staleness 0: one update of a rollout compares none"
+        require(
+            a.cfg_in_training or s.guidance_scale <= 1 or not compares or first,
+            f"cfg_in_training false: {a.entry.name} compares steps without guidance with those of a rollout that has "
+            f"guidance_scale {s.guidance_scale}; set cfg_in_training true" + ("" if reads_means else one),
         )
 
     def _check_gradient(self, moving_steps: int) -> None:

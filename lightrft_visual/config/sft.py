@@ -93,6 +93,10 @@ class SFTRunConfig(Section):
     reward: ClassVar[Any] = None
     guard: ClassVar[Any] = None
     plan: ClassVar[Any] = None
+    # Those of a hook that the run never calls: nothing is drawn, scored or kept.
+    silent_moments: ClassVar[tuple[str, ...]] = (
+        "on_prompts", "on_rollouts", "on_scores", "on_experience", "on_buffer", "on_train_batch"
+    )  # fmt: skip
 
     @property
     def response_max_len(self) -> int:

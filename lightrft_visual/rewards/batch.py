@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -88,6 +88,12 @@ class RewardBatch:
     def columns(self) -> set[str]:
         """Names of the other data columns that at least one sample has."""
         return {name for sample in self.metadata for name in sample}
+
+    @property
+    def identities(self) -> list[tuple[int, ...]]:
+        """Of what scorers see of each sample, by which another one in its place is known."""
+        columns = zip(self.ids, self.prompts, self.responses, self.labels, self.references, self.metadata)
+        return [tuple(map(id, (*sample, *images))) for sample, images in zip(columns, self.images)]
 
     def frames(self, index: int, count: int = VIDEO_FRAMES) -> list[Any]:
         """One sample's images, and at most `count` evenly spaced frames of each of its videos, as PIL."""
@@ -407,11 +413,14 @@ def by_source(jobs: Sequence[Job]) -> tuple[list[list[Job]], list[list[int]]]:
     return list(groups.values()), [sorted({i for job in group for i in job.indices}) for group in groups.values()]
 
 
+Begun = Callable[[Any, RewardBatch], JoinedScores | None]
+
+
 def run_jobs(
     jobs: Sequence[Job],
     batch: RewardBatch,
     call: Call,
-    early: Mapping[int, JoinedScores] | None = None,
+    early: Begun | None = None,
     together: Sequence[Any] = (),
 ) -> tuple[list[Column], dict[str, Counter[str]]]:
     """A column for each job, in order, and why samples failed, by the names of the jobs.
@@ -423,7 +432,7 @@ def run_jobs(
         jobs: components, whose indices are of the batch.
         batch: all samples of the call.
         call: given to every source.
-        early: what is at work already, by id of the source.
+        early: of (source, its samples) to what is at work on them already.
         together: sources that all ranks run at once; each takes its turn here too, in this order, without samples where
             no job needs it.
     """
@@ -432,7 +441,7 @@ def run_jobs(
     asked = [(group[0].source, part) for group, part in zip(groups, parts)]
     idle = [source for source in together if all(source is not other for other, _ in asked)]
     asked += [(source, batch.select([])) for source in idle]
-    results = _run_all(asked, call, early or {}, together)[: len(groups)]
+    results = _run_all(asked, call, early, together)[: len(groups)]
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
     for group, indices, scores in zip(groups, needed, results):
@@ -450,13 +459,13 @@ def run_jobs(
 def _run_all(
     jobs: Sequence[tuple[Any, RewardBatch]],
     call: Call,
-    early: Mapping[int, JoinedScores],
+    early: Begun | None,
     together: Sequence[Any] = (),
 ) -> list[Scores]:
     """Scores of every (source, batch): those that work elsewhere start first, if they have not yet, and run beside the
     local ones, which take their turns, those of `together` first."""
     pending = {
-        i: early.get(id(source)) or source.submit(part, call)
+        i: (early and early(source, part)) or source.submit(part, call)
         for i, (source, part) in enumerate(jobs)
         if isinstance(source, PendingSource)
     }

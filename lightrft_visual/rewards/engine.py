@@ -46,6 +46,7 @@ from .registry import Catalogue
 from .settings import DEFAULT_RECIPE, engine_arguments
 
 T = torch.Tensor
+log = logging.getLogger(__name__)
 
 
 class EarlyScores:
@@ -59,17 +60,23 @@ class EarlyScores:
         self.call = call
         self._rollouts: dict[int, Rollout] = {}
         self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
-        self._asked: dict[int, list[Future[Scores]]] = {}  # by id of the source
+        self._asked: dict[int, tuple[list[Future[RewardBatch]], list[Future[Scores]]]] = {}  # by id of the source
         for source, indices in needed.items():
             cut = [list(indices[start : start + call.chunk]) for start in range(0, len(indices), call.chunk)]
             parts = [(part, Future()) for part in cut]
             self._parts += parts
-            self._asked[id(source)] = source.submit_parts([future for _, future in parts], call)
+            given = [future for _, future in parts]
+            self._asked[id(source)] = given, source.submit_parts(given, call)
 
-    @property
-    def scores(self) -> dict[int, JoinedScores]:
-        """Those of all samples that each source scores, by id of the source."""
-        return {source: JoinedScores(asked) for source, asked in self._asked.items()}
+    def scores(self, source: Any, batch: RewardBatch) -> JoinedScores | None:
+        """A source's scores of the samples of this batch; None where it is not at work on just these, as hooks may have
+        put others in their place."""
+        given, asked = self._asked.get(id(source), ([], []))
+        known = [own for part in given if part.done() for own in part.result().identities]
+        if asked and known != batch.identities:
+            log.warning("reward %s: a hook changed rollouts that it has already; all are scored anew", source.name)
+            return None
+        return JoinedScores(asked) if asked else None
 
     def add(self, first: int, rollouts: Sequence[Rollout]) -> None:
         """Finished samples number `first` and following of the call."""
@@ -82,9 +89,6 @@ class EarlyScores:
         """The samples that are missing will not come."""
         for _, future in self._parts:
             future.cancel()
-
-
-log = logging.getLogger(__name__)
 
 
 class RewardComputationEngine:

@@ -7,6 +7,7 @@ registration, with the same calls on every rank, so a hook may use collectives.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .run_state import RunState
 
 V = TypeVar("V")
+logger = logging.getLogger(__name__)
 
 
 class StopRun(Exception):
@@ -221,10 +223,11 @@ class Hooks:
 
     def build(self, parts: Any, callbacks: Sequence[Any] = ()) -> None:
         """Those that the configuration of `parts` asks for, in the registry's order, a user's own, and the `last`."""
-        made = (entry.load()(parts) for entry in registry.hooks if parts.kind in entry.kinds)
-        self._hooks += [each for each in (*made, *callbacks) if each is not None]
+        made = [(entry.shipped, entry.load()(parts)) for entry in registry.hooks if parts.kind in entry.kinds]
+        self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
         self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
+        _tell_of_silent([*(hook for shipped, hook in made if not shipped), *callbacks], parts.config)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)
@@ -301,6 +304,13 @@ class Hooks:
         default = getattr(StepHook, name)
         found = [getattr(hook, name, default) for hook in self._hooks]
         return [each for each in found if getattr(each, "__func__", each) is not default]
+
+
+def _tell_of_silent(hooks: Sequence[Any], config: Any) -> None:
+    """Warn of methods of a user's hooks that a run of this configuration never calls."""
+    for name in getattr(config, "silent_moments", ()):
+        for call in Hooks(hooks).calls(name):
+            logger.warning("%s is never called: this run has no %s, see docs/hooks.md", call.__qualname__, name)
 
 
 @contextmanager

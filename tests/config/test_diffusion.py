@@ -120,8 +120,30 @@ def test_settings_of_the_sampler() -> None:
     assert evaluation_sampling(config).trajectory == "ode" and evaluation_sampling(config).num_steps == 16
     assert registry.diffusion_algorithms.load("flow_grpo")(config).rule == "cps"
     assert registry.diffusion_algorithms.load("flow_grpo")(load("--trajectory", "sde_reflow")).rule == "reflow"
-    guided = load("--guidance_scale", "4", "--cfg_in_training", "false")
+    guided = load("--guidance_scale", "4", "--cfg_in_training", "false", "--train_batch_size", "0")
     assert registry.diffusion_algorithms.load("flow_grpo")(guided).guidance_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    "flags,told",
+    [
+        ("--train_batch_size 64", "or train_batch_size 128, max_epochs 1 and max_staleness 0: one update"),
+        ("--train_batch_size 128 --max_epochs 2", "or train_batch_size 128"),
+        ("--train_batch_size 128 --placement split --max_staleness 1", "max_staleness 0"),
+        ("--train_batch_size 128 --diffusion_algorithm flow_dppo", r"set cfg_in_training true \("),
+        ("--train_batch_size 128 --grpo_guard", r"set cfg_in_training true \("),
+        ("--train_batch_size 64 --guidance_scale 1", None),
+        ("--train_batch_size 64 --diffusion_algorithm dgpo", None),
+        ("--train_batch_size 128", None),
+    ],
+)
+def test_steps_without_guidance_that_are_compared_with_a_guided_rollouts_are_refused(flags: str, told: str) -> None:
+    base = ["--guidance_scale", "4.5", "--cfg_in_training", "false"]
+    if told is None:
+        load(*base, *flags.split())
+        return
+    with pytest.raises(ConfigError, match=told):
+        load(*base, *flags.split())
 
 
 def test_what_each_algorithms_authors_do_is_the_default() -> None:

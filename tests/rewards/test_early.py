@@ -1,6 +1,7 @@
 """Remote scorers work while samples are generated: the same requests as afterwards, each as soon as it can leave."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,9 +71,28 @@ def test_samples_that_will_not_come_are_not_waited_for():
     engine = RewardComputationEngine(reward_model=Lengths())
     early = engine.begin([None] * 2, 2)
     early.cancel()
-    (scores,) = early.scores.values()
+    ((_, (scores,)),) = early._asked.values()
     with pytest.raises(BaseException):  # noqa: B017 a CancelledError, which is no Exception of its own
         scores.result(timeout=30)
+
+
+def relabelled(made: list[Rollout]) -> list[Rollout]:
+    return [replace(made[0], prompt=replace(made[0].prompt, label="far")), *made[1:]]
+
+
+@pytest.mark.parametrize("change", [lambda made: made[::-1], lambda made: made[2:], relabelled])
+def test_samples_that_are_not_those_that_a_scorer_was_given_are_scored_anew(change, caplog):
+    source = Lengths()
+    recipe = {"far": [("model", "0", 1.0)], "*": [("model", "0", 2.0)]}
+    engine = RewardComputationEngine(reward_model=source, reward_recipe=recipe)
+    made = rollouts(3, 2)
+    early = engine.begin([None] * 6, 4)
+    early.add(0, made)
+    changed = change(made)
+    found = engine.score_rollouts(changed, 4, early=early)
+    weights = [1.0 if each.prompt.label == "far" else 2.0 for each in changed]
+    assert found.score.tolist() == [weight * len(each.text) for weight, each in zip(weights, changed)]
+    assert source.calls == 2 and "a hook changed rollouts that it has already" in caplog.text
 
 
 def test_a_remote_scorer_streams_and_beside_functions_alone_there_is_nothing_to_begin():

@@ -81,7 +81,7 @@ def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users
     kept.register("drawing only", about="", kinds=("diffusion",))(lambda parts: Adds("of another kind of run"))
     kept.register("second", about="", kinds=("vl",))(lambda parts: Adds(f"{parts.word} 2"))
     hooks = Hooks()
-    hooks.build(SimpleNamespace(kind="vl", word="own"), [Adds("user's")])
+    hooks.build(SimpleNamespace(kind="vl", word="own", config=None), [Adds("user's")])
     assert hooks.on_scores([]) == ["own 1", "own 2", "user's", "the last"]
 
 
@@ -170,3 +170,40 @@ def test_number_that_cannot_be_reported_is_refused(of_a_step, numbers, told):
 def test_what_no_moment_would_call_is_refused_before_anything_loads(schema, build):
     with pytest.raises(ConfigError, match="no hook is object; one has some of the methods setup, on_prompts"):
         build(schema(), [StepHook(), object()])
+
+
+class Follows(StepHook):
+    """Its moment is replaced; the others are not its own."""
+
+    def on_scores(self, rollouts):
+        return rollouts
+
+
+OFFLINE, REWARD_FL = DiffusionRunConfig(), DiffusionRunConfig()
+OFFLINE.data.pair_data, REWARD_FL.algorithm.diffusion_algorithm = "pairs.jsonl", "reward_fl"
+
+
+@pytest.mark.parametrize(
+    "config, silent",
+    [
+        (RunConfig(), ()),
+        (DiffusionRunConfig(), ()),
+        (REWARD_FL, ["on_buffer"]),
+        (OFFLINE, ["on_prompts", "on_scores"]),
+        (SFTRunConfig(), ["on_prompts", "on_scores", "on_buffer"]),
+    ],
+)
+def test_a_hook_is_told_of_moments_that_its_run_never_calls(caplog, config, silent):
+    hooks = [StepHook(), Reports(), Follows(), SimpleNamespace(on_prompts=print, on_buffer=Adds("a").on_buffer)]
+    Hooks().build(SimpleNamespace(config=config, kind="none"), hooks)
+    assert [text.split("this run has no ")[1].split(",")[0] for text in caplog.messages] == [*silent]
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_only_hooks_of_a_plugin_are_asked_whether_the_run_calls_them(monkeypatch, caplog, shipped):
+    kept = registry.Registry("hook", kinds.Hook, "parts")
+    monkeypatch.setattr(registry, "hooks", kept)
+    monkeypatch.setattr(kinds.Hook, "shipped", shipped)
+    kept.register("own", about="", kinds=("sft",))(lambda parts: Follows())
+    Hooks().build(SimpleNamespace(kind="sft", config=SFTRunConfig()))
+    assert ("Follows.on_scores is never called" in caplog.text) == (not shipped)

@@ -104,7 +104,8 @@ class FaceSimilarity:
     embedder: a face model by path: ONNX (.onnx, run by OpenCV on the CPU) or TorchScript (.pt, .ts) that maps
     (n, 3, size, size) images, `(pixel - 127.5) / scale`, to (n, D); ArcFace models are of this form. detector: a
     YuNet ONNX file that finds and aligns faces; without one each image is taken as an aligned face already.
-    The reference image is a path or PIL image in the sample's reference, or in one of REFERENCE_COLUMNS.
+    The reference image is a path or PIL image in the sample's reference, or in one of REFERENCE_COLUMNS, or else what
+    the sample was made from: its first frame or the image that was edited.
     An image in which no face is found does not apply (None): it is masked and counted, not scored 0.
     """
 
@@ -123,9 +124,15 @@ class FaceSimilarity:
         self._faces = Faces(model, None if detector is None else FaceDetector(detector, size).matrix, size, scale)
 
     def __call__(
-        self, frames: list[list[Any]], references: list[Any], metadata: list[dict[str, Any]], device: Any
+        self,
+        frames: list[list[Any]],
+        references: list[Any],
+        metadata: list[dict[str, Any]],
+        source_images: list[list[Any]],
+        device: Any,
     ) -> list[float | None]:
-        return [self._similarity(*sample, device) for sample in zip(frames, references, metadata)]
+        rows = [{REFERENCE_COLUMNS[-1]: own[0]} | row if own else row for row, own in zip(metadata, source_images)]
+        return [self._similarity(*sample, device) for sample in zip(frames, references, rows)]
 
     def _similarity(self, images: list[Any], reference: Any, row: dict[str, Any], device: Any) -> float | None:
         wanted = self._faces.reference(reference, row, device)

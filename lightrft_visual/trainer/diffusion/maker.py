@@ -106,8 +106,8 @@ class Drawn:
         return self.scored.valid.cpu() if self.too_old is None else self.scored.valid.cpu() & ~self.too_old
 
     def leave_out(self, which: T) -> None:
-        """Samples (B) bool that teach nothing."""
-        self.too_old = which
+        """Samples (B) bool that teach nothing, beside those that were left out before."""
+        self.too_old = which if self.too_old is None else self.too_old | which
 
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
@@ -138,8 +138,9 @@ class DiffusionExperienceMaker:
     def generate(self, requests: DrawingBatch, step: int) -> Drawn:
         """Images or videos of one step's rows; `step` is the policy's version, by which noise is drawn."""
         requests = self.hooks.on_prompts(requests)
+        replays = self.hooks.calls("on_buffer") or self.hooks.calls("on_train_batch")
         with self.timer.phase("generate"):
-            samples = self.engine.generate(requests, step, self.graphs)
+            samples = self.engine.generate(requests, step, None if replays else self.graphs)
         media = torch.cat([each.media for each in samples]).cpu()
         return self.hooks.on_rollouts(Drawn(requests, samples, media, step))
 

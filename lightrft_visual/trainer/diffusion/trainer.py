@@ -181,7 +181,9 @@ class RewardFLTrainer(DiffusionTrainer):
         seed = derive_seed(config.train.seed, "k_repeat", self.step)
         prompts, size = self.prompts.dataset, config.train.train_batch_size
         indices = repeated_indices(prompts, total, config.sampling.n_samples_per_prompt, seed)
-        batches = [own_share(prompts, indices[at : at + size], at) for at in range(0, total, size)]
+        batches = [
+            self.hooks.on_prompts(own_share(prompts, indices[at : at + size], at)) for at in range(0, total, size)
+        ]
         shown: list[Drawn] = []
         with self.timer.phase("train"):
             for epoch in range(config.train.max_epochs):

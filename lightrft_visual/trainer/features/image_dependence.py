@@ -11,6 +11,7 @@ from ...experience.types import ModelInputs
 from ...models.vlm.actor import ActorOutput
 from ...models.vlm.masked_images import beside_hidden, halves
 from ...observe.metrics import MetricsAccumulator
+from ...runtime import collectives
 from ...runtime.sequence import own_scores
 from ..hooks import StepData, StepHook
 
@@ -22,15 +23,17 @@ MAX_LABELS = 24  # with columns of their own
 
 @dataclass
 class ImageDependenceHook(StepHook):
-    """Measures a step's rollouts now and then; two forwards of one response of some prompts.
+    """Measures a step's rollouts now and then; one response of some prompts goes through the model twice.
 
-    every: steps between two measurements. labels: of all prompts; up to MAX_LABELS of them get columns of their own.
+    micro_batch_size: samples of a forward. every: steps between two measurements. labels: of all prompts; up to
+    MAX_LABELS of them get columns of their own.
     """
 
     actor: Callable[..., ActorOutput]
     rule: ScoringRule
     pad_id: int
     device: torch.device
+    micro_batch_size: int
     every: int
     labels: set[str | None]
 
@@ -48,7 +51,13 @@ class ImageDependenceHook(StepHook):
         first: dict[int, Rollout] = {}
         for rollout in rollouts:
             first.setdefault(rollout.prompt.group_id, rollout)
-        chosen = list(first.values())[:PROMPTS]
+        chosen, size = list(first.values())[:PROMPTS], max(1, self.micro_batch_size // 2)
+        parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+        most = int(collectives.all_reduce_max(torch.tensor(float(len(parts)), device=self.device)).item())
+        for number in range(most):  # a rank with fewer parts keeps step: ZeRO-3 gathers weights on all at once
+            self._measure_part(parts[number % len(parts)], metrics if number < len(parts) else MetricsAccumulator())
+
+    def _measure_part(self, chosen: list[Rollout], metrics: MetricsAccumulator) -> None:
         inputs = ModelInputs.of(collate(chosen, self.pad_id, vision=True)).to(self.device)
         shown, hidden = halves(self.actor(beside_hidden(inputs, 1.0, seed=0), self.rule))
         moved = (shown.log_probs - hidden.log_probs).abs() > MOVED
@@ -70,6 +79,7 @@ def build(parts: Any) -> ImageDependenceHook | None:
         parts.maker.settings.sampling.scoring,
         checkpoint.tokenizer.pad_token_id,
         parts.strategy.device,
+        parts.maker.settings.micro_batch_size,
         every,
         parts.dataset.labels,
     )

@@ -248,14 +248,14 @@ class ExperienceMaker:
         """
         sampling, hooks = sampling or self.settings.sampling, self.settings.hooks
         pending = None
-        if self.rewards.streams:
-            labels = [label for label in prompts.labels for _ in range(sampling.n)]
-            pending = self.rewards.begin(labels, self.settings.micro_batch_size)
         try:
             with self.settings.timer.phase("sync"):
                 self.engine.wake()
             with self.settings.timer.phase("generate"):
                 requests = hooks.on_prompts(self.rollout_stage.requests(prompts))
+                if self.rewards.streams:
+                    labels = [each.label for each in requests for _ in range(sampling.n)]
+                    pending = self.rewards.begin(labels, self.settings.micro_batch_size)
                 finished = None if pending is None else pending.add
                 made = self.rollout_stage.draw(requests, sampling, self.policy_version, finished)
             prompts.release_media()

@@ -43,6 +43,15 @@ def test_face_similarity_by_torchscript(tmp_path, embedder):
     assert result.metrics["reward/face_similarity/not_applicable"] == 1
 
 
+def test_face_similarity_to_the_first_frame_that_is_no_path(embedder):
+    """As rows of the hub have it: decoded, so that no column names it."""
+    red, blue = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    columns = {"metadata": [{}, {"face_image": blue}, {}], "source_images": [[red], [red], []]}
+    result = score("face_similarity", {"embedder": embedder, "size": 16}, [""] * 3, [red, blue, red], **columns)
+    assert result.score[:2].tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert result.valid.tolist() == [True, True, False]
+
+
 # GlobalAveragePool and Flatten of a (1, 3, 16, 16) picture, as an ONNX file.
 MEAN_COLOR_ONNX = (
     "CAg6YQoZCgF4EgFwIhFHbG9iYWxBdmVyYWdlUG9vbAoPCgFwEgF5IgdGbGF0dGVuEgFnWhsKAXgSFgoUCAESEAoCCAEKAggDCgIIEAoCCBBiEwoB"

@@ -54,6 +54,14 @@ def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(monkeypatch,
     assert all(each.size == media[0].numel() and each.dtype == "uint8" for each in kept)
 
 
+def test_samples_left_out_by_two_hooks_are_all_invalid():
+    scored = RewardOutput(torch.ones(4), {}, torch.tensor([True, True, True, False]))
+    drawn = Drawn(SimpleNamespace(), [], torch.rand(4, 3, 8, 8), step=0, scored=scored)
+    drawn.leave_out(torch.tensor([True, False, False, False]))  # too old
+    drawn.leave_out(torch.tensor([False, True, False, False]))
+    assert drawn.valid.tolist() == [False, False, True, False]
+
+
 PAIRS = [PromptRow(prompt=f"pair {number}", images=[]) for number in range(10)]
 
 

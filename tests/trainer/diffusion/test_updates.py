@@ -1,5 +1,6 @@
 """An update is the same without samples of advantage 0, with several steps a forward, on the rollout's own graphs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,10 @@ from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseC
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.observe.metrics import MetricsAccumulator
+from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
+from lightrft_visual.runtime.phase_timer import PhaseTimer
+from lightrft_visual.trainer.diffusion.maker import DiffusionExperienceMaker, Drawn
 from lightrft_visual.trainer.diffusion.stages import (
     GIB,
     Graphed,
@@ -31,7 +35,9 @@ from lightrft_visual.trainer.diffusion.stages import (
     kept_bytes,
     worth_using,
 )
+from lightrft_visual.trainer.diffusion.trainer import RewardFLTrainer
 from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate, plan_updates
+from lightrft_visual.trainer.hooks import Hooks
 
 COUNT = 6
 
@@ -220,3 +226,42 @@ def test_the_rollouts_forwards_serve_one_update_of_the_same_weights(argv, serve)
     assert config.rollout_graphs_serve is serve
     drawing = SimpleNamespace(denoisers=[None], parameters=list)
     assert (RolloutGraphs.from_config(config, drawing) is not None) is serve
+
+
+@pytest.mark.parametrize("moment, kept", [("on_experience", True), ("on_buffer", False), ("on_train_batch", False)])
+def test_a_rollout_keeps_no_graphs_where_a_hook_follows_the_replay_that_they_would_stand_for(moment, kept):
+    asked = []
+
+    def generate(requests, step, graphs):
+        asked.append(graphs)
+        return [SimpleNamespace(media=torch.zeros(1, 3, 8, 8))]
+
+    hooks = Hooks([SimpleNamespace(**{moment: lambda given: given})])
+    maker = DiffusionExperienceMaker(SimpleNamespace(generate=generate), None, None, hooks=hooks, graphs="graphs")
+    maker.generate(SimpleNamespace(), 0)
+    assert asked == ["graphs" if kept else None]
+
+
+def test_reward_fl_draws_what_a_hook_makes_of_the_prompts_of_each_train_batch():
+    drawn = []
+
+    def louder(requests):
+        return replace(requests, prompts=[prompt.upper() for prompt in requests.prompts])
+
+    def step(requests, *_):
+        drawn.append(requests.prompts)
+        media, valid = torch.zeros(len(requests), 3, 8, 8), torch.ones(len(requests), dtype=torch.bool)
+        return None, Drawn(requests, [], media, 0, RewardOutput(torch.ones(len(requests)), {}, valid))
+
+    config = DiffusionRunConfig()
+    config.sampling.rollout_batch_size, config.sampling.n_samples_per_prompt = 4, 1
+    config.train.train_batch_size, config.train.max_epochs = 2, 2
+    dataset = [PromptRow(prompt=letter, images=[]) for letter in "abcd"]
+    trainer = SimpleNamespace(
+        config=config, step=0, prompts=SimpleNamespace(dataset=dataset), timer=PhaseTimer(), _context=lambda: None,
+        hooks=Hooks([SimpleNamespace(on_prompts=louder)]), _finish_update=lambda *_: None,
+        reward_update=SimpleNamespace(step=step),
+    )  # fmt: skip
+    data = RewardFLTrainer.train_step(trainer)
+    assert drawn[:2] == drawn[2:] and sorted(sum(drawn[:2], [])) == ["A", "B", "C", "D"]
+    assert data.rollouts.requests.prompts == sum(drawn[:2], [])

@@ -139,7 +139,7 @@ def test_remote_scorers_work_while_others_are_generated_and_beside_the_forward_p
     monkeypatch.setattr(maker.engine, "_decode", lambda *given: told.append("decode") or decode(*given))
     made = made_by(resampling(maker) if tries > 1 else maker)
     one_round = ["wake", "generate", "decode", "decode", "request 0", "decode", "request 1"]
-    assert told[: len(one_round)] == one_round
+    assert told[: len(one_round)] == one_round and told.count("request 0") == tries  # asked once a round
     assert told.count("forward") == 2 and told.index("forward") > 6
     assert all(each.info["reward"].tolist() == [1.0] * 3 and each.valid.all() for each in made.batches)
 
@@ -187,6 +187,40 @@ def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
     maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
         made_by(maker)
+
+
+class Lengths(Noting):
+    """Scores by the length of the response."""
+
+    def submit_parts(self, parts, call):
+        lengths = lambda part: torch.tensor([float(len(text)) for text in part.responses]).double()  # noqa: E731
+        scores = lambda part: Scores(lengths(part), torch.zeros(len(part)).bool())  # noqa: E731
+        return [self.pool.submit(lambda part=part: scores(part.result(timeout=60))) for part in parts]
+
+
+def rewritten(rollouts):
+    for number, each in enumerate(rollouts):
+        each.text = "x" * number
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        SimpleNamespace(on_rollouts=rewritten),
+        SimpleNamespace(on_rollouts=lambda rollouts: rollouts.reverse() or rollouts),
+        SimpleNamespace(on_rollouts=lambda rollouts: Rollouts(rewritten(rollouts)[2:], rollouts.sampling)),
+        SimpleNamespace(on_prompts=lambda requests: requests[1:]),
+        SimpleNamespace(on_prompts=lambda requests: requests[::-1]),
+    ],
+)
+def test_rewards_of_remote_scorers_are_those_of_what_a_hook_has_made_of_prompts_and_rollouts(checkpoint, hook):
+    maker = maker_of(checkpoint, [], hooks=Hooks([hook]))
+    maker.rewards = RewardComputationEngine(reward_model=Lengths([]))
+    made = made_by(maker)
+    assert made.rollouts and [each.reward for each in made.rollouts] == [len(each.text) for each in made.rollouts]
+    rewards = [reward for each in made.batches for reward in each.info["reward"].tolist()]
+    assert rewards == [each.reward for each in made.rollouts]
 
 
 def test_new_weights_stand_on_the_next_rollouts_by_their_version_and_an_engine_does_not_keep_the_old_ones(checkpoint):

@@ -68,8 +68,9 @@ class Worker:
         return {"pid": os.getpid(), "version": self.version, "shares_memory": near}
 
     def load(self, posted: Posted) -> int:
-        """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing."""
-        if posted.number != self.version:
+        """Take over a version of the weights, all of it or, where it raises WeightsRefused, nothing; not an older one
+        than it has, as where this call was overtaken by `take`."""
+        if posted.number > self.version:
             found = iter(received(posted, self.fetch, self.files))
             hands_on = getattr(self.engine, "post", None) is not None and posted.near
             self.engine.update_weights(found, **({"posted": posted} if hands_on else {}))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from worker_processes import TestedWorker, equal, named
 
+from lightrft_visual.plugins.ray.rollout.worker import TORN
 from lightrft_visual.rollout import weight_sync as weights
 from lightrft_visual.rollout.vllm.engine import VLLMEngine
 from lightrft_visual.rollout.weight_sync import MappedFiles, WeightPost, WeightsRefused, received, take_over
@@ -67,6 +68,14 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_taken_over():
         worker.load(replace(second, buckets=(*second.buckets[:-1], damaged)))
     assert worker.version == 1 and equal(worker.held(), named(1.0))
     assert worker.load(second) == 2 and equal(worker.held(), named(2.0))
+
+
+def test_an_older_version_that_comes_late_is_left_aside_and_a_torn_one_is_mended():
+    post, worker = WeightPost(turns=4), TestedWorker()
+    first, second = post.post(named(1.0).items()), post.post(named(2.0).items())
+    assert worker.load(second) == worker.load(first) == 2 and equal(worker.held(), named(2.0))
+    worker.version = TORN
+    assert worker.load(first) == 1 and equal(worker.held(), named(1.0))
 
 
 @pytest.mark.parametrize("near", [True, False])
