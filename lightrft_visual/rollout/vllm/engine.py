@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RunConfig
+from ...data.rendering import prompt_ids, special_tokens
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
@@ -163,8 +164,8 @@ class VLLMEngine(ResidentEngine):
         entry: dict[str, Any] = {"prompt": prompt.text}
         if prompt.unexpanded is not None:
             entry = {"prompt_token_ids": list(prompt.unexpanded)}
-        elif prompt.continued:
-            entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
+        elif prompt.continued or special_tokens(prompt.text, self.tokenizer):  # which vLLM adds to every text
+            entry = {"prompt_token_ids": prompt_ids([prompt.text], self.tokenizer)[0] + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
