@@ -22,7 +22,7 @@ from ..errors import ConfigError, DataError, did_you_mean
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .media import image_size, is_remote, load_image
-from .rendering import MediaConventions, ModelInput, render_prompt
+from .rendering import MediaConventions, ModelInput, prompt_ids, render_prompt
 from .rows import PromptRow, parse_row, response_of
 from .sources import RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
@@ -373,7 +373,7 @@ class PromptDataset:
         """Tokens of prompts, media expanded."""
         if not found:
             return []
-        ids = _tokenizer_of(self.checks.model_input)([each.text for each in found])["input_ids"]
+        ids = prompt_ids([each.text for each in found], _tokenizer_of(self.checks.model_input))
         return [len(own) + each.tokens for own, each in zip(ids, found)]
 
     def _check_length(self, found: _Found) -> None:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 from jinja2.exceptions import TemplateError
@@ -127,6 +128,19 @@ def measured_tokens(media: type[MediaConventions], processor: Any, size: tuple[i
     text = media.placeholders(processor)["image"]
     expanded = processor(text=[text], **media.media_arguments([Image.new("RGB", size)], []))["input_ids"][0]
     return len(expanded) - len(processor.tokenizer(text)["input_ids"]) + 1
+
+
+def special_tokens(prompt: str, tokenizer: Any) -> dict[str, bool]:
+    """Keyword arguments with which a tokenizer or processor reads a whole prompt: it adds its special tokens, but for
+    a text that begins with one, as many chat templates write it."""
+    begin = getattr(tokenizer, "bos_token", None)  # not all of vLLM's tokenizers name it
+    return {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
+
+
+def prompt_ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of whole prompts, with one placeholder a medium."""
+    runs = groupby(prompts, key=partial(special_tokens, tokenizer=tokenizer))
+    return [list(ids) for arguments, texts in runs for ids in tokenizer(list(texts), **arguments)["input_ids"]]
 
 
 def render_prompt(

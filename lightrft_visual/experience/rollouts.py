@@ -91,6 +91,17 @@ class SamplingSettings:
         """Whether the likeliest token is taken each time."""
         return self.temperature == 0.0
 
+    def text(self, token_ids: list[int], truncated: bool, tokenizer: Any) -> str:
+        """A response as text; with `skip_special_tokens` without its end token, which need not be a special one.
+
+        Args:
+            token_ids: of the response.
+            truncated: it has no end token.
+            tokenizer: decodes it.
+        """
+        shown = token_ids[:-1] if self.skip_special_tokens and not truncated else token_ids
+        return tokenizer.decode(shown, skip_special_tokens=self.skip_special_tokens)
+
 
 @dataclass
 class Completion:

@@ -89,7 +89,7 @@ class ObservationRenderer:
         try:
             text = self._render(messages, generation=True)
             media = [*images, *observation.images], [*videos, *observation.videos]
-            ids, _, loaded, clips, vision = self.data.difference(text, *media, "reset")
+            ids, _, loaded, clips, vision = self.data.difference(text, *media, "reset", whole=True)
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
         if len(ids) > self.data.prompt_max_len:

@@ -207,8 +207,8 @@ def _serve(config: EpisodeConfig, control: socket.socket) -> None:
         if files:
             running.add(child := _copy(control, files[0], make))
             control.send(json.dumps({"copy": child}).encode())
-        else:
-            running.discard(child := int(message))
+        elif (child := int(message)) in running:  # another is no child of this process, but of one before it
+            running.discard(child)
             _kill(child)
             ended.add(child)
         ended = {child for child in ended if os.waitpid(child, os.WNOHANG)[0] != child}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..data.rendering import prompt_ids
 from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
@@ -128,8 +129,7 @@ class _Round:
     ) -> None:
         self.stage, self.settings, self.requests = stage, settings, requests
         self.policy_version, self.finished = policy_version, finished
-        tokenizer = stage.data_processor.tokenizer
-        starts = [list(tokenizer(each.text)["input_ids"]) for each in requests]
+        starts = prompt_ids([each.text for each in requests], stage.data_processor.tokenizer)
         self.conversations = [
             Conversation(prompt, copy, start, Episode(gamma=stage.limits.gamma))
             for prompt, start in zip(requests, starts)
@@ -246,8 +246,7 @@ class _Round:
             if found is not None:
                 self.changed = True
                 conversation.prompt = self.stage.renderer.begin(conversation.prompt, found)
-                tokenizer = self.stage.data_processor.tokenizer
-                conversation.start = list(tokenizer(conversation.prompt.text)["input_ids"])
+                (conversation.start,) = prompt_ids([conversation.prompt.text], self.stage.data_processor.tokenizer)
         except EnvironmentFailure as error:
             self.changed = True
             self._failed(key, error)

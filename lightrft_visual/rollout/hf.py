@@ -200,8 +200,7 @@ class TransformersEngine(RolloutEngine):
             ends = torch.isin(drawn, self.actor.eos_ids.cpu()).nonzero()
             truncated = not len(ends) or int(ends[0]) >= sample.most
             length = min(len(drawn), sample.most) if truncated else int(ends[0]) + 1
-            shown = drawn[: length if truncated else length - 1].tolist()
-            text = self.tokenizer.decode(shown, skip_special_tokens=settings.skip_special_tokens)
+            text = settings.text(drawn[:length].tolist(), truncated, self.tokenizer)
         log_probs = scores[:length].tolist() if settings.full_distribution else None
         prompt = list(sample.prompt.token_ids)
         return Completion(drawn[:length].tolist(), log_probs, text, truncated, prompt, image)

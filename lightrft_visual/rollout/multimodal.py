@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.bad_rows import LONG_PROMPT, most_characters
 from ..data.media import MAX_IMAGE_PIXELS, Video, describe_source, load_image
+from ..data.rendering import prompt_ids, special_tokens
 from ..data.rows import as_source_list
 from ..data.video import load_video
 from ..errors import ConfigError, DataError
@@ -146,14 +147,15 @@ class MultimodalDataProcessor:
         return [changed.get(number, prompt) for number, prompt in enumerate(prompts)]
 
     def difference(
-        self, text: str, images: Sequence[Any], videos: Sequence[Any], what: str
+        self, text: str, images: Sequence[Any], videos: Sequence[Any], what: str, whole: bool = False
     ) -> tuple[list[int], list[int], list[Image], list[Video], VisionTensors]:
         """What a conversation grows by.
 
         Args:
-            text: behind what is there, with one placeholder a medium; no special token is put around it.
+            text: behind what is there, with one placeholder a medium; no special token is added.
             images, videos: sources in the order of the placeholders.
             what: it is, for messages.
+            whole: the text is a prompt, behind nothing, with its special tokens.
 
         Returns:
             Expanded ids, ids with one placeholder a medium, decoded images and videos, and what the model reads of
@@ -164,10 +166,11 @@ class MultimodalDataProcessor:
         """
         (loaded,), (clips,) = self._load([list(images)], None, "image"), self._load([list(videos)], None, "video")
         self.family.check_prompt(text, len(loaded), len(clips), self.processor or self.tokenizer, what)
-        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        special = special_tokens(text, self.tokenizer) if whole else {"add_special_tokens": False}
+        plain = list(self.tokenizer(text, **special)["input_ids"])
         if not loaded and not clips:
             return plain, plain, [], [], VisionTensors()
-        output = self._call([text], [loaded], [clips], range(1), add_special_tokens=False)
+        output = self._call([text], [loaded], [clips], range(1), **special)
         (vision,) = self.family.read(output, [len(loaded)], [len(clips)])
         return list(output["input_ids"][0]), plain, loaded, clips, vision
 
@@ -219,8 +222,9 @@ class MultimodalDataProcessor:
         if not prompts:
             return [], []
         if self.processor is None:
-            return list(self.tokenizer(prompts)["input_ids"]), [VisionTensors() for _ in prompts]
-        most = _PIXELS_AT_ONCE if self.family.together else 0
+            return prompt_ids(prompts, self.tokenizer), [VisionTensors() for _ in prompts]
+        alike = len({bool(special_tokens(each, self.tokenizer)) for each in prompts}) == 1
+        most = _PIXELS_AT_ONCE if self.family.together and alike else 0
         token_ids: list[list[int]] = []
         vision: list[VisionTensors] = []
         made = 0
@@ -240,8 +244,8 @@ class MultimodalDataProcessor:
         media = [item for i in part for item in images[i]], [item for i in part for item in videos[i]]
         try:
             with self._turn:
-                arguments = self.family.media_arguments(*media) | extra
-                output = self.processor(text=[prompts[i] for i in part], **arguments)
+                arguments = self.family.media_arguments(*media) | special_tokens(prompts[part.start], self.tokenizer)
+                output = self.processor(text=[prompts[i] for i in part], **(arguments | extra))
         except Exception as error:  # processors raise every kind of exception; which prompt is it?
             if len(part) == 1:
                 sizes = [describe_source(image) for image in images[part[0]]]

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
@@ -181,6 +182,14 @@ def test_lengths_count_expanded_images_and_videos_without_decoding(folder, token
     )
     monkeypatch.setattr(prompts_module, "load_image", None)
     assert lengths(dataset, processor) == [len(ids) for ids in exact.all_prompt_token_ids]
+
+
+def test_lengths_count_the_first_token_once_where_the_template_wrote_it(jsonl):
+    processor = build_processor("qwen2_5_vl", build_tokenizer())
+    dataset = open_rows(jsonl)
+    plain = lengths(dataset, processor)
+    begin_with_bos(processor)
+    assert lengths(dataset, processor) == [count + 1 for count in plain]
 
 
 def test_long_prompts_are_refused_or_skipped_never_cut(folder, jsonl, processor, caplog):

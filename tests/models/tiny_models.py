@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -56,6 +57,21 @@ def clip(seed: int, frames: int = 4, fps: float = 2.0):
 
 def turn(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+BOS = "<|quad_start|>"
+
+
+def begin_with_bos(model_input, in_template: bool = True) -> None:
+    """Give a tokenizer, or that of a processor, a token that it puts before every text, and its chat template too."""
+    tokenizer = getattr(model_input, "tokenizer", model_input)
+    tokenizer.bos_token = BOS
+    special = [(BOS, tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
+    if in_template:
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    if model_input is not tokenizer:
+        model_input.chat_template = tokenizer.chat_template
 
 
 @lru_cache

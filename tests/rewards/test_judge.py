@@ -1,6 +1,7 @@
 """A judge in the run: a tiny Qwen2-VL that is asked by a template, and what becomes of its replies."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
 from lightrft_visual.rewards.batch import Failed, batch_from_media
 from lightrft_visual.rewards.functions.judge import Judge, Schema
+from lightrft_visual.rewards.functions.judge_engines import VLLMReplies
 
 IMAGES = [Image.effect_noise((90, 60), 90).convert("RGB"), Image.new("RGB", (40, 80), "green")]
 REPLY = {"colour": [0, 10], "form": [1, 5]}
@@ -160,3 +162,20 @@ def test_vllm_replies_as_transformers_does_and_what_is_compiled_beside_it_is_com
     assert any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in found[0])
     torch.compile(lambda value: value + 1, backend=lambda graph, inputs: compiled.append(graph) or graph)(torch.ones(3))
     assert len(compiled) == 1 and "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_vllm_is_asked_for_no_special_tokens_beside_those_of_the_chat_template(folder):
+    """Up to 0.29 it added others where a processor makes the inputs."""
+    pytest.importorskip("vllm")
+    asked, answers = {}, [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[72, 73])])]
+
+    def chat(questions, parameters, **named):
+        asked.update(named)
+        return answers
+
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    engine = SimpleNamespace(llm=SimpleNamespace(chat=chat), tokenizer=tokenizer, wake=lambda: None, sleep=lambda: None)
+    replies = VLLMReplies.__new__(VLLMReplies)
+    replies.max_tokens, replies._engine = 4, engine
+    assert replies([[{"role": "user", "content": "?"}]], "cpu") == [(tokenizer.decode([72, 73]), 2)]
+    assert asked["tokenization_kwargs"] == {"add_special_tokens": False}

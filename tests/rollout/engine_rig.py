@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TypeVar
 from unittest.mock import patch
@@ -180,6 +181,8 @@ def check_ends(few: Rig, settings: SamplingSettings) -> None:
         assert rollout.text == tokenizer.decode(shown)
     assert {rollout.truncated for rollout in rollouts} == {True, False}
     assert few.apart(rollouts, settings) <= 1e-5
+    whole = few.stage.generate(text_prompts(), replace(settings, skip_special_tokens=False))
+    assert [each.text for each in whole] == [tokenizer.decode(each.token_ids) for each in rollouts]
 
 
 def check_least_length(few: Rig, temperature: float) -> None:

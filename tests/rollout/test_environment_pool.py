@@ -99,21 +99,39 @@ def host_of(folder: Path, source: str, name: str = "mine.py:Mine") -> closing[Pr
     return closing(ProcessHost(EpisodeConfig(environment=f"{folder}/{name}", env_timeout=30.0)))
 
 
+KILLS_ITS_PARENT = """
+    import os, signal
+    class Mine:
+        def step(self, action):
+            if action.text == "kill":
+                os.kill(os.getppid(), signal.SIGKILL)
+            return "alive", 0.0, False, {}
+"""
+
+
 def test_environment_that_kills_its_parent_costs_itself_only(tmp_path):
-    source = """
-        import os, signal
-        class Mine:
-            def step(self, action):
-                if action.text == "kill":
-                    os.kill(os.getppid(), signal.SIGKILL)
-                return "alive", 0.0, False, {}
-    """
-    with host_of(tmp_path, source) as host:
+    with host_of(tmp_path, KILLS_ITS_PARENT) as host:
         for text in ("kill", "go on"):
             host.reset(0, {}).result(timeout=60)
             step = host.step(0, Action(text)).result(timeout=60)
             assert step.observation.messages[0]["content"][0]["text"] == "alive"
             host.end(0)
+
+
+def test_the_end_of_an_episode_that_outlived_its_parent_leaves_the_parent_in_its_place_alone(tmp_path):
+    with host_of(tmp_path, KILLS_ITS_PARENT) as host:
+        for episode in (0, 1):
+            host.reset(episode, {}).result(timeout=60)
+        host.step(0, Action("kill")).result(timeout=60)
+        host._process.wait(20)
+        host.reset(2, {}).result(timeout=60)
+        parent = host._process
+        host._end(host._episodes.pop(0))
+        for episode in (3, 4):  # the second is begun by a parent that has read the message
+            host.reset(episode, {}).result(timeout=60)
+        assert host._process is parent and parent.poll() is None
+        for episode in (1, 2, 4):
+            assert not host.step(episode, Action("go on")).result(timeout=60).done
 
 
 def test_process_that_ends_while_it_is_copied_is_started_anew(tmp_path):

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import Rig
 from episode_rig import batch_of, most_begun, rig_of, stage_of
 from PIL import Image
-from tiny_models import checkpoint_of, clip, inputs_of, picture
+from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
 
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
@@ -286,6 +287,22 @@ def test_a_reset_may_begin_otherwise_within_the_limits_of_observations(rig):
         three = stage_of(rig, one_step(lambda row: [picture(each) for each in range(3)]), most_media={"images": most})
         for made in three.generate(seeing(1), SETTINGS):
             assert made.valid if most == 4 else "4 images" in made.episode.failure and not made.valid
+
+
+@pytest.mark.parametrize("in_template", [True, False])
+def test_a_prompt_that_a_reset_changed_has_the_special_tokens_of_any_other(rig, in_template):
+    model_input = copy.deepcopy(rig.checkpoint.processor)
+    begin_with_bos(model_input, in_template)
+    own = Rig(replace(rig.checkpoint, tokenizer=model_input.tokenizer, processor=model_input), rig.actor, rig.engine)
+    begins, settings = one_step(lambda row: "and this" if row["seed"] % 2 else None), replace(SETTINGS, n=4)
+    batch = seeing(2)
+    batch.prompts = [model_input.apply_chat_template(each, add_generation_prompt=True) for each in batch.messages]
+    made = stage_of(own, begins).generate(batch, settings)
+    assert {"and this" in each.prompt.text for each in made} == {True, False}
+    for each in made:
+        ids = each.prompt.token_ids
+        assert ids == own.stage.data_processor.with_images([each.prompt], [each.prompt.images])[0].token_ids
+        assert ids[0] == model_input.tokenizer.bos_token_id not in ids[1:]
 
 
 def test_messages_of_a_reset_that_the_template_refuses_mask_their_sample_alone(rig):

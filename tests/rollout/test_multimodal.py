@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import IMAGE, VIDEO, clip, picture, turn
+from stock_families import PLAIN, STOCK
+from tiny_models import BOS, IMAGE, VIDEO, begin_with_bos, clip, picture, turn
 
 from lightrft_visual.data.media import Video
 from lightrft_visual.errors import ConfigError, DataError
@@ -29,6 +30,7 @@ def data(request, tokenizer):
     return MultimodalDataProcessor(tokenizer, build_processor(request.param, tokenizer), 512)
 
 
+TEXT = [{"type": "text", "text": "which shape is it?"}]
 MIXED = [
     (turn("what is 1 plus 2?"), None),
     (turn(IMAGE + "what colour is it?"), [picture(0)]),
@@ -61,6 +63,40 @@ def test_every_prompt_keeps_its_own_media_and_equals_processing_alone(data):
             torch.testing.assert_close(pixels[place], alone["pixel_values"], rtol=0, atol=1e-6)
             assert pixels[place] is pixels[first] and got.all_images[place] is got.all_images[first]
             assert pixels[place].untyped_storage().nbytes() == pixels[place].nbytes  # prompts share no storage
+
+
+@pytest.mark.parametrize("in_template", [True, False])
+@pytest.mark.parametrize("name", [*STOCK, *PLAIN])
+def test_ids_of_rendered_prompts_are_those_of_the_processors_own_chat_template(name, in_template):
+    processor = (STOCK | PLAIN)[name]()[1]
+    begin_with_bos(processor, in_template)
+    pictures = [[], [picture(0, 90, 60)], [picture(1, 40, 130), picture(2, 64, 64)]]
+    if name == "llava_onevision":
+        pictures.pop()  # its own call gives several images of a prompt fewer tokens each
+    chats = [
+        [{"role": "user", "content": [*({"type": "image", "image": each} for each in own), *TEXT]}] for own in pictures
+    ]
+    texts = [processor.apply_chat_template(each, add_generation_prompt=True) for each in chats]
+    found = MultimodalDataProcessor(processor.tokenizer, processor, 2048).process_multimodal_batch(texts, pictures)
+    for ids, chat in zip(found.all_prompt_token_ids, chats, strict=True):
+        own = processor.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        assert ids == own["input_ids"][0].tolist()
+        assert ids.count(processor.tokenizer.bos_token_id) == 1 or not in_template
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_only_a_text_that_begins_with_the_first_token_is_not_given_another(sees):
+    tokenizer = build_tokenizer()
+    processor = build_processor("qwen2_5_vl", tokenizer) if sees else None
+    begin_with_bos(tokenizer)
+    texts = [BOS + turn("where?"), turn("where?"), turn("what is it?")]
+    first, *others = MultimodalDataProcessor(tokenizer, processor, 512).process_multimodal_batch(texts)[
+        "all_prompt_token_ids"
+    ]
+    assert first == others[0] == tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+    assert others[1] == tokenizer(texts[2])["input_ids"]
 
 
 def test_many_media_go_through_the_processor_in_parts_and_come_out_the_same(data, monkeypatch):

@@ -116,10 +116,7 @@ class SGLangEngine(ResidentEngine):
     ) -> list[Completion]:
         if len(outputs) != settings.n:
             raise RolloutError(f"SGLang returned {len(outputs)} completions where {settings.n} were asked for")
-        texts = self.tokenizer.batch_decode(
-            [output["output_ids"] for output in outputs], skip_special_tokens=settings.skip_special_tokens
-        )
-        return [completion(output, prompt, settings, self.eos_ids, text) for output, text in zip(outputs, texts)]
+        return [completion(output, prompt, settings, self.eos_ids, self.tokenizer) for output in outputs]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights in place, then drop every cache that was computed with the old ones.

@@ -91,7 +91,7 @@ def request(
 
 
 def completion(
-    output: dict[str, Any], prompt: PromptFeatures, settings: SamplingSettings, eos_ids: Sequence[int], text: str
+    output: dict[str, Any], prompt: PromptFeatures, settings: SamplingSettings, eos_ids: Sequence[int], tokenizer: Any
 ) -> Completion:
     """A response from SGLang's answer. Raises RolloutError for an answer that does not fit what was asked.
 
@@ -99,7 +99,7 @@ def completion(
         output: the answer to one request.
         prompt, settings: of the request.
         eos_ids: tokens that may end a response.
-        text: the response, decoded.
+        tokenizer: decodes it.
     """
     meta, token_ids = output["meta_info"], [int(token) for token in output["output_ids"]]
     reason = meta["finish_reason"] or {}
@@ -121,6 +121,7 @@ def completion(
             "expanded placeholders that were expanded already"
         )
     log_probs = _log_probs(meta, token_ids) if settings.full_distribution else None
+    text = settings.text(token_ids, truncated, tokenizer)
     return Completion(token_ids, log_probs, text, truncated, list(prompt.token_ids))
 
 

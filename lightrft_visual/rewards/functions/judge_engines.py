@@ -76,7 +76,9 @@ class VLLMReplies:
         self._engine.wake()
         try:
             parameters = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, detokenize=False)
-            made = self._engine.llm.chat([_for_vllm(each) for each in asked], parameters, use_tqdm=False)
+            special = {"add_special_tokens": False}  # the template's alone; vLLM up to 0.29 adds others
+            questions = [_for_vllm(each) for each in asked]
+            made = self._engine.llm.chat(questions, parameters, use_tqdm=False, tokenization_kwargs=special)
         finally:
             self._engine.sleep()
         replies = [each.outputs[0].token_ids for each in made]  # vLLM's text lacks bytes that are no whole character

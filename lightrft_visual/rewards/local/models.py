@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ...config.shared import RewardConfig
+from ...data.rendering import special_tokens
 from ...errors import ConfigError, RewardError, refused_as
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
@@ -272,7 +273,8 @@ class VLModel(HeldModel):
         return to_scores(self._scored(len(batch), groups, values, call.device))
 
     def _inputs(self, texts: Sequence[str], images: Sequence[Any], device: Any) -> ModelInputs:
-        given = self.processor(text=list(texts), images=list(images) or None, padding=True, return_tensors="pt")
+        own = special_tokens(texts[0], self.processor.tokenizer)  # one template has written all texts
+        given = self.processor(text=list(texts), images=list(images) or None, padding=True, return_tensors="pt", **own)
         given = given.to(device)
         mask = given["attention_mask"]
         return ModelInputs(

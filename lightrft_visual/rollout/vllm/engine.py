@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...config.vl import RunConfig
+from ...data.rendering import prompt_ids, special_tokens
 from ...errors import RolloutError
 from ...experience.rollouts import Completion, PromptFeatures, SamplingSettings
 from ...models.loading import Checkpoint
@@ -163,8 +164,8 @@ class VLLMEngine(ResidentEngine):
         entry: dict[str, Any] = {"prompt": prompt.text}
         if prompt.unexpanded is not None:
             entry = {"prompt_token_ids": list(prompt.unexpanded)}
-        elif prompt.continued:
-            entry = {"prompt_token_ids": self.tokenizer(prompt.text).input_ids + prompt.continued}
+        elif prompt.continued or special_tokens(prompt.text, self.tokenizer):  # which vLLM adds to every text
+            entry = {"prompt_token_ids": prompt_ids([prompt.text], self.tokenizer)[0] + prompt.continued}
         media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
@@ -197,7 +198,7 @@ class VLLMEngine(ResidentEngine):
             logprobs=0,
             flat_logprobs=True,
             extra_args=extra_args,
-            detokenize=False,  # token by token it costs as much as a small model; `completions` does it in one call
+            detokenize=False,  # token by token it costs as much as a small model; `completions` does it at the end
         )
 
     def completions(self, output, settings: SamplingSettings, continued: int) -> list[Completion]:
@@ -210,21 +211,15 @@ class VLLMEngine(ResidentEngine):
         """
         if len(output.outputs) != settings.n:
             raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
-        tokens = [list(one.token_ids) for one in output.outputs]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=settings.skip_special_tokens)
         prompt = list(output.prompt_token_ids)
         prompt = prompt[: len(prompt) - continued]
-        return [
-            Completion(
-                token_ids,
-                self._log_probs(one, settings),
-                text,
-                one.finish_reason == "length",
-                prompt,
-                experts=experts_of(one),
-            )  # fmt: skip
-            for one, token_ids, text in zip(output.outputs, tokens, texts)
-        ]
+        made = []
+        for one in output.outputs:
+            token_ids, truncated = list(one.token_ids), one.finish_reason == "length"
+            text = settings.text(token_ids, truncated, self.tokenizer)
+            log_probs = self._log_probs(one, settings)
+            made.append(Completion(token_ids, log_probs, text, truncated, prompt, experts=experts_of(one)))
+        return made
 
     def _log_probs(self, one, settings: SamplingSettings) -> list[float] | None:
         if not settings.full_distribution or one.logprobs is None:

@@ -179,6 +179,7 @@ class CheckpointManager:
                 files = self._describe(staging, name)
                 on_rank_0(f"saving {name}", lambda: publish(files))
         except CheckpointError:
+            self._copies.release()
             self._discard(staging)
             raise
         return self.root / name

@@ -48,6 +48,7 @@ HEAD = struct.Struct("!16sQ")  # before each request: its id, and the length of 
 CHUNK = 2**16  # bytes that are read at once
 LONGEST_LINE = 2**29  # bytes of a message
 FILES = 1024  # the usual limit of a process's files; the child keeps its pipe in the upper half
+TUPLE, FAILED = "\0tuple", "\0failed"  # marks in an answer, which no metric of a user is called
 SHOWN = 60  # bytes of a line that is no answer
 
 
@@ -239,9 +240,9 @@ def from_json(value: Any) -> Any:
         return [from_json(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    if list(value) == ["tuple"]:
-        return tuple(from_json(entry) for entry in value["tuple"])
-    return Failed(value["failed"]) if list(value) == ["failed"] else {k: from_json(v) for k, v in value.items()}
+    if list(value) == [TUPLE]:
+        return tuple(from_json(entry) for entry in value[TUPLE])
+    return Failed(value[FAILED]) if list(value) == [FAILED] else {k: from_json(v) for k, v in value.items()}
 
 
 def to_json(value: Any) -> Any:
@@ -249,13 +250,13 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_json(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
-        return {"tuple": [to_json(entry) for entry in value]}
+        return {TUPLE: [to_json(entry) for entry in value]}
     if isinstance(value, list):
         return [to_json(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Failed):
-        return {"failed": value.reason}
+        return {FAILED: value.reason}
     if type(value).__module__.partition(".")[0] in ("torch", "numpy"):
         return to_json((value.detach().cpu() if type(value).__module__ == "torch" else value).tolist())
     raise TypeError(f"a {type(value).__name__} cannot leave the reward process; give lists or tensors of numbers")

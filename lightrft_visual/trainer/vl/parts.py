@@ -14,7 +14,7 @@ from ...algorithms.loss_terms import PartSettings
 from ...config.vl import RunConfig
 from ...data.bad_rows import BadRow
 from ...data.prompts import PromptDataset, PromptRow, is_remote_row
-from ...data.rendering import caption_of, messages_of, render_prompt
+from ...data.rendering import caption_of, messages_of, prompt_ids, render_prompt
 from ...data.sampler import PromptSupply
 from ...experience.rollouts import Episode, PromptBatch, PromptFeatures, Rollout, Turn
 from ...models.loading import Checkpoint
@@ -258,7 +258,7 @@ def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, 
         sample = dataset.load(index)
     batch = prompt_batch([sample], checkpoint, config.data, torch.tensor([index]))
     text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
-    prompt, completion = (checkpoint.tokenizer(each)["input_ids"] for each in (batch.prompts[0], text))
+    (prompt,), completion = prompt_ids(batch.prompts, checkpoint.tokenizer), checkpoint.tokenizer(text)["input_ids"]
     completion = completion or prompt[-1:]  # an answer has a token at least, and a drawing many
     features = PromptFeatures(
         batch.prompts[0], prompt, images=batch.images[0], videos=batch.videos[0], label=sample.label,

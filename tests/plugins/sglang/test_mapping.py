@@ -1,5 +1,7 @@
 """What SGLang is asked, and how its answers are read; no package is needed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from lightrft_visual.plugins.sglang.mapping import (
 )
 
 EOS = [9]
+WORDS = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
 
 
 def prompt(**fields) -> PromptFeatures:
@@ -62,14 +65,16 @@ def test_images_go_in_as_the_trainers_own_patches():
 
 def test_a_response_with_log_probs_of_its_tokens():
     settings = SamplingSettings(max_new_tokens=2)
-    made = completion(answer(), prompt(), settings, EOS, "text")
+    made = completion(answer(), prompt(), settings, EOS, WORDS)
     assert (made.token_ids, made.log_probs, made.truncated) == ([5, 9], [-0.5, -1.5], False)
-    assert made.text == "text" and made.prompt_token_ids == [1, 2, 3]
+    assert made.text == "5" and made.prompt_token_ids == [1, 2, 3]
     assert all(type(value) is float for value in made.log_probs) and all(type(token) is int for token in made.token_ids)
-    cut = completion(answer((5, 6), kind="length"), prompt(), settings, EOS, "")
-    assert cut.truncated
+    cut = completion(answer((5, 6), kind="length"), prompt(), settings, EOS, WORDS)
+    assert cut.truncated and cut.text == "5 6"
+    whole = SamplingSettings(max_new_tokens=2, skip_special_tokens=False)
+    assert completion(answer(), prompt(), whole, EOS, WORDS).text == "5 9"
     narrowed = SamplingSettings(max_new_tokens=2, top_p=0.9)
-    assert completion(answer(), prompt(), narrowed, EOS, "").log_probs is None
+    assert completion(answer(), prompt(), narrowed, EOS, WORDS).log_probs is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_a_response_with_log_probs_of_its_tokens():
 )
 def test_answers_that_do_not_fit_are_refused(output, message):
     with pytest.raises(RolloutError, match=message):
-        completion(output, prompt(), SamplingSettings(max_new_tokens=2), EOS, "")
+        completion(output, prompt(), SamplingSettings(max_new_tokens=2), EOS, WORDS)
 
 
 def test_weights_have_the_names_that_sglangs_loaders_read():

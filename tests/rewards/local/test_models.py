@@ -7,11 +7,15 @@ from PIL import Image
 from reward_rollouts import make_samples
 from safetensors.torch import load_file, save_file
 from tiny_judges import build_classifier, save_with_head
+from tiny_models import BOS, begin_with_bos
+from transformers import AutoProcessor
 
 from lightrft_visual.config.shared import DistributedConfig, RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.models.loading import VLRewardModel
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.local.models import VLModel
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 from lightrft_visual.runtime.usercode.calls import load_reward_fn
@@ -190,6 +194,16 @@ def test_vision_language_reward_model(tmp_path):
     assert torch.allclose(together, torch.cat(single), atol=1e-5)
     other = engine.compute_rewards([make_samples(["1"], prompts=[prompts[0]], images=[[pictures[1]]])]).score
     assert not torch.allclose(other, single[0], atol=1e-4)
+
+
+def test_a_prompt_whose_template_wrote_the_first_token_has_it_once_for_a_reward_model(tmp_path):
+    build_tiny_checkpoint(tmp_path, texts=["count"])
+    save_with_head(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    begin_with_bos(processor)
+    model = VLModel("rm", VLRewardModel.from_pretrained(tmp_path), processor, False)
+    ids = model._inputs([BOS + "count", BOS + "one"], [], "cpu").sequences
+    assert (ids == processor.tokenizer.bos_token_id).sum(dim=1).tolist() == [1, 1]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from lightrft_visual.config.vl import RolloutConfig, RunConfig
 from lightrft_visual.data.media import Video
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import PromptFeatures
-from lightrft_visual.models.tiny.vlm import VISION_FAMILIES
+from lightrft_visual.models.tiny.vlm import VISION_FAMILIES, build_tokenizer
 from lightrft_visual.rollout.vllm import arguments
 from lightrft_visual.rollout.vllm.arguments import (
     HOST_CACHE,
@@ -167,6 +167,7 @@ def test_a_vllm_that_is_built_for_other_devices_is_refused_with_what_to_install(
 def test_a_vllm_that_leaves_a_videos_metadata_aside_is_told_it_beside_the_video(monkeypatch):
     """All of vLLM 0.26 to 0.30 with Qwen2.5-VL, which place frames in time: log-probs were off by 0.1."""
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine.tokenizer = build_tokenizer()
     videos = [Video(np.zeros((4, 30, 30, 3), np.uint8), {"fps": fps, "do_sample_frames": False}) for fps in (4.0, 0.5)]
     prompt = PromptFeatures("which?", [3, 5], 0, videos=videos)
     asked = {"prompt": "which?", "multi_modal_data": {"video": videos}}

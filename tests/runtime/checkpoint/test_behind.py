@@ -96,6 +96,22 @@ def test_an_error_of_the_thread_is_raised_by_finish_and_leaves_the_last_checkpoi
     manager.finish()
 
 
+def test_a_save_that_fails_before_its_thread_begins_leaves_nothing_to_the_next_one(tmp_path):
+    manager, gate = CheckpointManager(tmp_path), Gate()
+    gate.open.set()
+
+    def write(folder: Path) -> None:
+        save_state(folder / "state", {"w": torch.ones(3)})
+        raise OSError(5, "the disk is gone")
+
+    with pytest.raises(CheckpointError, match="saving checkpoint-000001 failed"):
+        manager.save(1, write, behind=True)
+    manager.save(2, gate, behind=True)
+    manager.finish()
+    assert names(tmp_path) == ["checkpoint-000002", "latest"]
+    assert list(verify(tmp_path / "checkpoint-000002")["files"]) == ["x"]
+
+
 def test_a_rank_that_fails_stays_until_rank_0_has_made_a_checkpoint_of_all_files(tmp_path, monkeypatch):
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.behind.is_rank_0", lambda: False)
     staging, stayed = tmp_path / "staging", tmp_path / "checkpoint-000001"

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from lightrft_visual.errors import RewardError
-from lightrft_visual.runtime.usercode.calls import Interrupted
-from lightrft_visual.runtime.usercode.sandbox import HEAD, CallTimeout, Connection, Worker
+from lightrft_visual.runtime.usercode.calls import Failed, Interrupted
+from lightrft_visual.runtime.usercode.sandbox import HEAD, CallTimeout, Connection, Worker, from_json, to_json
 
 SOURCE = '''
 import os, stat, subprocess, sys, threading, time
@@ -79,6 +79,7 @@ def score(number, how, data="", seconds=0.0):
         return os.system("for n in /proc/self/fd/*; do readlink $n; done | grep -q ^socket")
     return number
 '''
+METRICS = {"failed": [0.0, 1.0]}, {"tuple": [1.0]}, {"failed": 1.0, "tuple": 0.0}
 SPOILED = "sent what is no answer to this call"
 
 
@@ -221,3 +222,8 @@ def test_result_that_cannot_leave_the_process_is_an_error_and_the_process_lives(
         with pytest.raises(RewardError, match=told):
             call(worker, 2, "returns odd things", data)
     assert call(worker, 3) == 3 and worker._process is process
+
+
+@pytest.mark.parametrize("value", [*METRICS, ([1.0, Failed("no answer")], METRICS[0]), [METRICS[1], (1.0,)]])
+def test_metrics_of_any_name_leave_the_process_as_they_are_beside_tuples_and_failed_samples(value):
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value

@@ -66,8 +66,8 @@ class _Response:
         """The whole response; last: its last segment."""
         if last.image is not None:
             return replace(last, versions=self.versions)
-        text = tokenizer.decode(self.token_ids, skip_special_tokens=self.batch.settings.skip_special_tokens)
         cut = last.truncated or self.token_ids[-1] != last.token_ids[-1]
+        text = self.batch.settings.text(self.token_ids, cut, tokenizer)
         made = self.token_ids, self.log_probs, text, cut, last.prompt_token_ids
         return Completion(*made, versions=self.versions, experts=last.experts)
 
