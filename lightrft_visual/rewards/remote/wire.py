@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
 from ..batch import Failed, RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, decode_image, video_frames
@@ -142,7 +143,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     Args:
         body: the request, parsed.
         max_samples: of the request.
-        max_images: of a sample; also videos of a sample and frames of a video.
+        max_images: of a sample; also videos of a sample. A video has at most MAX_FRAMES frames.
         max_pixels: of an image or frame.
     """
     if not isinstance(body, Mapping):
@@ -162,10 +163,10 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
             raise DataError(f'"{name}" must be a list of {size} entries')
         return values
 
-    def images(sample: Any, name: str) -> list[Any]:
+    def images(sample: Any, name: str, most: int = max_images) -> list[Any]:
         sample = [sample] if isinstance(sample, str) else sample or []
-        if not isinstance(sample, list) or len(sample) > max_images:
-            raise DataError(f'"{name}" must hold lists of at most {max_images} base64 images')
+        if not isinstance(sample, list) or len(sample) > most:
+            raise DataError(f'"{name}" must hold lists of at most {most} base64 images')
         return [None if image is None else decode_image(image, max_pixels) for image in sample]
 
     prompts, metadata, videos = column("prompts", ""), column("metadata", {}), column("videos")
@@ -184,7 +185,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         references=column("references") if "references" in body else list(labels),
         metadata=[dict(sample) for sample in metadata],
         images=[images(sample, "images") for sample in column("images")],
-        videos=[[images(video, "videos") for video in sample or []] for sample in videos],
+        videos=[[images(video, "videos", MAX_FRAMES) for video in sample or []] for sample in videos],
         source_images=[images(sample, "source_images") for sample in sources],
         ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
         group_ids=list(range(size)),
