@@ -34,7 +34,8 @@ LEFT_OUT = {
     "model": ("pretrain", "critic_pretrain", "teacher_pretrain", "lora_rank", "freeze_prefix", "trainable_models"),
     "sampling": ("rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level"),
 }  # fmt: skip
-NO_TRAINING = {"max_steps": 1, "report": False, "watch": False, "save_trajectories": False}
+NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
+               "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import lightrft_visual
 from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, api, given, inference
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -303,6 +304,20 @@ def test_what_cannot_be_sampled_is_refused_before_anything_loads(asked, told):
 def test_evaluate_of_what_is_no_model_is_refused():
     with pytest.raises(ConfigError, match="model is a tuple: give a hub name"):
         inference.evaluate(("embedded", None, None), ["a"])
+
+
+@pytest.mark.plugin("embedded")
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_checkpoint_of_a_run_whose_guard_acts_is_evaluated_without_the_guard(tmp_path, monkeypatch, policy):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    judge = {"gold_recipe": "{'*': [[rule, exact, 1.0]]}", "policy": policy}
+    config = GRPOTrainer("embedded", output_dir=tmp_path, max_steps=4, config="embedded_vl", **judge).config
+    write_resolved(config, tmp_path / inference.SETTINGS)
+    (tmp_path / "checkpoint-000001").mkdir()
+    (tmp_path / "checkpoint-000001" / inference.STATE).touch()
+    checkpoint = inference.Checkpoint.of(tmp_path / "checkpoint-000001")
+    with inference._configured(checkpoint, None, None, {}) as found:
+        assert (found.guard.watch, found.guard.policy, found.guard.keeps_best) == (False, "warn", False)
 
 
 def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():
