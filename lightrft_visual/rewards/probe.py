@@ -95,6 +95,11 @@ class _Asked(Catalogue):
 class _AskedEngine(RewardComputationEngine):
     catalogue = _Asked
 
+    @property
+    def wires(self) -> dict[str, str]:
+        """{entry: wire} of every server, as they were given."""
+        return {source.entry: source.wire for source in self._all if isinstance(source, RemoteReward)}
+
     def jobs_of(self, label: str | None) -> list[Job]:
         """What scores a sample with this label; nothing where that is an error, which is raised elsewhere."""
         try:
@@ -169,7 +174,7 @@ class _Probe:
             )
         if OPENRLHF not in self.wires.values():
             return self.config.reward_wire
-        return ",".join(f"{entry}={wire}" for entry, wire in self.wires.items())
+        return ",".join(f"{entry}={wire}" for entry, wire in (engine.wires | self.wires).items())
 
     def _jobs(self, engine: _AskedEngine) -> list[tuple[Job, int]]:
         """One job of each source, with the index of a sample that it scores."""

@@ -15,6 +15,7 @@ from lightrft_visual.rewards import probe
 from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rewards.probe import plausible_media, probed
+from lightrft_visual.rewards.remote.wire import wires_of
 
 FUNCTIONS = {
     "wrong_length": ("return [1.0, 2.0]", "returned 2 scores for 1 samples"),
@@ -172,6 +173,17 @@ def test_openrlhfs_wire_is_recognised_from_the_reply_and_carries_images(kind, se
     by_wire = {"query" in body: body for body in server.bodies}
     assert len(by_wire) == 2 and all(len(body["images"][0][0]) > 20 for body in by_wire.values())
     rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("auto,openrlhf,auto", "openrlhf"), ("auto,lightrft,auto", "lightrft"), ("openrlhf", "openrlhf")],
+)
+def test_server_that_no_sample_asks_keeps_its_wire_where_another_is_recognised(given, kept, server):
+    urls = [f"{server.base}/{name}" for name in ("theirs", "good", "openrlhf")]
+    recipe = "{a: [[remote, '0', 1.0], [remote, '2', 1.0]], c: [[remote, '1', 1.0]]}"
+    config = ask(remote_rm_url=",".join(urls), reward_recipe=recipe, reward_wire=given)
+    assert wires_of(config.reward_wire, dict(enumerate(urls)))[urls[1]] == kept
 
 
 @pytest.mark.parametrize(
