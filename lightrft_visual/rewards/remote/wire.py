@@ -1,7 +1,7 @@
 """The JSON of remote rewards, ours and OpenRLHF's: requests and replies, written and read with limits."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -12,37 +12,37 @@ import torch
 from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
 from ..batch import Failed, RewardBatch, Scores, metric_name
-from ..imaging import MAX_PIXELS, decode_image, video_frames
+from ..imaging import MAX_PIXELS, EncodedImages, decode_image
 from ..local.callables import MAX_SCORE, SCORE_KEYS
 
 LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
 NOT_SCORED = "the server could not score it"
 MAX_EXTRAS = 200  # further numbers by name that one reply may bring
-Encode = Callable[[Any], str | None]
 
 
 class BadReply(Exception):
     """A reply that holds nothing usable for any sample; the text says why, without repeating the reply."""
 
 
-def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
+def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_format: str = "png") -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them.
 
     Args:
         batch: the samples of the request.
         wire: LIGHTRFT or OPENRLHF.
-        encode: an image or frame as text; None for a missing image.
+        encoded: holds images and videos that are encoded already.
+        image_format: png or jpeg.
     """
     if wire == OPENRLHF:
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
-        return own | _media(batch, encode)
+        return own | _media(batch, encoded, image_format)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
             body[name] = _plain(values)
     if any(batch.metadata):
         body["metadata"] = _plain(batch.metadata)
-    return body | _media(batch, encode)
+    return body | _media(batch, encoded, image_format)
 
 
 def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
@@ -69,14 +69,14 @@ def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
     return {"": AUTO} | dict(zip(remotes.values(), parts))
 
 
-def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
+def _media(batch: RewardBatch, encoded: EncodedImages, image_format: str) -> dict[str, Any]:
     """The fields of images and videos, where there are any."""
     body: dict[str, Any] = {}
     for name, samples in (("images", batch.images), ("source_images", batch.source_images)):
         if any(samples):
-            body[name] = [[encode(image) for image in sample] for sample in samples]
+            body[name] = [[encoded.encode(image, image_format) for image in sample] for sample in samples]
     if any(batch.videos):
-        body["videos"] = [[[encode(f) for f in video_frames(video)] for video in sample] for sample in batch.videos]
+        body["videos"] = [[encoded.frames(video, image_format) for video in sample] for sample in batch.videos]
     return body | ({"generated": True} if batch.generated else {})
 
 
