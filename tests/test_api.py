@@ -198,6 +198,16 @@ def test_functions_of_one_name_have_weights_of_their_own():
     engine.close()
 
 
+@pytest.mark.parametrize("weights", [None, [2.0, 0.5]])
+def test_a_file_with_reward_func_is_summed_with_a_scorer_and_weighed(tmp_path, weights):
+    (tmp_path / "mine.py").write_text("def reward_func(queries):\n    return [1.0] * len(queries)\n")
+    trainer = GRPOTrainer(reward_funcs=[tmp_path / "mine.py", "exact"], reward_weights=weights)
+    engine = RewardComputationEngine.from_config(trainer.config.reward)
+    wanted = 2.0 if weights is None else 2.5
+    assert engine.score_media([""], references=[""]).score.tolist() == [wanted]
+    engine.close()
+
+
 def rows_of(data, split="train"):
     config = GRPOTrainer(train_dataset=data).config
     source = open_source(config.data.prompt_data, split)
