@@ -10,7 +10,7 @@ from PIL import Image
 from reward_servers import FaultyServer, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import probe
 from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -112,6 +112,41 @@ def test_function_that_aggregates_is_asked_with_a_score_of_each_reward(functions
     ask(reward_fn=f"{functions}:by_hand", reward_pretrain="/no/such/model")
     with pytest.raises(ConfigError, match="raised IndexError"):
         ask(reward_fn=f"{functions}:by_hand_wrong", reward_pretrain="/no/such/model")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"reward_fn": "{}:good"},
+        {"reward_fn": "{}:picky", "on_reward_error": "skip"},
+        {"reward_fn": "{}:by_hand", "reward_pretrain": "/no/such/model"},
+        {"reward_recipe": "{{a: [[func, '{0}:good', 1.0]], b: [[func, '{0}:raises', 1.0]]}}"},
+    ],
+    ids=["sum", "several", "by hand", "label without another sample"],
+)
+def test_sample_whose_media_cannot_be_read_is_passed_over(functions, config):
+    asked = []
+
+    def loaded(index):
+        if index in (0, 2):
+            raise DataError("rows.jsonl:1: image truncated", "image damaged")
+        asked.append(index)
+        return batch_from_media(["a red ball"], labels=["b"])
+
+    probed(RewardConfig(**{name: text.format(functions) for name, text in config.items()}), DATA, loaded)
+    assert asked == [1]
+
+
+def test_any_error_of_ours_is_raised_on_every_rank(functions, monkeypatch):
+    told = []
+    monkeypatch.setattr(probe.collectives, "broadcast_object", lambda found: told.append(found) or found)
+
+    def broken(index):
+        raise RewardError("an image to score has values that are not finite")
+
+    with pytest.raises(RewardError, match="not finite"):
+        probed(RewardConfig(reward_fn=f"{functions}:good"), DATA, broken)
+    assert isinstance(told[0], RewardError)
 
 
 def test_function_behind_a_limit_that_hangs_is_refused(tmp_path):
