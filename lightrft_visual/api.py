@@ -38,7 +38,7 @@ from .config.leaves import names_of
 from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError
-from .given import forget, give, names_given
+from .given import forget, give, given, is_given, names_given, source_of
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -332,9 +332,9 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
 
     def _training_data(self, data: Any, split: str) -> dict[str, Any]:
         named = data_of(data, "train_dataset", split)
-        first = data[0] if isinstance(data, Sequence) and not isinstance(data, str) and data else {}
-        columns = set(getattr(data, "column_names", None) or first)
-        return {"pair_data" if columns & {"chosen", "jpg_0"} else "prompt_data": named}
+        first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
+        pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
+        return {"pair_data" if pairs else "prompt_data": named}
 
 
 def _shown(kind: type[_Trainer]) -> None:

@@ -246,6 +246,29 @@ def test_diffusion_trainers_take_texts_pairs_by_their_columns_and_one_differenti
         lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
 
 
+PAIRS = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
+FORMS_OF_ROWS = {
+    "rows": lambda rows: rows,
+    "columns": lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
+    "dataset": datasets.Dataset.from_list,
+    "datasets": lambda rows: datasets.DatasetDict(train=datasets.Dataset.from_list(rows)),
+    "transformed": lambda rows: datasets.Dataset.from_list([{"row": 0}]).with_transform(
+        lambda batch: {name: [row[name] for row in rows] for name in rows[0]}
+    ),
+    "hub": lambda rows: "org/pairs",
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_ROWS)
+def test_pairs_of_every_form_are_trained_on_offline_and_prompts_online(monkeypatch, form):
+    for rows, offline in ((PAIRS, True), (ROWS, False)):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, own=rows, **__: datasets.Dataset.from_list(own))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "")
+        reward = None if offline else score
+        data = lightrft_visual.DiffusionDPOTrainer(None, reward, FORMS_OF_ROWS[form](rows)).config.data
+        assert (data.pair_data is not None) == offline and data.prompt_data.startswith("python:")
+
+
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
     def load(name, split):
         if name != "org/questions":
