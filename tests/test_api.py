@@ -287,9 +287,19 @@ def test_loaded_model_without_its_processor_is_refused():
         GRPOTrainer(SimpleNamespace(save_pretrained=pytest.fail), score, ROWS).fit()
 
 
-def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkeypatch, tmp_path):
+def of_another_run(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+
+def of_another_host(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+
+
+@pytest.mark.parametrize(("other_place", "world"), [(of_another_run, "1"), (of_another_host, "2")])
+def test_a_loaded_model_has_a_folder_for_each_run_and_host_of_a_cache(monkeypatch, tmp_path, other_place, world):
     """One that ends first takes its folder away, and its processor may be another."""
-    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    for name, value in {"LIGHTRFT_CACHE": str(tmp_path), "WORLD_SIZE": world, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
 
     class Loaded:
         components = {}
@@ -298,7 +308,7 @@ def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkey
             (folder / "config.json").write_text("{}")
 
     with saved(Loaded()) as one:
-        monkeypatch.setattr(os, "getpid", lambda: 1)
+        other_place(monkeypatch)
         with saved(Loaded()) as other:
             assert other != one
         assert (one / "config.json").is_file() and not other.exists()
