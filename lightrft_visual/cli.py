@@ -182,10 +182,10 @@ def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], 
     from .observe.images import write_mp4
 
     shown = [str(Path(image).resolve()) for image in images]
-    rows = [{"prompt": text, "images": shown, "draw": draw} for text in prompts]
+    rows = [{"prompt": text, "draw": draw} for text in prompts]
     given, draws = _pairs(settings), Checkpoint.of(checkpoint).draws  # then they are arguments of a pipeline
     given |= {name: _value(text) for name, text in given.items() if draws or name == "temperature"}
-    found = made(checkpoint, rows, n=count, seed=seed, **given)
+    found = made(checkpoint, rows, [shown] * len(rows) if shown else None, n=count, seed=seed, **given)
     for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):
             if isinstance(each, str):

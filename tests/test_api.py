@@ -327,7 +327,7 @@ CHAT = [{"role": "user", "content": "how many?"}]
     ],
 )  # fmt: skip
 def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompts, images, rows):
-    assert inference._asked(prompts, images) == rows
+    assert inference._asked(prompts, images, "images") == rows
 
 
 @pytest.mark.parametrize(
