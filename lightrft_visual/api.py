@@ -182,7 +182,8 @@ class _Trainer:
         with self.model_on_disk(), tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch:
             config = copy.deepcopy(self.config)
             output = config.output
-            output.resume_from = None if result is None else str(_newest(result))
+            folder = output.ckpt_path or output.output_dir
+            output.resume_from, output.load_checkpoint = None if result is None else str(_newest(folder)), False
             output.output_dir, output.save_path, output.ckpt_path = os.path.join(scratch, "run"), None, None
             output.save_steps, output.report = -1, False
             with started(config) as trainer:
@@ -361,11 +362,11 @@ for _kind in TRAINERS:
 # -- results, evaluation, samples ------------------------------------------------------------------------------------
 
 
-def _newest(result: Result) -> Path:
-    """The checkpoint of a run from which it would go on."""
+def _newest(folder: str) -> Path:
+    """The checkpoint in a folder from which a run would go on."""
     from .runtime.checkpoint.manager import resolve_resume
 
-    return resolve_resume("auto", str(result.output_dir))
+    return resolve_resume("auto", folder)
 
 
 def _result(trainer: Any, history: _History) -> Result:

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,27 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
         with pytest.raises(ConfigError, match="this trainer is closed"):
             work()
     other.close()
+
+
+@pytest.mark.plugin("embedded")
+def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_saved_its_own(monkeypatch, tmp_path):
+    from lightrft_visual import launch
+    from lightrft_visual.runtime.checkpoint import manager
+
+    seen = []
+
+    @contextmanager
+    def started(config):
+        seen.append((config.output.resume_from, config.output.load_checkpoint))
+        yield SimpleNamespace(evaluate=lambda: {"eval_reward": 1.0})
+
+    monkeypatch.setattr(launch, "started", started)
+    monkeypatch.setattr(manager, "resolve_resume", lambda source, root: Path(root, source))
+    trainer = GRPOTrainer("embedded", load_checkpoint=True, output_dir=tmp_path / "out", ckpt_path=tmp_path / "saved")
+    assert trainer.evaluate() == {"eval_reward": 1.0}
+    trainer._result = api.Result({"step": 2.0}, [], [], tmp_path / "out", None, None)
+    trainer.evaluate()
+    assert seen == [(None, False), (str(tmp_path / "saved" / "auto"), False)]
 
 
 class Broken(list):
