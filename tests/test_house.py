@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2165, "experience": 3098, "config": 4731, "runtime": 5576, "data": 3196,
-    "models": 5878, "rollout": 5070, "rewards": 4012, "algorithms": 1800, "trainer": 7257, "observe": 3505,
+    "": 2165, "experience": 3098, "config": 4731, "runtime": 5576, "data": 3199,
+    "models": 5878, "rollout": 5070, "rewards": 4022, "algorithms": 1800, "trainer": 7259, "observe": 3505,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
