@@ -38,7 +38,7 @@ from .config.leaves import names_of
 from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError
-from .given import forget, give, names_given
+from .given import forget, give, given, is_given, names_given, source_of
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -182,7 +182,8 @@ class _Trainer:
         with self.model_on_disk(), tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch:
             config = copy.deepcopy(self.config)
             output = config.output
-            output.resume_from = None if result is None else str(_newest(result))
+            folder = output.ckpt_path or output.output_dir
+            output.resume_from, output.load_checkpoint = None if result is None else str(_newest(folder)), False
             output.output_dir, output.save_path, output.ckpt_path = os.path.join(scratch, "run"), None, None
             output.save_steps, output.report = -1, False
             with started(config) as trainer:
@@ -332,9 +333,9 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
 
     def _training_data(self, data: Any, split: str) -> dict[str, Any]:
         named = data_of(data, "train_dataset", split)
-        first = data[0] if isinstance(data, Sequence) and not isinstance(data, str) and data else {}
-        columns = set(getattr(data, "column_names", None) or first)
-        return {"pair_data" if columns & {"chosen", "jpg_0"} else "prompt_data": named}
+        first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
+        pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
+        return {"pair_data" if pairs else "prompt_data": named}
 
 
 def _shown(kind: type[_Trainer]) -> None:
@@ -361,11 +362,11 @@ for _kind in TRAINERS:
 # -- results, evaluation, samples ------------------------------------------------------------------------------------
 
 
-def _newest(result: Result) -> Path:
-    """The checkpoint of a run from which it would go on."""
+def _newest(folder: str) -> Path:
+    """The checkpoint in a folder from which a run would go on."""
     from .runtime.checkpoint.manager import resolve_resume
 
-    return resolve_resume("auto", str(result.output_dir))
+    return resolve_resume("auto", folder)
 
 
 def _result(trainer: Any, history: _History) -> Result:

@@ -6,6 +6,7 @@ import math
 import numbers
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -238,7 +239,8 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
     run = os.getpid() if os.environ.get("WORLD_SIZE", "1") == "1" else os.environ.get("MASTER_PORT", "")
-    folder = cache_root() / "given" / f"{_digest(model)}-{run}"  # another run on the host does not remove it
+    # Neither another run nor another host, with which the cache may be shared, removes it.
+    folder = cache_root() / "given" / f"{_digest(model)}-{socket.gethostname()}-{run}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first and not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

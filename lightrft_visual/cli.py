@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
+from omegaconf.errors import OmegaConfBaseException
 
 from .config import registry
 from .config.command_line import help_text
 from .config.leaves import Leaf, names_of
 from .config.load import CONFIG_DIRS, config_or_exit
-from .config.recipes import available
+from .config.recipes import available, yaml_value
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError, LightRFTVisualError, did_you_mean, refused_as
 
@@ -175,12 +177,15 @@ def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], 
             out: str, settings: tuple[str, ...]) -> None:  # fmt: skip
     """What CHECKPOINT answers, or draws into a folder; SETTINGS as --name value."""
     _without_greeting()
+    from .inference import Checkpoint
     from .inference import sample as made
     from .observe.images import write_mp4
 
     shown = [str(Path(image).resolve()) for image in images]
-    rows = [{"prompt": text, "images": shown, "draw": draw} for text in prompts]
-    found = made(checkpoint, rows, n=count, seed=seed, **_pairs(settings))
+    rows = [{"prompt": text, "draw": draw} for text in prompts]
+    given, draws = _pairs(settings), Checkpoint.of(checkpoint).draws  # then they are arguments of a pipeline
+    given |= {name: _value(text) for name, text in given.items() if draws or name == "temperature"}
+    found = made(checkpoint, rows, [shown] * len(rows) if shown else None, n=count, seed=seed, **given)
     for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):
             if isinstance(each, str):
@@ -200,18 +205,25 @@ HERE = {  # arguments of the functions in Python, as `eval` and `sample` call th
 
 
 def _pairs(words: Sequence[str]) -> dict[str, Any]:
-    """{name: value} of --name value and name=value. Values are YAML."""
-    import yaml
-
+    """{name: text} of --name value and name=value."""
     found, rest = {}, list(words)
     while rest:
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[name.replace("-", "_")] = yaml.safe_load(value)
+        found[name.replace("-", "_")] = value
     for name in found.keys() & HERE.keys():
         raise ConfigError(f"--{name}: here {HERE[name]}")
     return found
+
+
+def _value(text: str) -> Any:
+    """A number, a list, true, false or null; any other text as it is."""
+    try:
+        found = yaml_value(text)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return text
+    return found if isinstance(found, bool | int | float | list) or text == "null" else text
 
 
 def _without_greeting() -> None:

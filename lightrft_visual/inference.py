@@ -34,7 +34,8 @@ LEFT_OUT = {
     "model": ("pretrain", "critic_pretrain", "teacher_pretrain", "lora_rank", "freeze_prefix", "trainable_models"),
     "sampling": ("rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level"),
 }  # fmt: skip
-NO_TRAINING = {"max_steps": 1, "report": False, "watch": False, "save_trajectories": False}
+NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
+               "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class Checkpoint:
         """Whether it is a diffusion model's."""
         path = Path(self.path)
         return "sampling" in self.run or (path / PIPELINE).is_file() or (path / ADAPTER).is_file()
+
+    @property
+    def image_key(self) -> str:
+        """The column in which a run reads the images of a row."""
+        flag, usual = ("image_key", "input_image") if self.draws else ("images_key", "images")
+        return (self.run.get("data") or {}).get(flag) or usual
 
     @contextmanager
     def model(self, scratch: str) -> Iterator[str]:
@@ -255,17 +262,18 @@ def sample(
     """
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"n is {n!r}: how many samples of each prompt, 1 or more")
-    listed = _asked(prompts, images)
     with _on_disk(model) as checkpoint:
         found = Checkpoint.of(checkpoint, base)
+        listed = _asked(prompts, images, found.image_key)
         if found.draws and found.resumable:
             with _exported(found, settings) as final:
                 return _drawn(final, listed, n, seed, settings)
         return (_drawn if found.draws else _answered)(found, listed, n, seed, settings)
 
 
-def _asked(prompts: Any, images: Any) -> list[Any]:
-    """Prompts with their images, as rows. One text, row or conversation alone may come with its images alone."""
+def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
+    """Prompts with their images in this column, as rows. One text, row or conversation alone may come with its images
+    alone."""
     alone = isinstance(prompts, str | Mapping)
     if not hasattr(prompts, "__iter__"):
         raise ConfigError(f"prompts is a {type(prompts).__name__}: give a text, a row, or a list of them")
@@ -279,7 +287,7 @@ def _asked(prompts: Any, images: Any) -> list[Any]:
     if len(images) != len(rows):
         raise ConfigError(f"{len(rows)} prompts come with images for {len(images)}")
     shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
-    return [{**row, "images": own} for row, own in zip(rows, shown)]
+    return [{**row, image_key: own} for row, own in zip(rows, shown)]
 
 
 @contextmanager
@@ -321,11 +329,13 @@ def _drawn(
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from .data.drawing_prompts import image_column, images_in
     from .data.media import load_image
 
     if not all(isinstance(each, Mapping) and isinstance(each.get("prompt"), str) for each in prompts):
         raise ConfigError("a diffusion model draws texts: give each, or a mapping with one under 'prompt'")
-    given = [[load_image(image) for image in each.get("images") or []] for each in prompts]  # before anything is loaded
+    cells = [each.get(image_column(each, checkpoint.image_key)) for each in prompts]
+    given = [[load_image(image) for image in images_in(cell)] for cell in cells]  # before anything is loaded
     device = get_accelerator().device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)

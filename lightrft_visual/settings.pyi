@@ -138,7 +138,7 @@ class VLSettings(TypedDict, total=False):
     use_fire: bool
     """first token at first_token_temperature (arXiv 2410.21236). Default: False."""
     first_token_temperature: float
-    """of the first token, with diversify_first_token. Default: 10.0."""
+    """of the first token, with use_fire. Default: 10.0."""
     guidance_scale: float
     """classifier-free guidance of drawn images; 1 is none. Default: 1.0."""
     guidance_log_probs: str

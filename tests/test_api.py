@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import lightrft_visual
 from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, api, given, inference
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -127,6 +129,27 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
     other.close()
 
 
+@pytest.mark.plugin("embedded")
+def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_saved_its_own(monkeypatch, tmp_path):
+    from lightrft_visual import launch
+    from lightrft_visual.runtime.checkpoint import manager
+
+    seen = []
+
+    @contextmanager
+    def started(config):
+        seen.append((config.output.resume_from, config.output.load_checkpoint))
+        yield SimpleNamespace(evaluate=lambda: {"eval_reward": 1.0})
+
+    monkeypatch.setattr(launch, "started", started)
+    monkeypatch.setattr(manager, "resolve_resume", lambda source, root: Path(root, source))
+    trainer = GRPOTrainer("embedded", load_checkpoint=True, output_dir=tmp_path / "out", ckpt_path=tmp_path / "saved")
+    assert trainer.evaluate() == {"eval_reward": 1.0}
+    trainer._result = api.Result({"step": 2.0}, [], [], tmp_path / "out", None, None)
+    trainer.evaluate()
+    assert seen == [(None, False), (str(tmp_path / "saved" / "auto"), False)]
+
+
 class Broken(list):
     def __getitem__(self, index):
         raise ZeroDivisionError("division by zero")
@@ -197,6 +220,16 @@ def test_functions_of_one_name_have_weights_of_their_own():
     engine.close()
 
 
+@pytest.mark.parametrize("weights", [None, [2.0, 0.5]])
+def test_a_file_with_reward_func_is_summed_with_a_scorer_and_weighed(tmp_path, weights):
+    (tmp_path / "mine.py").write_text("def reward_func(queries):\n    return [1.0] * len(queries)\n")
+    trainer = GRPOTrainer(reward_funcs=[tmp_path / "mine.py", "exact"], reward_weights=weights)
+    engine = RewardComputationEngine.from_config(trainer.config.reward)
+    wanted = 2.0 if weights is None else 2.5
+    assert engine.score_media([""], references=[""]).score.tolist() == [wanted]
+    engine.close()
+
+
 def rows_of(data, split="train"):
     config = GRPOTrainer(train_dataset=data).config
     source = open_source(config.data.prompt_data, split)
@@ -235,6 +268,29 @@ def test_diffusion_trainers_take_texts_pairs_by_their_columns_and_one_differenti
         lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
 
 
+PAIRS = [{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}]
+FORMS_OF_ROWS = {
+    "rows": lambda rows: rows,
+    "columns": lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
+    "dataset": datasets.Dataset.from_list,
+    "datasets": lambda rows: datasets.DatasetDict(train=datasets.Dataset.from_list(rows)),
+    "transformed": lambda rows: datasets.Dataset.from_list([{"row": 0}]).with_transform(
+        lambda batch: {name: [row[name] for row in rows] for name in rows[0]}
+    ),
+    "hub": lambda rows: "org/pairs",
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_ROWS)
+def test_pairs_of_every_form_are_trained_on_offline_and_prompts_online(monkeypatch, form):
+    for rows, offline in ((PAIRS, True), (ROWS, False)):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, own=rows, **__: datasets.Dataset.from_list(own))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "")
+        reward = None if offline else score
+        data = lightrft_visual.DiffusionDPOTrainer(None, reward, FORMS_OF_ROWS[form](rows)).config.data
+        assert (data.pair_data is not None) == offline and data.prompt_data.startswith("python:")
+
+
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
     def load(name, split):
         if name != "org/questions":
@@ -253,9 +309,19 @@ def test_loaded_model_without_its_processor_is_refused():
         GRPOTrainer(SimpleNamespace(save_pretrained=pytest.fail), score, ROWS).fit()
 
 
-def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkeypatch, tmp_path):
+def of_another_run(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+
+def of_another_host(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+
+
+@pytest.mark.parametrize(("other_place", "world"), [(of_another_run, "1"), (of_another_host, "2")])
+def test_a_loaded_model_has_a_folder_for_each_run_and_host_of_a_cache(monkeypatch, tmp_path, other_place, world):
     """One that ends first takes its folder away, and its processor may be another."""
-    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    for name, value in {"LIGHTRFT_CACHE": str(tmp_path), "WORLD_SIZE": world, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
 
     class Loaded:
         components = {}
@@ -264,7 +330,7 @@ def test_two_runs_of_one_loaded_model_on_a_host_have_folders_of_their_own(monkey
             (folder / "config.json").write_text("{}")
 
     with saved(Loaded()) as one:
-        monkeypatch.setattr(os, "getpid", lambda: 1)
+        other_place(monkeypatch)
         with saved(Loaded()) as other:
             assert other != one
         assert (one / "config.json").is_file() and not other.exists()
@@ -283,7 +349,7 @@ CHAT = [{"role": "user", "content": "how many?"}]
     ],
 )  # fmt: skip
 def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompts, images, rows):
-    assert inference._asked(prompts, images) == rows
+    assert inference._asked(prompts, images, "images") == rows
 
 
 @pytest.mark.parametrize(
@@ -303,6 +369,20 @@ def test_what_cannot_be_sampled_is_refused_before_anything_loads(asked, told):
 def test_evaluate_of_what_is_no_model_is_refused():
     with pytest.raises(ConfigError, match="model is a tuple: give a hub name"):
         inference.evaluate(("embedded", None, None), ["a"])
+
+
+@pytest.mark.plugin("embedded")
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_a_checkpoint_of_a_run_whose_guard_acts_is_evaluated_without_the_guard(tmp_path, monkeypatch, policy):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    judge = {"gold_recipe": "{'*': [[rule, exact, 1.0]]}", "policy": policy}
+    config = GRPOTrainer("embedded", output_dir=tmp_path, max_steps=4, config="embedded_vl", **judge).config
+    write_resolved(config, tmp_path / inference.SETTINGS)
+    (tmp_path / "checkpoint-000001").mkdir()
+    (tmp_path / "checkpoint-000001" / inference.STATE).touch()
+    checkpoint = inference.Checkpoint.of(tmp_path / "checkpoint-000001")
+    with inference._configured(checkpoint, None, None, {}) as found:
+        assert (found.guard.watch, found.guard.policy, found.guard.keeps_best) == (False, "warn", False)
 
 
 def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from waiting import finished
 
-from lightrft_visual import cli
+from lightrft_visual import cli, inference
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import doctor
@@ -108,10 +109,39 @@ def test_recipes_are_listed_shown_and_copied(tmp_path):
 
 def test_pairs_of_words_are_settings_and_arguments_of_the_functions_in_python_are_told_by_their_flags():
     words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
-    assert cli._pairs(words) == {"temperature": 0.5, "engine_type": "hf", "bf16": True, "top_k": 3, "seed": 4}
+    wanted = {"temperature": "0.5", "engine_type": "hf", "bf16": "true", "top_k": "3", "seed": "4"}
+    assert cli._pairs(words) == wanted
     for words in (["--model", "x"], ["--prompts=a"]):
         with pytest.raises(ConfigError, match=f"{words[0].partition('=')[0]}: here .*"):
             cli._pairs(words)
+
+
+TEXTS = {"system_prompt": "Rules: answer # briefly", "prompt_split": "@x", "format": "1e3"}
+NUMBERS = {"temperature": ("1e-1", 0.1), "bf16": ("false", False), "sigmas": ("[1.0, 0.5]", [1.0, 0.5])}
+
+
+@pytest.mark.parametrize(
+    ("verb", "config", "read"),
+    [("eval", "{}", ()), ("sample", "{}", ("temperature",)), ("sample", "{sampling: {height: 8}}", NUMBERS)],
+    ids=["eval", "answers", "draws"],
+)
+def test_settings_reach_a_run_as_they_were_written_and_a_pipeline_as_numbers(tmp_path, monkeypatch, verb, config, read):
+    """Of a pipeline text stays text, too, whatever YAML would make of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.resolved.yaml").write_text(config)
+    (tmp_path / "checkpoint-final").mkdir()
+    seen = {}
+    for name in ("evaluation", "sample"):
+        monkeypatch.setattr(inference, name, lambda *_, **settings: seen.update(settings) or {"metrics": {}})
+    texts = TEXTS if read is not NUMBERS else {"negative_prompt": "blurry: yes", "prompt_2": "", "sound": "@x"}
+    written = texts | {name: text for name, (text, _) in NUMBERS.items()}
+    more = ["--prompt", "a"] if verb == "sample" else []
+    with suppress(KeyError):  # of conditions that were not measured
+        command(
+            verb, str(tmp_path / "checkpoint-final"), *more, *(f"--{name}={text}" for name, text in written.items())
+        )
+    assert {name: seen[name] for name in texts} == texts
+    assert {name: seen[name] for name in NUMBERS} == {name: NUMBERS[name][name in read] for name in NUMBERS}
 
 
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):

@@ -1,6 +1,7 @@
 """`sample` of diffusion models beside those that draw images from text: videos, edits, other names of the guidance."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import diffusers
@@ -96,6 +97,35 @@ def test_sample_video_depends_on_the_image_of_the_prompt_and_an_edit_has_the_run
     folder = left_by_a_run(tmp_path / "edit", "flux_kontext")
     ((image,),) = sample(folder, ["a"], images=[red], _auto_resize=False)
     assert image.size == (48, 32)
+
+
+def test_sample_reads_images_from_the_column_that_the_run_does_and_those_given_beside_the_prompts_win(tmp_path):
+    red, blue = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
+    usual = left_by_a_run(tmp_path / "usual", "wan_i2v", width=32, frames=5)
+    named = shutil.copytree(usual.parent, tmp_path / "named") / usual.name
+    with open(named.parent / "config.resolved.yaml", "a") as file:
+        file.write("data: {image_key: photo}\n")
+    (wanted,) = sample(usual, ["it moves"], images=[red])[0]
+    for folder, row, images in (
+        (usual, {"input_image": red}, None),
+        (usual, {"input_image": red, "images": [blue]}, None),
+        (usual, {"image": red}, None),
+        (usual, {"input_image": blue}, red),
+        (named, {"photo": [red], "input_image": blue}, None),
+        (named, {}, red),
+    ):
+        (found,) = sample(folder, {"prompt": "it moves"} | row, images=images)[0]
+        assert (pixels(found) == pixels(wanted)).all(), row
+
+
+def test_sample_command_gives_the_images_where_the_run_reads_them(tmp_path):
+    folder, out = left_by_a_run(tmp_path, "wan_i2v", width=32, frames=5), tmp_path / "drawn"
+    with open(tmp_path / "config.resolved.yaml", "a") as file:
+        file.write("data: {image_key: photo}\n")
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    words = ["--prompt", "a", "--prompt", "b", "--image", str(tmp_path / "red.png"), "--out", str(out)]
+    told = CliRunner().invoke(cli, ["sample", str(folder), *words])
+    assert told.exit_code == 0 and len(list(out.glob("*.mp4"))) == 2, told.output
 
 
 def test_sample_settings_are_the_pipelines_arguments_or_a_runs_steps(tmp_path):

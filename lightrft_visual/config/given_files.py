@@ -123,7 +123,7 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
     if given(config.reward, "reward_recipe") or given(config.reward, "components"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
     if given(config.guard, "gold_recipe"):
-        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold)
+        yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold(config.reward))
     packages = {
         given(config.rollout if hasattr(config, "rollout") else None, "engine_type"): True,
         "liger_kernel": given(config.model, "use_liger_kernel"),

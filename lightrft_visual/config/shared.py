@@ -56,6 +56,11 @@ def default_held_out(data: Any, tasks: Container[str | None]) -> None:
         data.eval_data = None
 
 
+# Settings of RewardConfig that are of calls, whichever reward is called.
+OF_CALLS = (
+    "reward_probe", "reward_timeout", "reward_retries", "reward_concurrency", "reward_token_env", "reward_image_format",
+    "reward_fn_timeout",
+)  # fmt: skip
 REWARDS = ("reward_fn", "reward_pretrain", "remote_rm_url", "components", "reward_recipe")  # settings that name one
 
 
@@ -212,12 +217,12 @@ class GuardConfig(Section):
         require(not self.keeps_best or gold, need + "name a judge by --gold_recipe or --gold_fn")
         require(not self.keeps_best or evaluated, need + "name held-out prompts by --eval_data")
 
-    @property
-    def gold(self) -> RewardConfig | None:
-        """How gold is scored; None where nothing is named."""
+    def gold(self, reward: RewardConfig) -> RewardConfig | None:
+        """How gold is scored; None where nothing is named. reward: of the run, for limits and token of calls."""
         if self.gold_recipe is None and self.gold_fn is None:
             return None
-        return RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn)
+        calls = {name: getattr(reward, name) for name in OF_CALLS}
+        return RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
 
 
 @dataclass

@@ -185,7 +185,7 @@ class RolloutConfig(Section):
     generate_max_len: PositiveInt = 1024  # tokens of a response
     min_new_tokens: NonNegativeInt = 1  # no response ends before
     use_fire: bool = False  # first token at first_token_temperature (arXiv 2410.21236)
-    first_token_temperature: PositiveFloat = 10.0  # of the first token, with diversify_first_token
+    first_token_temperature: PositiveFloat = 10.0  # of the first token, with use_fire
     guidance_scale: PositiveFloat = 1.0  # classifier-free guidance of drawn images; 1 is none
     # of drawn tokens: of what they are drawn from, or of the prompt alone (one forward pass less to train on)
     guidance_log_probs: Annotated[str, one_of("guided", "conditional")] = "guided"
@@ -348,7 +348,7 @@ class RunConfig(Section):
         task = registry.tasks[name] if name in registry.tasks else None
         other = task is not None and (self.reward.given or task.reward is not None)
         own = RewardConfig(components=dict(task.gold)) if other and task.gold else None
-        return self.guard.gold or own
+        return self.guard.gold(self.reward) or own
 
     def _check_offload(self) -> None:
         zero, rollout = self.distributed, self.rollout

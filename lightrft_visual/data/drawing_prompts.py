@@ -67,7 +67,7 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
     prompt = _text(raw.get(config.input_key), raw, name, config)
     if len(prompt) > MAX_CAPTION:
         raise DataError(f"{name}: the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
-    column = _image_column(raw, config)
+    column = image_column(raw, config.image_key)
     images = _images(raw, column, name, most_images, root) if most_images else []
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
     read = {config.image_key} | ({column} if images else set())
@@ -100,17 +100,21 @@ def _text(prompt: Any, raw: Mapping[str, Any], name: str, config: DiffusionDataC
     return prompt
 
 
-def _image_column(raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
+def image_column(raw: Mapping[str, Any], image_key: str) -> str:
     """The column that the flag names; where nobody has set it and it is empty, one under a usual name."""
-    if config.image_key != DiffusionDataConfig.image_key or not _empty(raw.get(config.image_key)):
-        return config.image_key
-    return next((name for name in USUAL_COLUMNS if not _empty(raw.get(name))), config.image_key)
+    if image_key != DiffusionDataConfig.image_key or not _empty(raw.get(image_key)):
+        return image_key
+    return next((name for name in USUAL_COLUMNS if not _empty(raw.get(name))), image_key)
+
+
+def images_in(cell: Any) -> list[Any]:
+    """The images of a cell: one or a list of them, or none."""
+    return list(cell) if isinstance(cell, (list, tuple)) else [] if _empty(cell) else [cell]
 
 
 def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any) -> list[Any]:
     """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
-    cell = raw.get(column)
-    found = list(cell) if isinstance(cell, (list, tuple)) else [cell]
+    found = images_in(raw.get(column))
     if any(map(_empty, found)) or not found:
         usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
         where = " or ".join(repr(each) for each in (column, *usual))

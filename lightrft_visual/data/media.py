@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # where there are no tensors, torch takes seconds and makes a
 # No vector formats: Pillow hands those (EPS, WMF) to external programs. JPEG includes MPO.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_IMAGE_PIXELS = 50_000_000
+MAX_FRAMES = 768  # of a video
 MAX_ASPECT_RATIO = 200  # as Qwen's image processors have it
 MAX_FILE_BYTES = 512 * 2**20
 FETCH_TIMEOUT = 30.0  # seconds

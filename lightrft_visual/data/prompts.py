@@ -62,7 +62,7 @@ class RowChecks:
 @dataclass(frozen=True)
 class _Found:
     """A sound row, without its media. tokens: of its videos and images beyond their placeholders; text: rendered;
-    draws: whether it asks for an image."""
+    draws: whether it asks for an image; videos: whether it has any."""
 
     label: str | None
     columns: frozenset[str]
@@ -71,6 +71,7 @@ class _Found:
     text: str | None = None
     tokens: int = 0
     draws: bool = False
+    videos: bool = False
 
 
 class PromptDataset:
@@ -84,7 +85,7 @@ class PromptDataset:
 
     sizes: rows of each data set, for PromptSampler. fingerprint: of the rows in their order. bad: rows left out.
     labels, columns: of any row; columns are those of the metadata. has_references: whether any row has one;
-    has_drawings: whether any asks for an image.
+    has_drawings: whether any asks for an image. video_labels: labels of the rows with videos.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class PromptDataset:
         self.config, self.checks = config, checks or RowChecks()
         self.bad = BadRows(spec, config.max_bad_share)
         self.labels: set[str | None] = set()
+        self.video_labels: set[str | None] = set()
         self.columns: set[str] = set()
         self.has_references = self.has_drawings = False
         model_input = self.checks.model_input
@@ -249,6 +251,7 @@ class PromptDataset:
                     continue
                 self._rows.append((number, row))
                 self.labels.add(found.label)
+                self.video_labels |= {found.label} if found.videos else set()
                 self.columns |= found.columns
                 self.has_references |= found.has_reference
                 self.has_drawings |= found.draws
@@ -332,14 +335,14 @@ class PromptDataset:
         """The row as text for the tokenizer, checked against the model. sizes: of its images, None where unknown."""
         columns, model_input = frozenset(row.metadata), self.checks.model_input
         if model_input is None:
-            return _Found(row.label, columns, row.form, row.reference is not None)
+            return _Found(row.label, columns, row.form, row.reference is not None, videos=bool(row.videos))
         self._check_text(row)
         text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
         self.checks.media.check_prompt(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
         tokens += self._video_tokens(row, model_input) if row.videos else 0
-        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw)
+        return _Found(row.label, columns, row.form, row.reference is not None, text, tokens, row.draw, bool(row.videos))
 
     def _check_text(self, row: PromptRow) -> None:
         """It may not be longer than any prompt of prompt_max_len tokens, nor hold a token that the model reads as an

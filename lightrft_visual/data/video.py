@@ -19,6 +19,7 @@ from qwen_vl_utils.vision_process import smart_nframes
 
 from ..errors import DataError
 from .media import (
+    MAX_FRAMES,
     MAX_IMAGE_PIXELS,
     Video,
     check_aspect_ratio,
@@ -29,7 +30,6 @@ from .media import (
     read_source,
 )
 
-MAX_FRAMES = 768
 MAX_FRAME_PIXELS = 768 * 28 * 28
 MAX_VIDEO_PIXELS = 128_000 * 28 * 28  # of all kept frames together: 300 MB
 MAX_DECODED_FRAMES = 200_000  # about two hours at 25 frames a second

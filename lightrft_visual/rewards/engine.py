@@ -243,6 +243,12 @@ class RewardComputationEngine:
         """Whether a local reward model asks for the prompts' images as `raw_images`."""
         return any(getattr(source, "reads_images", False) for source in self._all)
 
+    def check_videos(self, labels: Iterable[str | None]) -> None:
+        """Raise ConfigError where a sample with a video would reach a model that reads none. labels: of those."""
+        for job in (job for label in labels for job in self._plan([label])):
+            if not getattr(job.source, "reads_videos", True):
+                raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
+
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
 

@@ -4,6 +4,7 @@ import base64
 import binascii
 import io
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,24 +62,29 @@ def encode_image(image: Any, image_format: str = "png") -> str:
 
 @dataclass
 class EncodedImages:
-    """Encodes each image object once, however many samples, requests and servers share it. Safe between threads."""
+    """Encodes each image or video once, however many samples, requests and servers share it. Safe between threads."""
 
-    _done: dict[tuple[int, str], tuple[Any, Future[str]]] = field(default_factory=dict)
+    _done: dict[tuple[int, str], tuple[Any, Future[Any]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def encode(self, image: Any, image_format: str = "png") -> str | None:
         """Base64 of the image, None for None."""
-        if image is None:
-            return None
-        key = (id(image), image_format)
+        return None if image is None else self._once(image, image_format, lambda: encode_image(image, image_format))
+
+    def frames(self, video: Any, image_format: str = "png") -> list[str]:
+        """Base64 of each frame of the video; the frames are not kept."""
+        return self._once(video, image_format, lambda: [encode_image(f, image_format) for f in video_frames(video)])
+
+    def _once(self, media: Any, image_format: str, encode: Callable[[], Any]) -> Any:
+        key = (id(media), image_format)
         with self._lock:
             mine = key not in self._done
             if mine:
-                self._done[key] = (image, Future())  # holding the image keeps its id its own
+                self._done[key] = (media, Future())  # holding it keeps its id its own
             result = self._done[key][1]
         if mine:
             try:
-                result.set_result(encode_image(image, image_format))
+                result.set_result(encode())
             except Exception as error:
                 result.set_exception(error)
         return result.result()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from PIL import Image
 
 from ..config.shared import RewardConfig
-from ..errors import ConfigError, RewardError, StoppedBySignal
+from ..errors import ConfigError, DataError, LightRFTVisualError, RewardError, StoppedBySignal
 from ..runtime import collectives
 from ..runtime.masking import shown_url
 from ..runtime.start_up import log_stage
@@ -95,6 +96,11 @@ class _Asked(Catalogue):
 class _AskedEngine(RewardComputationEngine):
     catalogue = _Asked
 
+    @property
+    def wires(self) -> dict[str, str]:
+        """{entry: wire} of every server, as they were given."""
+        return {source.entry: source.wire for source in self._all if isinstance(source, RemoteReward)}
+
     def jobs_of(self, label: str | None) -> list[Job]:
         """What scores a sample with this label; nothing where that is an error, which is raised elsewhere."""
         try:
@@ -112,19 +118,20 @@ def probed(config: RewardConfig | None, data: Any, batch_of: Callable[[int], Rew
         batch_of: the sample of an index as one that a policy has answered.
 
     Raises:
-        ConfigError: for each reward that cannot score a sample, with what it was asked and what it answered.
+        ConfigError: for each reward that cannot score a sample, with what it was asked and what it answered. Whatever
+            else of ours rank 0 met is raised on every rank, too.
     """
     if config is None or not config.given or not config.reward_probe or not data:
         return config
-    found: str | ConfigError = config.reward_wire
+    found: str | LightRFTVisualError = config.reward_wire
     if collectives.is_rank_0():
         log_stage("asking each reward once")
         try:
             found = _Probe(config, data, batch_of).run()
-        except ConfigError as error:
+        except LightRFTVisualError as error:
             found = error
     found = collectives.broadcast_object(found)
-    if isinstance(found, ConfigError):
+    if isinstance(found, LightRFTVisualError):
         raise found
     return replace(config, reward_wire=found)
 
@@ -152,7 +159,7 @@ class _Probe:
             jobs = self._jobs(engine)
             begun = [(*job, self._begin(*job)) for job in jobs if isinstance(job[0].source, PendingSource)]
             for job, index in jobs:
-                if not isinstance(job.source, (PendingSource, _NotAsked)):
+                if not isinstance(job.source, PendingSource):
                     self._ask_function(job, index)
             self._wait([future for *_, futures in begun for future in futures], started)
             for job, index, futures in begun:
@@ -169,26 +176,34 @@ class _Probe:
             )
         if OPENRLHF not in self.wires.values():
             return self.config.reward_wire
-        return ",".join(f"{entry}={wire}" for entry, wire in self.wires.items())
+        return ",".join(f"{entry}={wire}" for entry, wire in (engine.wires | self.wires).items())
 
     def _jobs(self, engine: _AskedEngine) -> list[tuple[Job, int]]:
-        """One job of each source, with the index of a sample that it scores."""
+        """One job of each source that is asked, with the index of a sample that it scores."""
         found: dict[int, tuple[Job, int]] = {}
         labels, end = set(), time.monotonic() + LOOKED_AT
         for index in range(len(self.data)):
             if (label := self.data[index].label) not in labels:
-                labels.add(label)
-                for job in engine.jobs_of(label):
-                    found.setdefault(id(job.source), (job, index))
-            if engine.recipe is None or time.monotonic() > end:
+                jobs = [job for job in engine.jobs_of(label) if not isinstance(job.source, _NotAsked)]
+                if found.keys() >= {id(job.source) for job in jobs} or self._loads(index):
+                    labels.add(label)
+                    for job in jobs:
+                        found.setdefault(id(job.source), (job, index))
+            if (engine.recipe is None and labels) or time.monotonic() > end:
                 break
         return list(found.values())
+
+    def _loads(self, index: int) -> bool:
+        """Whether the sample can be read; what happens to one that cannot, `on_bad_row` says when the run meets it."""
+        with suppress(DataError):
+            return bool(self._batch(index))
+        return False
 
     def _ask_function(self, job: Job, index: int) -> None:
         """Where samples that it fails on are left out, one of several must be scored."""
         problems: list[str] = []
         several = self.config.on_reward_error == "skip"
-        for each in range(index, min(index + (TRIES if several else 1), len(self.data))):
+        for each in filter(self._loads, range(index, min(index + (TRIES if several else 1), len(self.data)))):
             problem = self._score(job, self._batch(each))
             if problem is None:
                 break
@@ -218,11 +233,14 @@ class _Probe:
         return None
 
     def _ask_aggregator(self, engine: _AskedEngine) -> None:
-        function, batch = engine.aggregator, self._batch(0)
+        index = next(filter(self._loads, range(min(TRIES, len(self.data)))), None)
+        if index is None:
+            return
+        function, batch = engine.aggregator, self._batch(index)
         scores = [self.scores.get(id(job.source), UNKNOWN) for job in engine.jobs_of(batch.labels[0])]
         known = [UNKNOWN if score != score else score for score in scores]
         function.given["model_reward_list"] = [torch.tensor([score]) for score in known]
-        self._ask_function(Job(function.name, function, [0], torch.ones(1)), 0)
+        self._ask_function(Job(function.name, function, [0], torch.ones(1)), index)
 
     # -- servers -------------------------------------------------------------------------------------------------
 

@@ -179,10 +179,9 @@ class Catalogue:
         kind, key, transport = entry.type, entry.key, None
         if kind == "model":
             key = self._key_among(key, self._models, "reward model")
-        elif kind == "remote" and "://" in key:
-            key = next((name for name, listed in self._remotes.items() if listed == key), key)
         elif kind == "remote":
-            key = self._key_among(key, list(self._remotes), "remote reward")
+            key = next((name for name, listed in self._remotes.items() if listed == key), key)
+            key = key if "://" in key else self._key_among(key, list(self._remotes), "remote reward")
         elif kind == "rule" or key not in sources:
             kind, transport = self._scorer_kind(entry, sources), entry.transport or self.config.reward_transport
         elif entry.kwargs:

@@ -110,6 +110,15 @@ def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work
         sizes("--n_samples_per_prompt 5 --train_batch_size 300")
 
 
+def test_gold_is_asked_with_the_limits_and_the_token_of_the_rewards_and_by_what_it_names_alone():
+    words = "--prompt_data a.jsonl --reward_fn a.py:f --gold_recipe {'*':[[remote,http://h/j,1.0]]}"
+    limits = "--reward_token_env TOKEN --reward_timeout 9 --reward_retries 1 --no_reward_probe --reward_wire openrlhf"
+    gold = load(f"{words} {limits}").gold
+    assert (gold.reward_token_env, gold.reward_timeout, gold.reward_retries) == ("TOKEN", 9, 1)
+    assert (gold.reward_probe, gold.reward_fn, gold.reward_wire) == (False, None, "auto")
+    assert load("--prompt_data a.jsonl --reward_fn a.py:f").gold is None
+
+
 def test_what_belongs_together_is_accepted():
     load("--overlong_buffer --overlong_buffer_len 128")
     load("--policy_loss sapo --sapo_tau_neg 2 --papo_coef 0.01 --papo_mask_ratio 0.5 --tis_mode token --tis_cap 3")

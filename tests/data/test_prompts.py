@@ -173,6 +173,14 @@ def lengths(dataset, processor):
     return checked._lengths([checked._found(row, own) for row, own in zip(dataset, sizes)])
 
 
+def test_labels_of_rows_with_videos_are_known(folder, processor):
+    video = {"prompt": "<video>what?", "videos": [["a.png", "a.png", "a.png"]]}
+    rows = [video | {"label": "seen"}, video, {"prompt": "what?", "label": "read"}]
+    for checks in (None, RowChecks(None, processor, 1000)):
+        dataset = open_rows(write_jsonl(folder / "videos.jsonl", rows), checks=checks)
+        assert (dataset.labels, dataset.video_labels) == ({"seen", "read", None}, {"seen", None})
+
+
 def test_lengths_count_expanded_images_and_videos_without_decoding(folder, tokenizer, processor, monkeypatch):
     video = {"prompt": "<video>what?", "videos": [["a.png", "a.png", "a.png"]]}
     dataset = open_rows(write_jsonl(folder / "rows.jsonl", [*ROWS, video]))

@@ -36,6 +36,13 @@ def test_last_number(text, wanted):
     assert last_number(text) == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("Circle3 and Cube2", 2), ("apple5", 5), ("Table1", 1), ("e", None), ("1.e5", 5), ("+.", None)]
+)
+def test_a_number_after_a_letter_e_is_read_without_it(text, wanted):
+    assert last_number(text) == wanted
+
+
 def test_numeric():
     responses, references = ["about 100.5", "7", "no", "1", "2", "2"], ["100", "8", "3", "three", ["1", "2"], None]
     assert Numeric(tolerance=0.01)(responses, references) == [1, 0, 0, None, 1, None]

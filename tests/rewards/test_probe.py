@@ -10,11 +10,12 @@ from PIL import Image
 from reward_servers import FaultyServer, closed_port
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import probe
 from lightrft_visual.rewards.batch import batch_from_media
 from lightrft_visual.rewards.engine import RewardComputationEngine
 from lightrft_visual.rewards.probe import plausible_media, probed
+from lightrft_visual.rewards.remote.wire import wires_of
 
 FUNCTIONS = {
     "wrong_length": ("return [1.0, 2.0]", "returned 2 scores for 1 samples"),
@@ -113,6 +114,41 @@ def test_function_that_aggregates_is_asked_with_a_score_of_each_reward(functions
         ask(reward_fn=f"{functions}:by_hand_wrong", reward_pretrain="/no/such/model")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"reward_fn": "{}:good"},
+        {"reward_fn": "{}:picky", "on_reward_error": "skip"},
+        {"reward_fn": "{}:by_hand", "reward_pretrain": "/no/such/model"},
+        {"reward_recipe": "{{a: [[func, '{0}:good', 1.0]], b: [[func, '{0}:raises', 1.0]]}}"},
+    ],
+    ids=["sum", "several", "by hand", "label without another sample"],
+)
+def test_sample_whose_media_cannot_be_read_is_passed_over(functions, config):
+    asked = []
+
+    def loaded(index):
+        if index in (0, 2):
+            raise DataError("rows.jsonl:1: image truncated", "image damaged")
+        asked.append(index)
+        return batch_from_media(["a red ball"], labels=["b"])
+
+    probed(RewardConfig(**{name: text.format(functions) for name, text in config.items()}), DATA, loaded)
+    assert asked == [1]
+
+
+def test_any_error_of_ours_is_raised_on_every_rank(functions, monkeypatch):
+    told = []
+    monkeypatch.setattr(probe.collectives, "broadcast_object", lambda found: told.append(found) or found)
+
+    def broken(index):
+        raise RewardError("an image to score has values that are not finite")
+
+    with pytest.raises(RewardError, match="not finite"):
+        probed(RewardConfig(reward_fn=f"{functions}:good"), DATA, broken)
+    assert isinstance(told[0], RewardError)
+
+
 def test_function_behind_a_limit_that_hangs_is_refused(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import time\n\ndef score(prompts):\n    time.sleep(60)\n")
@@ -172,6 +208,17 @@ def test_openrlhfs_wire_is_recognised_from_the_reply_and_carries_images(kind, se
     by_wire = {"query" in body: body for body in server.bodies}
     assert len(by_wire) == 2 and all(len(body["images"][0][0]) > 20 for body in by_wire.values())
     rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("auto,openrlhf,auto", "openrlhf"), ("auto,lightrft,auto", "lightrft"), ("openrlhf", "openrlhf")],
+)
+def test_server_that_no_sample_asks_keeps_its_wire_where_another_is_recognised(given, kept, server):
+    urls = [f"{server.base}/{name}" for name in ("theirs", "good", "openrlhf")]
+    recipe = "{a: [[remote, '0', 1.0], [remote, '2', 1.0]], c: [[remote, '1', 1.0]]}"
+    config = ask(remote_rm_url=",".join(urls), reward_recipe=recipe, reward_wire=given)
+    assert wires_of(config.reward_wire, dict(enumerate(urls)))[urls[1]] == kept
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def judges_of(config: Any) -> dict[str, RewardModel]:
     reward = config.reward
     if config.distributed.resources.rewards_placed:
         reward = replace(reward, reward_pretrain=None)
-    return reward_models(reward_model=reward, gold=config.guard.gold)
+    return reward_models(reward_model=reward, gold=config.guard.gold(reward))
 
 
 def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:

@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import ConfigError
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?%?")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
 
@@ -81,7 +81,7 @@ class Exact:
 
 def last_number(text: str) -> float | None:
     """The last number of a text: `1,234.5`, `-2e3`, `12%` (as 0.12), or None. A `-` after a digit is not a sign."""
-    found = [m for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
+    found = list(_NUMBER.finditer(text))
     if not found:
         return None
     token = found[-1].group()

@@ -257,12 +257,16 @@ class VLModel(HeldModel):
     """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
     must be those of the reward model's family."""
 
+    reads_videos = False
+
     def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool, strategy: Any = None) -> None:
         super().__init__(name, model, offload, strategy)
         self.processor = processor
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
-        """Scores of prompt, response and images, in batches of similar length."""
+        """Scores of prompt, response and images, in batches of similar length. Raises RewardError for videos."""
+        if any(batch.videos):
+            raise RewardError(f"reward model {self.name} reads images and no videos, and a sample has one")
 
         def values(model: nn.Module, group: Sequence[int]) -> list[float]:
             part = batch.select(group)

@@ -307,12 +307,12 @@ class RemoteReward(StreamingSource):
 
         Args:
             batch: samples of one request.
-            call: holds images that are encoded already.
+            call: holds what is encoded already.
             wire: LIGHTRFT or OPENRLHF.
         """
-        encode = partial(call.encoded.encode, image_format=self.client.config.reward_image_format)
         try:
-            return json.dumps(encode_request(batch, wire, encode)).encode()
+            request = encode_request(batch, wire, call.encoded, self.client.config.reward_image_format)
+            return json.dumps(request).encode()
         except RewardError:
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 """The JSON of remote rewards, ours and OpenRLHF's: requests and replies, written and read with limits."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -9,39 +9,40 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
 from ..batch import Failed, RewardBatch, Scores, metric_name
-from ..imaging import MAX_PIXELS, decode_image, video_frames
+from ..imaging import MAX_PIXELS, EncodedImages, decode_image
 from ..local.callables import MAX_SCORE, SCORE_KEYS
 
 LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
 NOT_SCORED = "the server could not score it"
 MAX_EXTRAS = 200  # further numbers by name that one reply may bring
-Encode = Callable[[Any], str | None]
 
 
 class BadReply(Exception):
     """A reply that holds nothing usable for any sample; the text says why, without repeating the reply."""
 
 
-def encode_request(batch: RewardBatch, wire: str, encode: Encode) -> dict[str, Any]:
+def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_format: str = "png") -> dict[str, Any]:
     """The body of one request. Optional fields are left out when no sample has them.
 
     Args:
         batch: the samples of the request.
         wire: LIGHTRFT or OPENRLHF.
-        encode: an image or frame as text; None for a missing image.
+        encoded: holds images and videos that are encoded already.
+        image_format: png or jpeg.
     """
     if wire == OPENRLHF:
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
-        return own | _media(batch, encode)
+        return own | _media(batch, encoded, image_format)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
             body[name] = _plain(values)
     if any(batch.metadata):
         body["metadata"] = _plain(batch.metadata)
-    return body | _media(batch, encode)
+    return body | _media(batch, encoded, image_format)
 
 
 def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
@@ -68,14 +69,14 @@ def wires_of(setting: str, remotes: Mapping[str, str]) -> dict[str, str]:
     return {"": AUTO} | dict(zip(remotes.values(), parts))
 
 
-def _media(batch: RewardBatch, encode: Encode) -> dict[str, Any]:
+def _media(batch: RewardBatch, encoded: EncodedImages, image_format: str) -> dict[str, Any]:
     """The fields of images and videos, where there are any."""
     body: dict[str, Any] = {}
     for name, samples in (("images", batch.images), ("source_images", batch.source_images)):
         if any(samples):
-            body[name] = [[encode(image) for image in sample] for sample in samples]
+            body[name] = [[encoded.encode(image, image_format) for image in sample] for sample in samples]
     if any(batch.videos):
-        body["videos"] = [[[encode(f) for f in video_frames(video)] for video in sample] for sample in batch.videos]
+        body["videos"] = [[encoded.frames(video, image_format) for video in sample] for sample in batch.videos]
     return body | ({"generated": True} if batch.generated else {})
 
 
@@ -142,7 +143,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     Args:
         body: the request, parsed.
         max_samples: of the request.
-        max_images: of a sample; also videos of a sample and frames of a video.
+        max_images: of a sample; also videos of a sample. A video has at most MAX_FRAMES frames.
         max_pixels: of an image or frame.
     """
     if not isinstance(body, Mapping):
@@ -162,10 +163,10 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
             raise DataError(f'"{name}" must be a list of {size} entries')
         return values
 
-    def images(sample: Any, name: str) -> list[Any]:
+    def images(sample: Any, name: str, most: int = max_images) -> list[Any]:
         sample = [sample] if isinstance(sample, str) else sample or []
-        if not isinstance(sample, list) or len(sample) > max_images:
-            raise DataError(f'"{name}" must hold lists of at most {max_images} base64 images')
+        if not isinstance(sample, list) or len(sample) > most:
+            raise DataError(f'"{name}" must hold lists of at most {most} base64 images')
         return [None if image is None else decode_image(image, max_pixels) for image in sample]
 
     prompts, metadata, videos = column("prompts", ""), column("metadata", {}), column("videos")
@@ -184,7 +185,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         references=column("references") if "references" in body else list(labels),
         metadata=[dict(sample) for sample in metadata],
         images=[images(sample, "images") for sample in column("images")],
-        videos=[[images(video, "videos") for video in sample or []] for sample in videos],
+        videos=[[images(video, "videos", MAX_FRAMES) for video in sample or []] for sample in videos],
         source_images=[images(sample, "source_images") for sample in sources],
         ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
         group_ids=list(range(size)),

@@ -88,7 +88,7 @@ def _built(
         _check_training_reward(trained_on, config, prompts, strategy)
     scored = next(iter(sets[1:] if config.offline else sets), None)
     config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
-    probed(config.guard.gold, eval_prompts, partial(_drawn, config, eval_prompts))
+    probed(config.guard.gold(config.reward), eval_prompts, partial(_drawn, config, eval_prompts))
     rewards = _rewards(config, strategy, sets, trained_on is None)
     algorithm, total_steps = config.algorithm.entry, _total_steps(config, len(prompts))
     loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
@@ -365,7 +365,7 @@ def _gold(
 ) -> DrawingGold | None:
     """What `guard.gold_*` names; a built-in task may have a judge of its own."""
     own = task.judge if task is not None else None
-    judged = config.guard.gold or (RewardConfig(reward_recipe=own) if own is not None else None)
+    judged = config.guard.gold(config.reward) or (RewardConfig(reward_recipe=own) if own is not None else None)
     if judged is None or prompts is None:
         return None
     check_reward_config(judged)

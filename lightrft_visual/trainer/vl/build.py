@@ -144,7 +144,7 @@ def _gold(
 def _scorer(
     rewards: RewardConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset], **more: Any
 ) -> RewardComputationEngine:
-    return RewardComputationEngine.from_config(
+    scorer = RewardComputationEngine.from_config(
         rewards,
         tokenizer=checkpoint.tokenizer,
         strategy=strategy,
@@ -154,6 +154,8 @@ def _scorer(
         references=sets[0].has_references,
         **more,
     )
+    scorer.check_videos(set().union(*(each.video_labels for each in sets)))
+    return scorer
 
 
 def with_reward(config: RunConfig) -> RunConfig:

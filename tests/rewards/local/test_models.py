@@ -207,6 +207,19 @@ def test_a_prompt_whose_template_wrote_the_first_token_has_it_once_for_a_reward_
 
 
 @pytest.mark.slow
+def test_videos_that_reach_a_vision_language_reward_model_are_refused_at_the_start_and_when_they_are_scored(tmp_path):
+    build_tiny_checkpoint(tmp_path)
+    save_with_head(tmp_path)
+    recipe = "{seen: [[model, judge, 1.0]], read: [[rule, exact, 1.0]]}"
+    config = RewardConfig(reward_pretrain=f"judge={tmp_path}", reward_recipe=recipe)
+    engine = RewardComputationEngine.from_config(config)
+    engine.check_videos({"read"})
+    with pytest.raises(ConfigError, match="reward model judge reads images and no videos, and the data have"):
+        engine.check_videos({"read", "seen"})
+    with pytest.raises(RewardError, match="reward model judge reads images and no videos"):
+        engine.score_media(["a"], videos=[torch.rand(3, 4, 8, 8)], labels=["seen"])
+
+
 def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, classifier):
     """One rank has three batches of texts and one of images, the other one batch of texts and none of images."""
     judge = tmp_path / "judge"

@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from datetime import datetime
 from decimal import Decimal
 
@@ -17,7 +18,9 @@ from reward_servers import FaultyServer, Handler, closed_port
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.remote.client import check_url
+from lightrft_visual.rewards.batch import Call, batch_from_media
+from lightrft_visual.rewards.imaging import decode_image
+from lightrft_visual.rewards.remote.client import RemoteClient, RemoteReward, check_url
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.runtime.masking import shown_url
 
@@ -164,6 +167,30 @@ def test_images_arrive_byte_equal_or_as_jpeg_in_order_with_missing_ones_in_place
         got = [None if text is None else np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in row]
         wanted = [np.asarray(first), np.asarray(second)] if row[0] is not None else [None, np.asarray(first)]
         assert all((g is None and w is None) or np.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_a_video_that_samples_and_servers_share_is_encoded_once_and_its_frames_are_not_kept(monkeypatch):
+    from lightrft_visual.rewards import imaging
+
+    encoded = []
+    original = imaging.encode_image
+    monkeypatch.setattr(
+        imaging, "encode_image", lambda image, kind: encoded.append(weakref.ref(image)) or original(image, kind)
+    )
+    first, second = (np.full((3, 4, 6, 3), colour, dtype=np.uint8) for colour in (0, 255))
+    batch = batch_from_media(list("abc"), videos=[first, second, first])
+    call = Call()
+    with FaultyServer() as server:
+        client = RemoteClient(RewardConfig(reward_timeout=20))
+        for number in range(2):
+            source = RemoteReward(f"{server.base}/good/{number}", client)
+            assert not source.submit(batch, call).result().failed.any()
+        client.close()
+    assert len(encoded) == 6 and not any(image() for image in encoded)
+    bodies = [body["videos"] for body in server.bodies]
+    assert bodies[0] == bodies[1] and bodies[0][0] == bodies[0][2] != bodies[0][1]
+    shown = [[np.asarray(decode_image(frame)) for frame in video[0]] for video in bodies[0][:2]]
+    assert np.array_equal(shown, [first, second])
 
 
 def test_our_wire():

@@ -12,12 +12,13 @@ from reward_servers import serving
 
 from lightrft_visual import serve_reward
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.data.video import MAX_FRAMES
+from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores, batch_from_media
-from lightrft_visual.rewards.imaging import encode_image
+from lightrft_visual.rewards.imaging import EncodedImages, encode_image
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
-from lightrft_visual.rewards.remote.wire import decode_request, encode_reply, encode_request
+from lightrft_visual.rewards.remote.wire import LIGHTRFT, decode_request, encode_reply, encode_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -138,11 +139,24 @@ def test_a_run_and_the_servers_log_show_the_line_of_a_function_behind_our_server
 def test_source_images_of_edits_travel_beside_the_drawn_ones():
     red, blue = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (3, 2), "blue")
     batch = batch_from_media(["p", "q"], images=[red, red], source_images=[[blue], [red, blue]])
-    body = encode_request(batch, "ours", encode_image)
+    body = encode_request(batch, "ours", EncodedImages())
     found = decode_request(body, 8, 8)
     assert [[image.size for image in row] for row in found.source_images] == [[(3, 2)], [(2, 2), (3, 2)]]
     assert found.generated and [row[0].size for row in found.images] == [(2, 2), (2, 2)]
-    assert "source_images" not in encode_request(batch_from_media(["p"], images=[red]), "ours", encode_image)
+    assert "source_images" not in encode_request(batch_from_media(["p"], images=[red]), "ours", EncodedImages())
+
+
+def test_a_video_of_more_frames_than_a_sample_may_have_images_is_scored_up_to_the_limit_of_frames():
+    batch = batch_from_media(["p"], videos=[torch.rand(3, 81, 2, 2)])
+    body = encode_request(batch, LIGHTRFT, EncodedImages())
+    assert len(decode_request(body, 8, 8).videos[0][0]) == 81
+    assert post(create_app(lengths), body).status_code == 200
+    body["videos"] = [[[None] * (MAX_FRAMES + 1)]]
+    with pytest.raises(DataError, match=f"at most {MAX_FRAMES} base64 images"):
+        decode_request(body, 8, 8)
+    body["videos"] = [[[None]] * 9]
+    with pytest.raises(DataError, match="videos"):
+        decode_request(body, 8, 8)
 
 
 def test_requests_are_merged_and_answers_go_back_to_theirs():

@@ -165,6 +165,17 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
         parts(576)
 
 
+def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(monkeypatch):
+    seen = []
+    engine = SimpleNamespace(check_videos=seen.append)
+    monkeypatch.setattr(build.RewardComputationEngine, "from_config", lambda *_, **__: engine)
+    sets = [
+        SimpleNamespace(labels={"a", "b"}, video_labels=own, columns=set(), has_references=True)
+        for own in ({"a"}, {"b"})
+    ]
+    assert build._scorer(None, None, SimpleNamespace(tokenizer=None), sets) is engine and seen == [{"a", "b"}]
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [(None, "TypeError"), ([{}], "KeyError: 'name'"), ([len], "AttributeErr"), ([{"name": 1}], "no text")],
