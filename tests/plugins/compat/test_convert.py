@@ -75,7 +75,7 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
 """, "model.pretrain=Qwen/Qwen2.5-VL-3B-Instruct rollout.n_samples_per_prompt=4 model.lora_rank=16 "
      "model.target_modules=q_proj,v_proj",
      {"output_dir": "", "bf16": "computed", "max_prompt_length": "not set", "**rest": "", "rollout_batch_size": ""}),
-    "what needs no setting here": ("trl", "run.sh", "x.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
+    "what needs no setting here": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
      "rollout.n_samples_per_prompt=8", {"use_vllm": "not needed", "vllm_mode": "", "rollout_batch_size": ""}),
     "KL that verl turns off": ("verl", "run.sh", """
 python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
@@ -162,13 +162,13 @@ deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key ans
      "algorithm.advantages_norm=false model.freeze_prefix='\"true\"'", None),
     # 2 * 16 * 4 / 8 prompts
     "sizes and steps of TRL count what they count there": ("trl", "run.sh", """
-accelerate launch --num_processes 4 train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
+accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
     --num_generations 8 --steps_per_generation 16 --max_steps 100 --save_steps 10 --warmup_steps 10
 """, "rollout.rollout_batch_size=16 rollout.n_samples_per_prompt=8 train.micro_train_batch_size=2 "
      "train.gradient_accumulation_steps=8 train.max_steps=50 output.save_steps=5 train.lr_warmup_ratio=0.1",
      {"num_processes": ""}),
     "a batch of TRL that holds no whole group": ("trl", "run.sh",
-     "train.py --per_device_train_batch_size 1 --num_generations 8\n", "rollout.n_samples_per_prompt=8",
+     "grpo.py --per_device_train_batch_size 1 --num_generations 8\n", "rollout.n_samples_per_prompt=8",
      {"rollout_batch_size": "1 samples of each rank"}),
     "loss and scale of TRL": ("trl", "t.py", """
 args = GRPOConfig(loss_type="dr_grpo", scale_rewards=False, beta=0.0, top_k=0, lr_scheduler_type="constant")
@@ -179,9 +179,9 @@ GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
     "cispo of TRL": ("trl", "t.py",
      "GRPOTrainer('m', args=GRPOConfig(loss_type='cispo', epsilon_high=5.0, importance_sampling_level='token'))",
      "algorithm.policy_loss=cispo algorithm.eps_clip=1 algorithm.eps_clip_high=4", None),
-    "adapters of TRL": ("trl", "run.sh", "train.py --use_peft --lora_target_modules q_proj v_proj\n",
+    "adapters of TRL": ("trl", "run.sh", "grpo.py --use_peft --lora_target_modules q_proj v_proj\n",
      "model.lora_rank=16 model.lora_alpha=32 model.lora_dropout=0.05", None),
-    "adapters of TRL that are not asked for": ("trl", "run.sh", "train.py --lora_r 8 --bf16\n", "model.lora_rank=0",
+    "adapters of TRL that are not asked for": ("trl", "run.sh", "grpo.py --lora_r 8 --bf16\n", "model.lora_rank=0",
      {"lora_rank": "use_peft", "rollout_batch_size": ""}),
     "RLOO of TRL": ("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1, num_iterations=2))",
      "algorithm.init_kl_coef=0.1 algorithm.use_kl_loss=false algorithm.loss_agg_mode=seq-mean-token-sum",
@@ -293,20 +293,39 @@ def test_file_without_settings_or_of_another_kind_is_a_config_error(converted, n
         ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --advantage_estimator rloo", "grpo"),
         ("openrlhf", "python3 -m openrlhf.cli.train_sft --pretrain m --bf16", "sft"),
         ("verl", "python3 -m verl.trainer.main_ppo data.max_prompt_length=64", "ppo"),
+        ("trl", "accelerate launch --num_processes 8 examples/scripts/sft_vlm.py --bf16", "sft"),
+        ("trl", "python3 -u trl/scripts/sft.py --bf16 --dataset_name grpo_rows.py", "sft"),
+        ("trl", "python make_rows_sft.py && accelerate launch $HERE/rloo_vlm.py --bf16 --max_grad_norm 1", "rloo"),
+        ("trl", "python examples/scripts/ppo/ppo_tldr.py --bf16", "ppo"),
+        ("trl", "python grpo_with_reward.py --bf16", "grpo"),
+        ("trl", "trl vllm-serve --model m &\npython sft.py --bf16 --output_dir o", "sft"),
     ],
 )
 def test_command_trains_by_what_the_file_trains_by(converted, system, text, verb):
-    found = converted(system, "train.py" if system == "trl" else "run.sh", text)
+    found = converted(system, "train.py" if text.endswith(")") else "run.sh", text)
     assert found.command.split()[2] == verb
+    assert "kind" not in found.left_out
     settings(found)
+
+
+@pytest.mark.parametrize("name, text", [("c.yaml", "num_generations: 8"), ("run.sh", "python norm.py --bf16")])
+def test_file_of_trl_that_names_no_kind_is_said_to_be_taken_for_grpo(converted, name, text):
+    found = converted("trl", name, text)
+    assert found.command.split()[2] == "grpo" and "grpo is assumed" in found.left_out["kind"]
 
 
 @pytest.mark.parametrize(
     "system, name, text", [("trl", "t.py", "DPOTrainer(model='m', args=DPOConfig(beta=0.1))"),
+                           ("trl", "run.sh", "accelerate launch examples/scripts/dpo_vlm.py --beta 0.1"),
+                           ("trl", "run.sh", "python trl/scripts/kto.py --beta 0.1"),
+                           ("trl", "run.sh", "python nash_md.py --beta 0.1"),
+                           ("trl", "run.sh", "python reward_modeling.py --bf16"),
                            ("openrlhf", "run.sh", "python3 -m openrlhf.cli.train_rm --pretrain m")],
 )  # fmt: skip
 def test_training_without_a_counterpart_is_refused_by_name(converted, system, name, text):
-    with pytest.raises(ConfigError, match=r"trains by (dpo|rm), which .* there are grpo, rloo, ppo, sft"):
+    with pytest.raises(
+        ConfigError, match=r"trains by (dpo|kto|nash|reward|rm), which .* there are grpo, rloo, ppo, sft"
+    ):
         converted(system, name, text)
 
 
