@@ -26,7 +26,7 @@ def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
         taken: the settings of the file, by their names here.
     """
     entry = CONVERTS[system]
-    usual = dict(entry.get("defaults_sft", {}) if verb == "sft" else entry["defaults"])
+    usual = dict(entry.get(f"defaults_{verb}", entry["defaults"]))
     estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
     if estimator in entry["whitens"]:
         usual["advantages_norm"] = True
@@ -67,6 +67,8 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     if verb != "sft" and system in ("verl", "easyr1"):
         if whole or found.keys() & {*KL_SWITCHES}:
             _kl_of_verl(found, left_out, whole, reward=system == "easyr1")
+    elif system == "verl":
+        _columns_of_verl(found)
     elif system == "openrlhf":
         _of_openrlhf(verb, found)
     elif system == "trl":
@@ -132,6 +134,15 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
             _drop(found, left_out, (*rest, "algorithm.kl_horizon"), f"{name} says that it does not count there")
 
 
+def _columns_of_verl(found: Found) -> None:
+    """Of supervised data: names inside a column of dictionaries are read with it, as column.name."""
+    for kind, usual in (("prompt", "question"), ("response", "answer")):
+        inside = found.pop(f"data.{kind}_dict_keys", None)
+        if inside:
+            names = inside if isinstance(inside, list) else [inside]
+            found[f"data.{kind}_key"] = ".".join([str(found.get(f"data.{kind}_key", usual)), *map(str, names)])
+
+
 def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: bool) -> None:
     """Both systems hold weights and forms of a KL that other settings turn off. reward: EasyR1, whose KL is in the
     reward unless it is in the loss."""
@@ -192,13 +203,19 @@ def _of_openrlhf(verb: str, found: Found) -> None:
 # -- TRL -------------------------------------------------------------------------------------------------------------
 
 
+GROUPS_OF_TRL = {"grpo": 8, "rloo": 2, "ppo": 1}  # samples of a prompt
+
+
 def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
-    if whole and verb != "ppo":
+    if whole:
         found.setdefault("per_device_train_batch_size", 8)
         found.setdefault("gradient_accumulation_steps", 1)
+    if whole and verb in GROUPS_OF_TRL:
+        found.setdefault("num_generations", GROUPS_OF_TRL[verb])
     if whole and verb in ("grpo", "rloo"):
-        found.setdefault("num_generations", 8 if verb == "grpo" else 2)
         found.setdefault("beta", 0.0 if verb == "grpo" else 0.05)
+    if verb == "ppo" and "learning_rate" in found:  # one optimizer there
+        found.setdefault("critic_learning_rate", found["learning_rate"])
     if _is(found, "use_peft", "true"):
         for name, value in (("lora_rank", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
             if not {name, name.replace("rank", "r")} & found.keys():
@@ -225,6 +242,7 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
             if "normalize_advantages" in found:
                 found["advantages_norm"] = found.pop("normalize_advantages")
         _kl_of_trl(verb, found)
+    if verb in GROUPS_OF_TRL:
         _sizes_of_trl(found, left_out)
 
 
@@ -250,11 +268,17 @@ def _kl_of_trl(verb: str, found: Found) -> None:
             found |= {"use_kl_loss": True, "kl_estimator": "k3"}
 
 
+def _launched(found: Found, *names: str) -> float | None:
+    """What the launcher is told by one of these names."""
+    return next((_number(found[name].value) for name in names if isinstance(found.get(name), Outside)), None)
+
+
 def _sizes_of_trl(found: Found, left_out: dict[str, str]) -> None:
     """A rollout there is as many micro-batches of every rank as an update accumulates, unless it says otherwise; its
     steps count updates."""
-    ranks = next((_number(found[name].value) for name in ("num_processes", "nproc_per_node", "nproc-per-node")
-                  if isinstance(found.get(name), Outside)), None)  # fmt: skip
+    of_host = _launched(found, "nproc_per_node", "nproc-per-node")
+    hosts = _launched(found, "nnodes") if "nnodes" in found else 1
+    ranks = _launched(found, "num_processes") or (of_host and hosts and of_host * hosts)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     size, accumulated, group = (_number(found.get(name)) for name in names)
     if not (size and accumulated and group):

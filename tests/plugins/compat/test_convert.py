@@ -160,6 +160,32 @@ deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key ans
      "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce_baseline "
      "--no_advantage_std_norm --freeze_visual_encoder\n",
      "algorithm.advantages_norm=false model.freeze_prefix='\"true\"'", None),
+    "defaults of supervised training of TRL": ("trl", "run.sh", "trl sft --model_name_or_path org/model --bf16\n",
+     "rollout.prompt_max_len=1024 rollout.generate_max_len=1024 train.actor_learning_rate=2e-5 train.num_episodes=3 "
+     "train.micro_train_batch_size=8 train.gradient_accumulation_steps=1 train.lr_warmup_ratio=0", None),
+    "defaults of supervised training of verl": ("verl", "run.sh", """
+torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet data.prompt_key=extra_info \\
+    data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer','text']
+""", "train.train_batch_size=256 train.num_episodes=4 train.lr_warmup_ratio=0.1 train.l2=0.01 "
+     "data.input_key=extra_info.question data.response_key=extra_info.answer.text",
+     {"nproc_per_node": ""}),
+    "columns of verl's supervised data that are no dictionaries": ("verl", "c.sh", """
+python -m verl.trainer.fsdp_sft_trainer data.prompt_dict_keys=['content'] data.response_dict_keys=null
+""", "data.input_key=question.content data.response_key=response", {}),
+    "defaults and flat names of supervised training of OpenRLHF": ("openrlhf", "run.sh",
+     "deepspeed --module openrlhf.cli.train_sft --dataset d --dataset_probs 1 --eval_dataset e --input_key question\n",
+     "data.prompt_data=d data.prompt_data_probs='\"1\"' data.eval_data=e train.actor_learning_rate=5e-6 "
+     "train.num_episodes=2 train.train_batch_size=128", {"module": "launcher"}),
+    "defaults of PPO of TRL": ("trl", "ppo.py", "PPOTrainer(args=PPOConfig(output_dir='out'))",
+     "rollout.generate_max_len=53 rollout.temperature=0.7 rollout.n_samples_per_prompt=1 algorithm.init_kl_coef=0.05 "
+     "algorithm.use_kl_loss=false train.max_epochs=4 train.actor_learning_rate=3e-6 train.critic_learning_rate=3e-6 "
+     "algorithm.advantages_norm=true rollout.rollout_batch_size=8 train.gradient_accumulation_steps=1 "
+     "train.num_episodes=3", {"rollout_batch_size": "number of ranks"}),
+    "the one optimizer of TRL's PPO": ("trl", "run.sh", """
+accelerate launch --num_processes 2 examples/scripts/ppo/ppo.py --learning_rate 1e-5 --num_ppo_epochs 1 \\
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 16
+""", "train.actor_learning_rate=1e-5 train.critic_learning_rate=1e-5 train.max_epochs=1 "
+     "rollout.rollout_batch_size=128 train.micro_train_batch_size=4", {"num_processes": ""}),
     # 2 * 16 * 4 / 8 prompts
     "sizes and steps of TRL count what they count there": ("trl", "run.sh", """
 accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
@@ -167,6 +193,13 @@ accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --gr
 """, "rollout.rollout_batch_size=16 rollout.n_samples_per_prompt=8 train.micro_train_batch_size=2 "
      "train.gradient_accumulation_steps=8 train.max_steps=50 output.save_steps=5 train.lr_warmup_ratio=0.1",
      {"num_processes": ""}),
+    # 2 * 4 * 16 / 8 prompts
+    "ranks of TRL on several hosts": ("trl", "run.sh",
+     "torchrun --nnodes 2 --nproc_per_node 8 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+     "--num_generations 8\n", "rollout.rollout_batch_size=16", {"nnodes": "", "nproc_per_node": ""}),
+    "ranks of TRL on a number of hosts that is the shell's": ("trl", "run.sh",
+     "torchrun --nnodes $N --nproc_per_node 8 grpo.py --per_device_train_batch_size 8 --num_generations 8\n",
+     "rollout.rollout_batch_size=1", {"nnodes": "", "nproc_per_node": "", "rollout_batch_size": "number of ranks"}),
     "a batch of TRL that holds no whole group": ("trl", "run.sh",
      "grpo.py --per_device_train_batch_size 1 --num_generations 8\n", "rollout.n_samples_per_prompt=8",
      {"rollout_batch_size": "1 samples of each rank"}),
