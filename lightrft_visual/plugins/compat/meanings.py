@@ -101,6 +101,7 @@ ACTOR = "actor_rollout_ref.actor."
 KL_SWITCHES = ("algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss")
 # Losses that average in a way of their own, whatever loss_agg_mode says.
 AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
+OF_LOSS = {"clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), "kl_cov": ("kl_cov_ratio", "ppo_kl_coef")}
 
 
 def _of_verl(found: Found, left_out: dict[str, str]) -> None:
@@ -110,9 +111,7 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
         del found[estimator]
     if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
         del found["algorithm.norm_adv_by_std_in_grpo"]
-    mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
-    if mode in AVERAGED_BY:
-        found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
+    _loss_of_verl(found, left_out)
     if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(f"{ACTOR}ppo_max_token_len_per_gpu") is not None:
         del found[f"{ACTOR}use_dynamic_bsz"]
         found.setdefault("packing_samples", True)
@@ -132,6 +131,23 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
             del found[name]
             rest = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon", "algorithm.kl_target")
             _drop(found, left_out, (*rest, "algorithm.kl_horizon"), f"{name} says that it does not count there")
+
+
+def _loss_of_verl(found: Found, left_out: dict[str, str]) -> None:
+    mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
+    if mode in AVERAGED_BY:
+        found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
+    for loss, ends in OF_LOSS.items():
+        if mode != loss:
+            names = [f"{ACTOR}policy_loss.{end}" for end in ends]
+            _drop(found, left_out, names, "policy_loss.loss_mode says that it does not count there")
+    low, high = f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"
+    both = found.pop(f"{ACTOR}clip_ratio", None)
+    for name in (low, high):
+        if name in found and found[name] is None:
+            found[name] = both
+    if both not in (None, found.get(low, 0.2), found.get(high, 0.2)):
+        left_out[f"{ACTOR}clip_ratio"] = "clip_ratio_low and clip_ratio_high count there, and are 0.2 unless set"
 
 
 def _columns_of_verl(found: Found) -> None:
@@ -233,6 +249,7 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
     if verb in ("grpo", "rloo"):
         if verb == "grpo":
             _loss_of_trl(found)
+            _correction_of_trl(found, left_out, whole)
         else:
             found.setdefault("loss_agg_mode", "seq-mean-token-sum")
             if (_number(found.get("num_iterations")) or 1) > 1 or "steps_per_generation" in found:
@@ -257,6 +274,19 @@ def _loss_of_trl(found: Found) -> None:
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         if name in found:
             found[name.replace("temperature", "tau")] = found.pop(name)
+
+
+def _correction_of_trl(found: Found, left_out: dict[str, str], whole: bool) -> None:
+    """Of what vLLM samples, on unless a file turns it off."""
+    start = "vllm_importance_sampling_"
+    on = str(found.pop(f"{start}correction", True)).lower() != "false"
+    if not on or not _is(found, "use_vllm", "true"):
+        why = f"{'use_vllm' if on else f'{start}correction'} says that it does not count there"
+        _drop(found, left_out, [name for name in found if name.startswith(start)], why)
+    elif whole:
+        found.setdefault(f"{start}mode", "sequence_mask")
+        if not found.keys() & {f"{start}cap", f"{start}clip_max"}:
+            found[f"{start}cap"] = 3.0
 
 
 def _kl_of_trl(verb: str, found: Found) -> None:

@@ -186,6 +186,61 @@ accelerate launch --num_processes 2 examples/scripts/ppo/ppo.py --learning_rate 
     --per_device_train_batch_size 4 --gradient_accumulation_steps 16
 """, "train.actor_learning_rate=1e-5 train.critic_learning_rate=1e-5 train.max_epochs=1 "
      "rollout.rollout_batch_size=128 train.micro_train_batch_size=4", {"num_processes": ""}),
+    "the label of OpenRLHF's sections is the reference": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --data.label_key answer --actor.policy_loss_type gspo\n",
+     "data.reference_key=answer data.label_key=label algorithm.policy_loss=gspo "
+     "algorithm.loss_agg_mode=seq-mean-token-mean", {}),
+    "gspo of OpenRLHF's flat names averages over responses": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --policy_loss_type gspo --train_batch_size 128\n",
+     "algorithm.policy_loss=gspo algorithm.loss_agg_mode=seq-mean-token-mean", {}),
+    "correction of TRL's vLLM that its file leaves to it": ("trl", "t.py",
+     "GRPOTrainer('m', args=GRPOConfig(use_vllm=True))",
+     "algorithm.tis_mode=sequence algorithm.tis_mask=true algorithm.tis_cap=3",
+     {"use_vllm": "", "rollout_batch_size": ""}),
+    **{f"correction of TRL's vLLM by {mode}": ("trl", "run.sh",
+     f"grpo.py --use_vllm --vllm_importance_sampling_mode {mode} --vllm_importance_sampling_{cap} 4",
+     f"algorithm.tis_mode={kind} algorithm.tis_mask={mask} algorithm.tis_cap=4",
+     {"use_vllm": "", "rollout_batch_size": ""}) for mode, cap, kind, mask in (
+        ("token_truncate", "cap", "token", "false"), ("token_mask", "clip_max", "token", "true"),
+        ("sequence_truncate", "clip_max", "sequence", "false"), ("sequence_mask", "cap", "sequence", "true"))},
+    "a lower bound of TRL's vLLM": ("trl", "t.py", "GRPOTrainer('m', args=GRPOConfig(use_vllm=True, "
+     "vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_min=0.5))",
+     "algorithm.tis_mode=sequence algorithm.tis_cap=3 algorithm.tis_floor=0.5",
+     {"use_vllm": "", "rollout_batch_size": ""}),
+    "correction that TRL turns off": ("trl", "run.sh", """
+grpo.py --use_vllm true --vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask
+""", "algorithm.tis_mode='\"off\"' algorithm.tis_mask=false",
+     {"use_vllm": "", "vllm_importance_sampling_mode": "does not count", "rollout_batch_size": ""}),
+    "correction of TRL without vLLM": ("trl", "run.sh",
+     "grpo.py --bf16 --vllm_importance_sampling_correction --vllm_importance_sampling_cap 2",
+     "algorithm.tis_mode='\"off\"'",
+     {"vllm_importance_sampling_cap": "use_vllm", "rollout_batch_size": ""}),
+    "correction of verl": ("verl", "c.yaml",
+     "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0}}",
+     "algorithm.tis_mode=sequence algorithm.tis_cap=3 algorithm.tis_mask=false", {}),
+    "correction that verl leaves off": ("verl", "c.yaml",
+     "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0}}",
+     "algorithm.tis_mode='\"off\"'", {"algorithm.rollout_correction.rollout_is": "not set"}),
+    "kl_cov of verl": ("verl", "c.yaml", "{algorithm: {adv_estimator: grpo}, "
+     "actor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov}}}}",
+     "algorithm.policy_loss=kl_cov algorithm.kl_cov_coef=0.1 algorithm.dual_clip=null", {}),
+    "settings of verl's two losses by covariance": ("verl", "c.yaml", """
+actor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov, kl_cov_ratio: 0.02, ppo_kl_coef: 1.0,
+    clip_cov_ratio: 0.0002, clip_cov_lb: 1.0}}}
+""", "algorithm.kl_cov_coef=1 algorithm.cov_share=0.02",
+     {f"actor_rollout_ref.actor.policy_loss.{name}": "loss_mode" for name in ("clip_cov_ratio", "clip_cov_lb")}),
+    "a lower clip range of verl alone": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_low=0.1
+""", "algorithm.eps_clip=0.1 algorithm.eps_clip_high=0.2", {}),
+    "a clip range of verl that its lower and upper one override": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio=0.1
+""", "algorithm.eps_clip=0.2 algorithm.eps_clip_high=0.2", {"actor_rollout_ref.actor.clip_ratio": "clip_ratio_low"}),
+    "a clip range of verl whose lower and upper one are taken away": ("verl", "c.yaml", """
+{algorithm: {adv_estimator: grpo},
+actor_rollout_ref: {actor: {clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: null}}}
+""", "algorithm.eps_clip=0.1 algorithm.eps_clip_high=0.1", {}),
+    "the critic of EasyR1": ("easyr1", "c.yaml", "algorithm: {adv_estimator: gae}",
+     "train.critic_learning_rate=1e-6 algorithm.eps_clip_high=0.3", {}),
     # 2 * 16 * 4 / 8 prompts
     "sizes and steps of TRL count what they count there": ("trl", "run.sh", """
 accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
