@@ -141,6 +141,10 @@ def _loss_of_verl(found: Found, left_out: dict[str, str]) -> None:
         if mode != loss:
             names = [f"{ACTOR}policy_loss.{end}" for end in ends]
             _drop(found, left_out, names, "policy_loss.loss_mode says that it does not count there")
+    correction = "algorithm.rollout_correction."
+    if _is(found, f"{correction}bypass_mode", "true"):
+        names = [f"{correction}rollout_is", f"{correction}rollout_is_threshold"]
+        _drop(found, left_out, names, "bypass_mode says that it weighs nothing there")
     low, high = f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"
     both = found.pop(f"{ACTOR}clip_ratio", None)
     for name in (low, high):

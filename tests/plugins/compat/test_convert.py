@@ -218,6 +218,10 @@ grpo.py --use_vllm true --vllm_importance_sampling_correction false --vllm_impor
     "correction of verl": ("verl", "c.yaml",
      "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0}}",
      "algorithm.tis_mode=sequence algorithm.tis_cap=3 algorithm.tis_mask=false", {}),
+    "correction of verl that its bypass leaves out": ("verl", "c.yaml", """
+algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: token, rollout_is_threshold: 3.0, bypass_mode: true}}
+""", "algorithm.tis_mode='\"off\"'", {f"algorithm.rollout_correction.{name}": why for name, why in (
+        ("bypass_mode", "nothing here"), ("rollout_is", "bypass_mode"), ("rollout_is_threshold", "bypass_mode"))}),
     "correction that verl leaves off": ("verl", "c.yaml",
      "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0}}",
      "algorithm.tis_mode='\"off\"'", {"algorithm.rollout_correction.rollout_is": "not set"}),
