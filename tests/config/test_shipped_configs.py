@@ -30,8 +30,8 @@ def test_vision_language_recipes_have_sound_rewards() -> None:
 
 # of the systems' repositories. EasyR1: examples/config.yaml under qwen2_5_vl_3b_geo3k_grpo.sh, what its 7B scripts of
 # the same name change (128 prompts x 5 make an update), and the defaults of verl/workers/actor/config.py.
-# DeepEyes: examples/agent/train_grpo_vlagent_v3.sh. Flow-GRPO: config/grpo.py, general_ocr_sd3. ROLL: its documentation
-# of Reward FL.
+# DeepEyes, commit f3f1122: examples/agent/train_grpo_vlagent_v3.sh, verl/trainer/config/ppo_trainer.yaml.
+# Flow-GRPO: config/grpo.py, general_ocr_sd3. ROLL: its documentation of Reward FL.
 EASYR1 = {
     "rollout_batch_size": 512, "n_samples_per_prompt": 5, "train_batch_size": 640, "prompt_max_len": 2048,
     "generate_max_len": 2048, "temperature": 1.0, "top_p": 1.0, "actor_learning_rate": 1e-6, "lr_warmup_ratio": 0.0,
@@ -47,7 +47,9 @@ PUBLISHED = {
     "experiment/vl/zoom_grpo": {
         "rollout_batch_size": 128, "n_samples_per_prompt": 16, "train_batch_size": 2048, "prompt_max_len": 4096,
         "generate_max_len": 2048, "max_episode_tokens": 10240, "max_turns": 4, "actor_learning_rate": 1e-6,
-        "use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 1e-4, "environment": "zoom",
+        "use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 1e-4, "environment": "zoom", "freeze_prefix": "",
+        "lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0.0, "adam_betas": [0.9, 0.999], "l2": 1e-2,
+        "loss_agg_mode": "token-mean", "eps_clip": 0.2, "dual_clip": 3.0, "num_episodes": 32,
     },
     "experiment/diffusion/sd3_5/online_grpo_ocr": {
         "num_steps": 10, "eval_num_steps": 40, "guidance_scale": 4.5, "height": 512, "rollout_batch_size": 48,

@@ -27,7 +27,7 @@ print(run.config.distributed.zero_stage)
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads: setuptools writes beside the sources."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "requirements.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("lightrft_visual", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,6 +47,17 @@ def build(kind: str, sources: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("build_wheel", sources, tmp_path_factory.mktemp("wheel"))
+
+
+def test_source_distribution_builds_a_wheel_with_the_same_files(unpacked: Path, sources: Path, tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "sources", filter="data")
+    (found,) = (tmp_path / "sources").iterdir()
+    built = build("build_wheel", found, tmp_path / "wheel")
+    files = [{file.relative_to(root) for file in root.rglob("*") if file.is_file()} for root in (built, unpacked)]
+    assert files[0] == files[1]
 
 
 def foreign_groups(installed: Path) -> set[str]:

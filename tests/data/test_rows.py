@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from lightrft_visual.config.sft import SFTDataConfig
 from lightrft_visual.config.vl import DataConfig
-from lightrft_visual.data.rows import parse_row
+from lightrft_visual.data.rows import parse_row, response_of
 from lightrft_visual.errors import DataError
 
 
@@ -26,6 +27,16 @@ def test_a_plain_row():
     assert (row.images, row.videos, row.label, row.reference) == (["/data/a.png"], [], "math", "4")
     assert row.metadata == {"level": 2, "url": "x"}
     assert (row.source, row.index) == ("rows.jsonl:3", 7)
+
+
+def test_prompt_and_response_inside_a_column_of_mappings_are_named_with_dots():
+    config = SFTDataConfig(input_key="extra_info.question", response_key="extra_info.answer")
+    raw = {"prompt": [{"role": "user", "content": "p"}], "extra_info": {"question": "q", "answer": "a"}}
+    row = parse_row(raw, config, source="rows.jsonl:3", root=None)
+    assert row.prompt == [{"role": "user", "content": [text("q")]}] and response_of(row, config.response_key) == "a"
+    assert parse({"extra.info": "q"}, input_key="extra.info").prompt[0]["content"] == [text("q")]
+    with pytest.raises(DataError, match=r"no column 'extra_info.task' \(input_key\)"):
+        parse(raw, input_key="extra_info.task")
 
 
 def test_placeholders_in_strings_take_media_in_order():

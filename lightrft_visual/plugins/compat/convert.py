@@ -18,16 +18,18 @@ from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
 from .meanings import meant, unset_there
 from .names import CONVERTS
-from .shell import Outside, ShellText, settings_of
+from .shell import Outside, ShellText, launched, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
 VERBS = {"grpo": "grpo", "rloo": "rloo", "ppo": "ppo", "sft": "sft"}
 ESTIMATORS = ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
-OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd")
+OTHER_KINDS = ("dpo", "kto", "orpo", "cpo", "bco", "reward", "prm", "rm", "gkd", "kd", "xpo", "nashmd", "nash", "tpo",
+               "mpo", "gold", "sdft", "distillation")  # fmt: skip
 NO_COUNTERPART = "nothing here has this name or is like it"
 UNSET = "it is not set there: the default stands"
 OF_FILES = ("config", "config_name", "config_path")  # which hold settings of their own
+OF_TREES = (".yaml", ".yml", ".json")
 STOCK = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # verl's files of its defaults
 
 
@@ -64,7 +66,7 @@ def convert(system: str, file: Path) -> Converted:
     }
     if not found:
         raise ConfigError(f"{file} holds no settings; what is read of {CONVERTS[system]['reads']}")
-    verb = _verb(system, file, found)
+    verb = _verb(system, file, found, idle)
     names = names_of(ALGORITHMS[verb][0].schema)
     elsewhere = _settings_elsewhere(file, read, idle)
     meant(system, verb, found, idle, not elsewhere)
@@ -114,13 +116,27 @@ def _add_unset(system: str, verb: str, names: Names, taken: dict[str, Any]) -> l
     return list(unset)
 
 
-def _verb(system: str, file: Path, found: Mapping[str, Any]) -> str:
-    """The algorithm of the command. Raises ConfigError for a kind of training that has no counterpart."""
-    kinds = [next(filter(None, each.groups())).lower() for each in KINDS.finditer(file.read_text("utf-8-sig"))]
+def _verb(system: str, file: Path, found: Mapping[str, Any], left_out: dict[str, str]) -> str:
+    """The algorithm of the command. Raises ConfigError for a kind of training that has no counterpart.
+
+    Args:
+        system: of the file, one of CONVERTS.
+        file: what it trains by is read in its text, or in the name of the program that it starts.
+        found: the settings of the file.
+        left_out: where a person is told what is assumed.
+    """
+    text = file.read_text("utf-8-sig")
+    kinds = [next(filter(None, each.groups())).lower() for each in KINDS.finditer(text)]
+    kinds = [kind for kind in kinds if kind.endswith((*VERBS, *OTHER_KINDS))]
+    if not kinds and file.suffix not in (*OF_TREES, ".py"):
+        words = Path(next(reversed(launched(text)[0]), "")).stem.split("_")
+        kinds = [word for word in words if word in (*VERBS, *OTHER_KINDS) and (word != "reward" or word == words[0])]
+    if not kinds and system == "trl":
+        left_out["kind"] = "the file does not say what it trains by, and train grpo is assumed"
     known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]
-    if not known and (other := [kind for kind in kinds if kind.endswith(OTHER_KINDS)]):
+    if kinds and not known:
         raise ConfigError(
-            f"{file} trains by {other[0]}, which no command here does for models that answer in text; there are "
+            f"{file} trains by {kinds[0]}, which no command here does for models that answer in text; there are "
             f"{', '.join(VERBS)}"
         )
     verb = known[-1] if known else "grpo"
@@ -200,7 +216,7 @@ def _shell(value: Any) -> str:
 def _settings(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = file.read_text("utf-8-sig")
-        if file.suffix in (".yaml", ".yml", ".json"):
+        if file.suffix in OF_TREES:
             tree = yaml.safe_load(text)
             yield from _flat(_resolved(tree) if isinstance(tree, Mapping) else {})
         elif file.suffix == ".py":

@@ -26,7 +26,7 @@ def unset_there(system: str, verb: str, taken: Mapping[str, Any]) -> Found:
         taken: the settings of the file, by their names here.
     """
     entry = CONVERTS[system]
-    usual = dict(entry.get("defaults_sft", {}) if verb == "sft" else entry["defaults"])
+    usual = dict(entry.get(f"defaults_{verb}", entry["defaults"]))
     estimator = taken.get("advantage_estimator", "gae" if verb == "ppo" else verb)
     if estimator in entry["whitens"]:
         usual["advantages_norm"] = True
@@ -67,6 +67,8 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     if verb != "sft" and system in ("verl", "easyr1"):
         if whole or found.keys() & {*KL_SWITCHES}:
             _kl_of_verl(found, left_out, whole, reward=system == "easyr1")
+    elif system == "verl":
+        _columns_of_verl(found)
     elif system == "openrlhf":
         _of_openrlhf(verb, found)
     elif system == "trl":
@@ -99,6 +101,7 @@ ACTOR = "actor_rollout_ref.actor."
 KL_SWITCHES = ("algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss")
 # Losses that average in a way of their own, whatever loss_agg_mode says.
 AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
+OF_LOSS = {"clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), "kl_cov": ("kl_cov_ratio", "ppo_kl_coef")}
 
 
 def _of_verl(found: Found, left_out: dict[str, str]) -> None:
@@ -108,9 +111,7 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
         del found[estimator]
     if _is(found, "algorithm.norm_adv_by_std_in_grpo", "true", "false"):
         del found["algorithm.norm_adv_by_std_in_grpo"]
-    mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
-    if mode in AVERAGED_BY:
-        found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
+    _loss_of_verl(found, left_out)
     if _is(found, f"{ACTOR}use_dynamic_bsz", "true") and found.get(f"{ACTOR}ppo_max_token_len_per_gpu") is not None:
         del found[f"{ACTOR}use_dynamic_bsz"]
         found.setdefault("packing_samples", True)
@@ -130,6 +131,36 @@ def _of_verl(found: Found, left_out: dict[str, str]) -> None:
             del found[name]
             rest = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon", "algorithm.kl_target")
             _drop(found, left_out, (*rest, "algorithm.kl_horizon"), f"{name} says that it does not count there")
+
+
+def _loss_of_verl(found: Found, left_out: dict[str, str]) -> None:
+    mode = str(found.get(f"{ACTOR}policy_loss.loss_mode")).lower()
+    if mode in AVERAGED_BY:
+        found[f"{ACTOR}loss_agg_mode"] = AVERAGED_BY[mode]
+    for loss, ends in OF_LOSS.items():
+        if mode != loss:
+            names = [f"{ACTOR}policy_loss.{end}" for end in ends]
+            _drop(found, left_out, names, "policy_loss.loss_mode says that it does not count there")
+    correction = "algorithm.rollout_correction."
+    if _is(found, f"{correction}bypass_mode", "true"):
+        names = [f"{correction}rollout_is", f"{correction}rollout_is_threshold"]
+        _drop(found, left_out, names, "bypass_mode says that it weighs nothing there")
+    low, high = f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"
+    both = found.pop(f"{ACTOR}clip_ratio", None)
+    for name in (low, high):
+        if name in found and found[name] is None:
+            found[name] = both
+    if both not in (None, found.get(low, 0.2), found.get(high, 0.2)):
+        left_out[f"{ACTOR}clip_ratio"] = "clip_ratio_low and clip_ratio_high count there, and are 0.2 unless set"
+
+
+def _columns_of_verl(found: Found) -> None:
+    """Of supervised data: names inside a column of dictionaries are read with it, as column.name."""
+    for kind, usual in (("prompt", "question"), ("response", "answer")):
+        inside = found.pop(f"data.{kind}_dict_keys", None)
+        if inside:
+            names = inside if isinstance(inside, list) else [inside]
+            found[f"data.{kind}_key"] = ".".join([str(found.get(f"data.{kind}_key", usual)), *map(str, names)])
 
 
 def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: bool) -> None:
@@ -192,13 +223,19 @@ def _of_openrlhf(verb: str, found: Found) -> None:
 # -- TRL -------------------------------------------------------------------------------------------------------------
 
 
+GROUPS_OF_TRL = {"grpo": 8, "rloo": 2, "ppo": 1}  # samples of a prompt
+
+
 def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> None:
-    if whole and verb != "ppo":
+    if whole:
         found.setdefault("per_device_train_batch_size", 8)
         found.setdefault("gradient_accumulation_steps", 1)
+    if whole and verb in GROUPS_OF_TRL:
+        found.setdefault("num_generations", GROUPS_OF_TRL[verb])
     if whole and verb in ("grpo", "rloo"):
-        found.setdefault("num_generations", 8 if verb == "grpo" else 2)
         found.setdefault("beta", 0.0 if verb == "grpo" else 0.05)
+    if verb == "ppo" and "learning_rate" in found:  # one optimizer there
+        found.setdefault("critic_learning_rate", found["learning_rate"])
     if _is(found, "use_peft", "true"):
         for name, value in (("lora_rank", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
             if not {name, name.replace("rank", "r")} & found.keys():
@@ -216,6 +253,7 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
     if verb in ("grpo", "rloo"):
         if verb == "grpo":
             _loss_of_trl(found)
+            _correction_of_trl(found, left_out, whole)
         else:
             found.setdefault("loss_agg_mode", "seq-mean-token-sum")
             if (_number(found.get("num_iterations")) or 1) > 1 or "steps_per_generation" in found:
@@ -225,6 +263,7 @@ def _of_trl(verb: str, found: Found, left_out: dict[str, str], whole: bool) -> N
             if "normalize_advantages" in found:
                 found["advantages_norm"] = found.pop("normalize_advantages")
         _kl_of_trl(verb, found)
+    if verb in GROUPS_OF_TRL:
         _sizes_of_trl(found, left_out)
 
 
@@ -241,6 +280,19 @@ def _loss_of_trl(found: Found) -> None:
             found[name.replace("temperature", "tau")] = found.pop(name)
 
 
+def _correction_of_trl(found: Found, left_out: dict[str, str], whole: bool) -> None:
+    """Of what vLLM samples, on unless a file turns it off."""
+    start = "vllm_importance_sampling_"
+    on = str(found.pop(f"{start}correction", True)).lower() != "false"
+    if not on or not _is(found, "use_vllm", "true"):
+        why = f"{'use_vllm' if on else f'{start}correction'} says that it does not count there"
+        _drop(found, left_out, [name for name in found if name.startswith(start)], why)
+    elif whole:
+        found.setdefault(f"{start}mode", "sequence_mask")
+        if not found.keys() & {f"{start}cap", f"{start}clip_max"}:
+            found[f"{start}cap"] = 3.0
+
+
 def _kl_of_trl(verb: str, found: Found) -> None:
     """In the loss of GRPO, in the reward of RLOO."""
     if _number(beta := found.get("beta")) is not None:
@@ -250,11 +302,17 @@ def _kl_of_trl(verb: str, found: Found) -> None:
             found |= {"use_kl_loss": True, "kl_estimator": "k3"}
 
 
+def _launched(found: Found, *names: str) -> float | None:
+    """What the launcher is told by one of these names."""
+    return next((_number(found[name].value) for name in names if isinstance(found.get(name), Outside)), None)
+
+
 def _sizes_of_trl(found: Found, left_out: dict[str, str]) -> None:
     """A rollout there is as many micro-batches of every rank as an update accumulates, unless it says otherwise; its
     steps count updates."""
-    ranks = next((_number(found[name].value) for name in ("num_processes", "nproc_per_node", "nproc-per-node")
-                  if isinstance(found.get(name), Outside)), None)  # fmt: skip
+    of_host = _launched(found, "nproc_per_node", "nproc-per-node")
+    hosts = _launched(found, "nnodes") if "nnodes" in found else 1
+    ranks = _launched(found, "num_processes") or (of_host and hosts and of_host * hosts)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
     size, accumulated, group = (_number(found.get(name)) for name in names)
     if not (size and accumulated and group):

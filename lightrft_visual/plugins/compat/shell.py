@@ -49,6 +49,13 @@ def settings_of(text: str) -> Iterator[tuple[str, Any]]:
 
     Values are True behind a flag that stands alone, and a list where several words follow one.
     """
+    launcher, settings = launched(text)
+    yield from ((name, _launched(value)) for name, value in _settings(launcher))
+    yield from settings
+
+
+def launched(text: str) -> tuple[list[str], list[tuple[str, Any]]]:
+    """(the words up to the program, its settings) of the command that has most of them."""
     variables: Variables = {}
     commands: list[list[str]] = []
     text = re.sub(r"\\[ \t]*\n", " ", text)
@@ -57,9 +64,7 @@ def settings_of(text: str) -> Iterator[tuple[str, Any]]:
     for words in _lines(_without_arrays(text, variables), variables):
         commands += _commands(words)
     found = [(words[:start], list(_settings(words[start:]))) for words in commands for start in [_program(words)]]
-    launcher, settings = max(found, key=lambda pair: len(pair[1]), default=([], []))
-    yield from ((name, _launched(value)) for name, value in _settings(launcher))
-    yield from settings
+    return max(found, key=lambda pair: len(pair[1]), default=([], []))
 
 
 def _one_word(command: re.Match[str]) -> str:

@@ -75,7 +75,7 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
 """, "model.pretrain=Qwen/Qwen2.5-VL-3B-Instruct rollout.n_samples_per_prompt=4 model.lora_rank=16 "
      "model.target_modules=q_proj,v_proj",
      {"output_dir": "", "bf16": "computed", "max_prompt_length": "not set", "**rest": "", "rollout_batch_size": ""}),
-    "what needs no setting here": ("trl", "run.sh", "x.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
+    "what needs no setting here": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
      "rollout.n_samples_per_prompt=8", {"use_vllm": "not needed", "vllm_mode": "", "rollout_batch_size": ""}),
     "KL that verl turns off": ("verl", "run.sh", """
 python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
@@ -160,15 +160,107 @@ deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key ans
      "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce_baseline "
      "--no_advantage_std_norm --freeze_visual_encoder\n",
      "algorithm.advantages_norm=false model.freeze_prefix='\"true\"'", None),
+    "defaults of supervised training of TRL": ("trl", "run.sh", "trl sft --model_name_or_path org/model --bf16\n",
+     "rollout.prompt_max_len=1024 rollout.generate_max_len=1024 train.actor_learning_rate=2e-5 train.num_episodes=3 "
+     "train.micro_train_batch_size=8 train.gradient_accumulation_steps=1 train.lr_warmup_ratio=0", None),
+    "defaults of supervised training of verl": ("verl", "run.sh", """
+torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet data.prompt_key=extra_info \\
+    data.response_key=extra_info data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer','text']
+""", "train.train_batch_size=256 train.num_episodes=4 train.lr_warmup_ratio=0.1 train.l2=0.01 "
+     "data.input_key=extra_info.question data.response_key=extra_info.answer.text",
+     {"nproc_per_node": ""}),
+    "columns of verl's supervised data that are no dictionaries": ("verl", "c.sh", """
+python -m verl.trainer.fsdp_sft_trainer data.prompt_dict_keys=['content'] data.response_dict_keys=null
+""", "data.input_key=question.content data.response_key=response", {}),
+    "defaults and flat names of supervised training of OpenRLHF": ("openrlhf", "run.sh",
+     "deepspeed --module openrlhf.cli.train_sft --dataset d --dataset_probs 1 --eval_dataset e --input_key question\n",
+     "data.prompt_data=d data.prompt_data_probs='\"1\"' data.eval_data=e train.actor_learning_rate=5e-6 "
+     "train.num_episodes=2 train.train_batch_size=128", {"module": "launcher"}),
+    "defaults of PPO of TRL": ("trl", "ppo.py", "PPOTrainer(args=PPOConfig(output_dir='out'))",
+     "rollout.generate_max_len=53 rollout.temperature=0.7 rollout.n_samples_per_prompt=1 algorithm.init_kl_coef=0.05 "
+     "algorithm.use_kl_loss=false train.max_epochs=4 train.actor_learning_rate=3e-6 train.critic_learning_rate=3e-6 "
+     "algorithm.advantages_norm=true rollout.rollout_batch_size=8 train.gradient_accumulation_steps=1 "
+     "train.num_episodes=3", {"rollout_batch_size": "number of ranks"}),
+    "the one optimizer of TRL's PPO": ("trl", "run.sh", """
+accelerate launch --num_processes 2 examples/scripts/ppo/ppo.py --learning_rate 1e-5 --num_ppo_epochs 1 \\
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 16
+""", "train.actor_learning_rate=1e-5 train.critic_learning_rate=1e-5 train.max_epochs=1 "
+     "rollout.rollout_batch_size=128 train.micro_train_batch_size=4", {"num_processes": ""}),
+    "the label of OpenRLHF's sections is the reference": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --data.label_key answer --actor.policy_loss_type gspo\n",
+     "data.reference_key=answer data.label_key=label algorithm.policy_loss=gspo "
+     "algorithm.loss_agg_mode=seq-mean-token-mean", {}),
+    "gspo of OpenRLHF's flat names averages over responses": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --policy_loss_type gspo --train_batch_size 128\n",
+     "algorithm.policy_loss=gspo algorithm.loss_agg_mode=seq-mean-token-mean", {}),
+    "correction of TRL's vLLM that its file leaves to it": ("trl", "t.py",
+     "GRPOTrainer('m', args=GRPOConfig(use_vllm=True))",
+     "algorithm.tis_mode=sequence algorithm.tis_mask=true algorithm.tis_cap=3",
+     {"use_vllm": "", "rollout_batch_size": ""}),
+    **{f"correction of TRL's vLLM by {mode}": ("trl", "run.sh",
+     f"grpo.py --use_vllm --vllm_importance_sampling_mode {mode} --vllm_importance_sampling_{cap} 4",
+     f"algorithm.tis_mode={kind} algorithm.tis_mask={mask} algorithm.tis_cap=4",
+     {"use_vllm": "", "rollout_batch_size": ""}) for mode, cap, kind, mask in (
+        ("token_truncate", "cap", "token", "false"), ("token_mask", "clip_max", "token", "true"),
+        ("sequence_truncate", "clip_max", "sequence", "false"), ("sequence_mask", "cap", "sequence", "true"))},
+    "a lower bound of TRL's vLLM": ("trl", "t.py", "GRPOTrainer('m', args=GRPOConfig(use_vllm=True, "
+     "vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_min=0.5))",
+     "algorithm.tis_mode=sequence algorithm.tis_cap=3 algorithm.tis_floor=0.5",
+     {"use_vllm": "", "rollout_batch_size": ""}),
+    "correction that TRL turns off": ("trl", "run.sh", """
+grpo.py --use_vllm true --vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask
+""", "algorithm.tis_mode='\"off\"' algorithm.tis_mask=false",
+     {"use_vllm": "", "vllm_importance_sampling_mode": "does not count", "rollout_batch_size": ""}),
+    "correction of TRL without vLLM": ("trl", "run.sh",
+     "grpo.py --bf16 --vllm_importance_sampling_correction --vllm_importance_sampling_cap 2",
+     "algorithm.tis_mode='\"off\"'",
+     {"vllm_importance_sampling_cap": "use_vllm", "rollout_batch_size": ""}),
+    "correction of verl": ("verl", "c.yaml",
+     "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: sequence, rollout_is_threshold: 3.0}}",
+     "algorithm.tis_mode=sequence algorithm.tis_cap=3 algorithm.tis_mask=false", {}),
+    "correction of verl that its bypass leaves out": ("verl", "c.yaml", """
+algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: token, rollout_is_threshold: 3.0, bypass_mode: true}}
+""", "algorithm.tis_mode='\"off\"'", {f"algorithm.rollout_correction.{name}": why for name, why in (
+        ("bypass_mode", "nothing here"), ("rollout_is", "bypass_mode"), ("rollout_is_threshold", "bypass_mode"))}),
+    "correction that verl leaves off": ("verl", "c.yaml",
+     "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0}}",
+     "algorithm.tis_mode='\"off\"'", {"algorithm.rollout_correction.rollout_is": "not set"}),
+    "kl_cov of verl": ("verl", "c.yaml", "{algorithm: {adv_estimator: grpo}, "
+     "actor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov}}}}",
+     "algorithm.policy_loss=kl_cov algorithm.kl_cov_coef=0.1 algorithm.dual_clip=null", {}),
+    "settings of verl's two losses by covariance": ("verl", "c.yaml", """
+actor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov, kl_cov_ratio: 0.02, ppo_kl_coef: 1.0,
+    clip_cov_ratio: 0.0002, clip_cov_lb: 1.0}}}
+""", "algorithm.kl_cov_coef=1 algorithm.cov_share=0.02",
+     {f"actor_rollout_ref.actor.policy_loss.{name}": "loss_mode" for name in ("clip_cov_ratio", "clip_cov_lb")}),
+    "a lower clip range of verl alone": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_low=0.1
+""", "algorithm.eps_clip=0.1 algorithm.eps_clip_high=0.2", {}),
+    "a clip range of verl that its lower and upper one override": ("verl", "run.sh", """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio=0.1
+""", "algorithm.eps_clip=0.2 algorithm.eps_clip_high=0.2", {"actor_rollout_ref.actor.clip_ratio": "clip_ratio_low"}),
+    "a clip range of verl whose lower and upper one are taken away": ("verl", "c.yaml", """
+{algorithm: {adv_estimator: grpo},
+actor_rollout_ref: {actor: {clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: null}}}
+""", "algorithm.eps_clip=0.1 algorithm.eps_clip_high=0.1", {}),
+    "the critic of EasyR1": ("easyr1", "c.yaml", "algorithm: {adv_estimator: gae}",
+     "train.critic_learning_rate=1e-6 algorithm.eps_clip_high=0.3", {}),
     # 2 * 16 * 4 / 8 prompts
     "sizes and steps of TRL count what they count there": ("trl", "run.sh", """
-accelerate launch --num_processes 4 train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
+accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
     --num_generations 8 --steps_per_generation 16 --max_steps 100 --save_steps 10 --warmup_steps 10
 """, "rollout.rollout_batch_size=16 rollout.n_samples_per_prompt=8 train.micro_train_batch_size=2 "
      "train.gradient_accumulation_steps=8 train.max_steps=50 output.save_steps=5 train.lr_warmup_ratio=0.1",
      {"num_processes": ""}),
+    # 2 * 4 * 16 / 8 prompts
+    "ranks of TRL on several hosts": ("trl", "run.sh",
+     "torchrun --nnodes 2 --nproc_per_node 8 grpo.py --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+     "--num_generations 8\n", "rollout.rollout_batch_size=16", {"nnodes": "", "nproc_per_node": ""}),
+    "ranks of TRL on a number of hosts that is the shell's": ("trl", "run.sh",
+     "torchrun --nnodes $N --nproc_per_node 8 grpo.py --per_device_train_batch_size 8 --num_generations 8\n",
+     "rollout.rollout_batch_size=1", {"nnodes": "", "nproc_per_node": "", "rollout_batch_size": "number of ranks"}),
     "a batch of TRL that holds no whole group": ("trl", "run.sh",
-     "train.py --per_device_train_batch_size 1 --num_generations 8\n", "rollout.n_samples_per_prompt=8",
+     "grpo.py --per_device_train_batch_size 1 --num_generations 8\n", "rollout.n_samples_per_prompt=8",
      {"rollout_batch_size": "1 samples of each rank"}),
     "loss and scale of TRL": ("trl", "t.py", """
 args = GRPOConfig(loss_type="dr_grpo", scale_rewards=False, beta=0.0, top_k=0, lr_scheduler_type="constant")
@@ -179,9 +271,9 @@ GRPOTrainer("m", args=args, peft_config=LoraConfig(r=32))
     "cispo of TRL": ("trl", "t.py",
      "GRPOTrainer('m', args=GRPOConfig(loss_type='cispo', epsilon_high=5.0, importance_sampling_level='token'))",
      "algorithm.policy_loss=cispo algorithm.eps_clip=1 algorithm.eps_clip_high=4", None),
-    "adapters of TRL": ("trl", "run.sh", "train.py --use_peft --lora_target_modules q_proj v_proj\n",
+    "adapters of TRL": ("trl", "run.sh", "grpo.py --use_peft --lora_target_modules q_proj v_proj\n",
      "model.lora_rank=16 model.lora_alpha=32 model.lora_dropout=0.05", None),
-    "adapters of TRL that are not asked for": ("trl", "run.sh", "train.py --lora_r 8 --bf16\n", "model.lora_rank=0",
+    "adapters of TRL that are not asked for": ("trl", "run.sh", "grpo.py --lora_r 8 --bf16\n", "model.lora_rank=0",
      {"lora_rank": "use_peft", "rollout_batch_size": ""}),
     "RLOO of TRL": ("trl", "t.py", "RLOOTrainer('m', args=RLOOConfig(beta=0.1, num_iterations=2))",
      "algorithm.init_kl_coef=0.1 algorithm.use_kl_loss=false algorithm.loss_agg_mode=seq-mean-token-sum",
@@ -293,20 +385,39 @@ def test_file_without_settings_or_of_another_kind_is_a_config_error(converted, n
         ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --advantage_estimator rloo", "grpo"),
         ("openrlhf", "python3 -m openrlhf.cli.train_sft --pretrain m --bf16", "sft"),
         ("verl", "python3 -m verl.trainer.main_ppo data.max_prompt_length=64", "ppo"),
+        ("trl", "accelerate launch --num_processes 8 examples/scripts/sft_vlm.py --bf16", "sft"),
+        ("trl", "python3 -u trl/scripts/sft.py --bf16 --dataset_name grpo_rows.py", "sft"),
+        ("trl", "python make_rows_sft.py && accelerate launch $HERE/rloo_vlm.py --bf16 --max_grad_norm 1", "rloo"),
+        ("trl", "python examples/scripts/ppo/ppo_tldr.py --bf16", "ppo"),
+        ("trl", "python grpo_with_reward.py --bf16", "grpo"),
+        ("trl", "trl vllm-serve --model m &\npython sft.py --bf16 --output_dir o", "sft"),
     ],
 )
 def test_command_trains_by_what_the_file_trains_by(converted, system, text, verb):
-    found = converted(system, "train.py" if system == "trl" else "run.sh", text)
+    found = converted(system, "train.py" if text.endswith(")") else "run.sh", text)
     assert found.command.split()[2] == verb
+    assert "kind" not in found.left_out
     settings(found)
+
+
+@pytest.mark.parametrize("name, text", [("c.yaml", "num_generations: 8"), ("run.sh", "python norm.py --bf16")])
+def test_file_of_trl_that_names_no_kind_is_said_to_be_taken_for_grpo(converted, name, text):
+    found = converted("trl", name, text)
+    assert found.command.split()[2] == "grpo" and "grpo is assumed" in found.left_out["kind"]
 
 
 @pytest.mark.parametrize(
     "system, name, text", [("trl", "t.py", "DPOTrainer(model='m', args=DPOConfig(beta=0.1))"),
+                           ("trl", "run.sh", "accelerate launch examples/scripts/dpo_vlm.py --beta 0.1"),
+                           ("trl", "run.sh", "python trl/scripts/kto.py --beta 0.1"),
+                           ("trl", "run.sh", "python nash_md.py --beta 0.1"),
+                           ("trl", "run.sh", "python reward_modeling.py --bf16"),
                            ("openrlhf", "run.sh", "python3 -m openrlhf.cli.train_rm --pretrain m")],
 )  # fmt: skip
 def test_training_without_a_counterpart_is_refused_by_name(converted, system, name, text):
-    with pytest.raises(ConfigError, match=r"trains by (dpo|rm), which .* there are grpo, rloo, ppo, sft"):
+    with pytest.raises(
+        ConfigError, match=r"trains by (dpo|kto|nash|reward|rm), which .* there are grpo, rloo, ppo, sft"
+    ):
         converted(system, name, text)
 
 
