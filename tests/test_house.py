@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2140, "experience": 3098, "config": 4726, "runtime": 5576, "data": 3191,
-    "models": 5878, "rollout": 5070, "rewards": 3988, "algorithms": 1800, "trainer": 7263, "observe": 3516,
+    "models": 5878, "rollout": 5075, "rewards": 3994, "algorithms": 1800, "trainer": 7268, "observe": 3516,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -239,6 +239,11 @@ class RewardComputationEngine:
         """Whether a local reward model asks for the prompts' images as `raw_images`."""
         return any(getattr(source, "reads_images", False) for source in self._all)
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether a model of this process scores, or a function that asks for its device; alike on all ranks."""
+        return any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
+
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
 
