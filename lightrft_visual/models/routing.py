@@ -74,22 +74,21 @@ class Routers:
         """Whether the choices of a pass are wanted in its output."""
         return self.mode == "old" and inputs.routing is None and not torch.is_grad_enabled()
 
-    def follow(self, inputs: ModelInputs, width: int, before: int, own: slice) -> None:
+    def follow(self, inputs: ModelInputs, width: int, own: slice) -> None:
         """What is known of the next pass. It holds until the one after it: a backward pass may run layers again.
 
         Args:
-            inputs: of the pass, before anything was put around its rows.
+            inputs: of the pass, before anything was put behind its rows.
             width: of the rows with it.
-            before: columns of it that stand before them.
             own: the columns that run on this rank.
         """
-        table, behind = laid_out(inputs), width - before - inputs.sequences.shape[1]
+        table, behind = laid_out(inputs), width - inputs.sequences.shape[1]
         if table is not None:
             if table.shape[2] > len(self._made):  # vLLM counts dense layers too
                 table = table[:, :, self._numbers]
-            table = F.pad(table, (0, 0, 0, 0, before, behind), value=FREE)[:, own].flatten(0, 1)
+            table = F.pad(table, (0, 0, 0, 0, 0, behind), value=FREE)[:, own].flatten(0, 1)
         self.wanted, mask = table, inputs.attention_mask != 0
-        self._real = F.pad(mask, (before, behind))[:, own].flatten()
+        self._real = F.pad(mask, (0, behind))[:, own].flatten()
 
     def balance(self) -> T | None:
         """The load-balancing loss () of the training pass that has just run, as in transformers; else None.

@@ -360,8 +360,8 @@ class RewardOutput:
 @runtime_checkable
 class Source(Protocol):
     """Scores a batch. `name` is what errors and metrics call it. A source may also have `all_ranks`: each rank may hold
-    a part of it, so all run it at once, one without samples for it too; and `reads_images`: it asks for the prompts'
-    images."""
+    a part of it, so all run it at once, one without samples for it too; `reads_images`: it asks for the prompts'
+    images; and `uses_device`: it computes on this process's accelerator."""
 
     name: str
 

@@ -249,6 +249,11 @@ class RewardComputationEngine:
             if not getattr(job.source, "reads_videos", True):
                 raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether a model of this process scores, or a function that asks for its device; alike on all ranks."""
+        return any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
+
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
 

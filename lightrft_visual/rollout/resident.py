@@ -27,9 +27,11 @@ class ResidentEngine(RolloutEngine):
         on CPU.
 
         Without weights `wake` brings back their room alone until `update_weights` has filled it; then it takes the KV
-        cache back, which does not stand beside what the sync gathers.
+        cache back, which does not stand beside what the sync gathers. One that sleeps with its weights may be told
+        later that they are not needed.
         """
-        if self.enable_sleep and get_accelerator().device_name() != "cpu" and not self.asleep:
+        lets_go = not (self.asleep and (keep_weights or self.lacks_weights))
+        if self.enable_sleep and get_accelerator().device_name() != "cpu" and lets_go:
             self._let_go(keep_weights)
             self.asleep, self.lacks_weights = True, self.lacks_weights or not keep_weights
 
@@ -47,6 +49,7 @@ class ResidentEngine(RolloutEngine):
             self.lacks_cache = False
 
     def _let_go(self, keep_weights: bool) -> None:
+        """Also of an engine that sleeps with its weights, which it need not keep any more."""
         raise NotImplementedError
 
     def _take_back(self, what: str | None) -> None:

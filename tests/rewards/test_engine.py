@@ -25,6 +25,40 @@ def test_default_is_exact_match_over_uneven_micro_batches():
     assert result.score.dtype == torch.float32 and outputs[1].reward_valid.tolist() == [True]
 
 
+def plain(completions):
+    return [1.0] * len(completions)
+
+
+def asks_for_its_device(completions, device):
+    return [1.0] * len(completions)
+
+
+class Judging(torch.nn.Module):
+    def forward(self, sequences, mask):
+        return sequences[:, 0].float()
+
+
+@pytest.mark.parametrize(
+    "given,uses",
+    [
+        ({"custom_reward_func": plain}, False),
+        ({"custom_reward_func": [plain, asks_for_its_device]}, True),
+        ({"reward_model": Judging()}, True),
+        ({"reward_model": Judging(), "reward_fn": lambda model_reward_list: model_reward_list[0]}, True),
+        ({"remote_rm_url": "http://127.0.0.1:1/score"}, False),
+        ({"reward_recipe": {"a": [("rule", "exact", 1.0)]}}, False),
+        ({"reward_recipe": recipe_from_components({"multi": 1.0}, {"multi": {"components": {"exact": 1.0}}})}, False),
+        ({"reward_recipe": recipe_from_components({"multi": 1.0}, {"multi": {"components": {"asks": 1.0}}})}, True),
+    ],
+)
+def test_an_engine_knows_whether_it_scores_on_the_accelerator_of_this_process(monkeypatch, given, uses):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    registry.scorers.register("asks")(asks_for_its_device)
+    engine = RewardComputationEngine(**given)
+    assert engine.uses_device is uses
+    engine.close()
+
+
 def test_random_recipes_match_a_per_sample_reference():
     """Each model sees exactly the samples whose recipe weighs it, once, and scores go back to their places."""
     rng = random.Random(0)

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_rig import Rig, check_ends, check_least_length, check_truncated_sampling, decided, enders, hf_rig
+from forked import on_ranks
 from peft import LoraConfig, get_peft_model
 from tiny_models import (
     VIDEO,
+    actor_of,
     checkpoint_of,
     clip,
     mixed_prompts,
@@ -20,11 +22,14 @@ from tiny_models import (
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationMixin, Qwen2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.rollout.hf import Decoding, PromptLayer, TransformersEngine, draw, truncated
+from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 
 PLAIN = SamplingSettings(n=3, max_new_tokens=6)
 
@@ -200,6 +205,27 @@ def test_adapters_count_and_neither_dropout_nor_checkpointing_reach_generation(r
     assert [r.token_ids for r in generated] == rig.token_ids(mixed_prompts(), PLAIN)
     assert rig.difference(mixed_prompts(), PLAIN) <= 1e-5
     assert rig.token_ids(text_prompts(), PLAIN) != plain
+
+
+def test_ranks_that_hold_divided_weights_generate_for_different_numbers_of_prompts(root):
+    """Each in micro-batches of its own number and media, as one rank alone does with whole weights."""
+    checkpoint = checkpoint_of(root, "qwen2_5_vl")
+    alone = hf_rig(checkpoint, micro_batch_size=2)
+    wanted = [alone.token_ids(batch, PLAIN) for batch in map(prompts_of_rank, range(2))]
+    assert on_ranks(generated_by_ranks, checkpoint, limit=120) == wanted
+
+
+def prompts_of_rank(rank: int):
+    """A text; four prompts, of which some have images or videos."""
+    return mixed_prompts().select([[0], [0, 1, 5, 2]][rank])
+
+
+def generated_by_ranks(checkpoint) -> list[list[int]]:
+    strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3))
+    strategy.setup_distributed()
+    trained = strategy.prepare(actor_of(checkpoint), OptimizerSettings(1e-3, total_steps=1))
+    rig = Rig(checkpoint, trained.module, TransformersEngine(trained, checkpoint.tokenizer, micro_batch_size=2))
+    return rig.token_ids(prompts_of_rank(collectives.rank()), PLAIN)
 
 
 def test_wrong_prompt_ids_are_refused(rig):

@@ -126,8 +126,8 @@ class Backbone:
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token, mask).
 
-        The positions are (B, 1), or (4, B, 1) with M-RoPE, and text counts on from them. The mask (B, cached) is of
-        what is in the cache, which may begin with padding of its own.
+        The positions are (B, 1), or (4, B, 1) with M-RoPE, and text counts on from them. The mask is (B, S). Nothing
+        stands for media that are lacking: there is no gradient, and where ZeRO-3 divides weights they are whole.
         """
         # One text token more shows where text goes on; its id is never looked up.
         longer = replace(
@@ -137,8 +137,7 @@ class Backbone:
         )
         positions, types = self._positions(longer)
         hidden = self._forward(inputs, positions[..., :-1], types[..., :-1], use_cache=True, past_key_values=cache)
-        mask = F.pad(inputs.attention_mask, (cache.get_seq_length() - inputs.attention_mask.shape[1], 0))
-        return hidden[:, -1], positions[..., -1:], mask
+        return hidden[:, -1], positions[..., -1:], inputs.attention_mask
 
     def _positions(self, inputs: ModelInputs) -> tuple[T, T]:
         """(position_ids, token types (rows, S))."""
@@ -148,8 +147,8 @@ class Backbone:
     def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
         """(rows, S, H), or this rank's slice of the row. segments: of a packed row, None for its samples."""
         given, length = inputs, inputs.sequences.shape[1]
-        for kind in self._missing_media(inputs):
-            inputs, positions, types = self._with_blank(kind, inputs, positions, types, "past_key_values" in cache)
+        for kind in self._missing_media(inputs) if "past_key_values" not in cache else ():  # decoding: each rank alone
+            inputs, positions, types = self._with_blank(kind, inputs, positions, types)
         if self.slices is not None and self.slices.active:
             inputs, positions, types = self._evened(inputs, positions, types)
         blank = inputs.sequences.shape[1] - length
@@ -168,14 +167,13 @@ class Backbone:
                 arguments["attention_mask"] = segments.mask
         if self.routers is not None:
             width, sliced = inputs.sequences.shape[1], self.slices is not None and self.slices.active
-            before = blank if "past_key_values" in cache else 0
-            self.routers.follow(given, width, before, self.sequence.slice_of(width) if sliced else slice(None))
+            self.routers.follow(given, width, self.sequence.slice_of(width) if sliced else slice(None))
         hidden = self.base(**arguments).last_hidden_state
         if segments is not None and self.by_segments and not segments.used:  # its samples have attended to each other
             raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
         if self.slices is not None and self.slices.active:
             return hidden
-        return hidden[:, -length:] if "past_key_values" in cache else hidden[:, :length]
+        return hidden[:, :length]
 
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
@@ -205,11 +203,10 @@ class Backbone:
         longer = replace(inputs, sequences=F.pad(inputs.sequences, (0, count), value=text))
         return longer, F.pad(positions, (0, count)), F.pad(types, (0, count))
 
-    def _with_blank(self, kind: str, inputs: ModelInputs, positions: T, types: T, cached: bool) -> tuple:
+    def _with_blank(self, kind: str, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
         """The inputs with the tokens of a blank image or video at the end of the first row.
 
-        Nothing comes after them, so no other token sees them, and their own output is dropped. cached: at its start,
-        as padding, where more tokens will come after them, and a state that has read them cannot be taken back.
+        Nothing comes after them, so no other token sees them, and their own output is dropped.
         """
         device = inputs.sequences.device
         media, count = self.family.blank(kind)
@@ -218,16 +215,14 @@ class Backbone:
         image = kind == "image"
         ids[0] = self.family.image_token_id if image else self.family.video_token_id
         mark[0] = 1 if image else 2
-        seen = torch.zeros_like(mark) if cached else mark.bool()
         later = positions[..., -1:] + torch.arange(1, count + 1, device=device)
-        order = slice(None, None, -1 if cached else 1)
         longer = replace(
             inputs,
-            sequences=torch.cat([inputs.sequences, ids][order], dim=1),
-            attention_mask=torch.cat([inputs.attention_mask, seen.to(inputs.attention_mask.dtype)][order], dim=1),
+            sequences=torch.cat([inputs.sequences, ids], dim=1),
+            attention_mask=torch.cat([inputs.attention_mask, mark.bool().to(inputs.attention_mask.dtype)], dim=1),
             vision=VisionTensors([inputs.vision.joined() | media.to(device).joined()]),
         )
-        return longer, torch.cat([positions, later][order], dim=-1), torch.cat([types, mark][order], dim=1)
+        return longer, torch.cat([positions, later], dim=-1), torch.cat([types, mark], dim=1)
 
 
 @dataclass

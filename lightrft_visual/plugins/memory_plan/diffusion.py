@@ -224,6 +224,7 @@ class DiffusionPlanner:
     def _lent(self) -> Item:
         """The weights put aside while a copy of theirs computes."""
         lends = self.config.keeps_old_policy or (self.reference and self.config.model.lora_rank == 0)
+        lends = lends or self.config.output.eval_ema  # an evaluation draws with the average
         size = self.model.trained * self.model.width / self.zero.share(3) if lends else 0
         return Item("weights put aside for a copy", size, "lora_rank")
 

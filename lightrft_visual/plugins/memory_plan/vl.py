@@ -155,8 +155,7 @@ class VLPlanner:
         rollout = self.config.rollout
         if not self.resident:
             return []
-        quantised = bool(rollout.engine_quantization)
-        weights = self.shape.base * (FP8 if quantised else self.shape.width) / rollout.engine_tp_size
+        weights = self._engine_weights
         if self.device.on_cpu:
             sequences = most_sequences(rollout, self.samples)
             return host_engine(weights, host_cache(self.shape.text, self.shape.width, sequences, self.length))
@@ -172,6 +171,24 @@ class VLPlanner:
             _, _, size = self.shape.media_bytes()
             items.append(Item("vLLM: cache of processed images", min(MEDIA_CACHE, self.prompts * size), where=HOST))
         return items
+
+    @property
+    def _engine_weights(self) -> float:
+        rollout = self.config.rollout
+        return self.shape.base * (FP8 if rollout.engine_quantization else self.shape.width) / rollout.engine_tp_size
+
+    def _kept(self) -> list[Item]:
+        """What an engine keeps of its weights while models judge an evaluation, or a round that another may follow."""
+        if not self.resident or self.device.on_cpu or not self.config.rollout.enable_engine_sleep:
+            return []
+        item = Item(f"{self.engine}: weights while models judge", self._engine_weights, "engine_tp_size, bf16")
+        return [item.on_host(self.config.rollout.engine_type == "vllm")]
+
+    def _lent(self) -> list[Item]:
+        """The weights put aside while an evaluation or the export has their average."""
+        model = self.shape.model
+        size = model.trained * model.width / self.zero.share(3) if self.config.output.eval_ema else 0
+        return [Item("weights put aside for the average", size, "eval_ema false, lora_rank")]
 
     def _least_cache(self) -> float:
         """Keys and values of one whole sequence, below which an engine does not start."""
@@ -205,6 +222,7 @@ class VLPlanner:
     def _generate(self) -> Phase:
         items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
         if not self.resident and not self.split:
+            items += self._lent()
             held = self._cached_tokens(self._in_flight(), self.config.response_max_len)
             items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
@@ -241,7 +259,7 @@ class VLPlanner:
         always = [*self._engine(awake=False), *self._batch()]
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
-        moments += [[*self._models(False, judge=name), *always] for name in self.judges]
+        moments += [[*self._models(False, judge=name), *always, *self._kept()] for name in self.judges]
         return Phase.fullest("score", self._score_seconds(samples, prompts), *moments)
 
     def _score_seconds(self, samples: list[SampleRef], prompts: int) -> float:
@@ -356,8 +374,9 @@ class VLPlanner:
 
     def _sync(self) -> Phase:
         size = self.shape.base * self.shape.width
-        items = [*self._models(train_states=False), *self._engine(awake=True), self._next_batch()]
-        if self.resident and not self.config.rollout.enable_engine_sleep:  # else the cache comes back after the weights
+        items = [*self._models(train_states=False), *self._engine(awake=True), self._next_batch(), *self._lent()]
+        beside = not self.config.rollout.enable_engine_sleep or self.config.output.eval_ema
+        if self.resident and beside:  # else the cache comes back after the weights
             items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))
             items += self.zero.handed_over(self.shape.model)
         moved = sum(item.bytes for item in items if item.where == HOST and "fp32" in item.name)

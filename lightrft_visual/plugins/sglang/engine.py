@@ -139,7 +139,7 @@ class SGLangEngine(ResidentEngine):
 
     def _let_go(self, keep_weights: bool) -> None:
         """Kept weights stay on the device."""
-        held = [] if self.lacks_cache else [CACHE]  # what is released already must not be named again
+        held = [] if self.lacks_cache or self.asleep else [CACHE]  # what is released already must not be named again
         if tags := held if keep_weights else [*held, WEIGHTS]:
             self.engine.release_memory_occupation(tags=tags)
 

@@ -416,6 +416,7 @@ class CallableSource:
         self.name = name or callable_name(function)
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
+        self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
         self.form = _choose(form, self.function, self.signature)
         self.given = dict(given or {})
         if self.form.told:

@@ -210,7 +210,7 @@ class HeldModel:
         divided = dividing(strategy)
         self.name = name
         self.held = WholeModel(model, offload) if divided is None else DividedModel(model, offload, divided)
-        self.all_ranks = self.held.all_ranks
+        self.all_ranks, self.uses_device = self.held.all_ranks, True
 
     def _scored(
         self, size: int, groups: Sequence[Sequence[int]], values: Callable[..., Sequence[float]], device: Any
@@ -352,7 +352,7 @@ class EngineModel:
     raw_images=, img_num=, references=, labels=)`; returns scores or {"score": T}. Unusable scores are failed."""
 
     def __init__(self, name: str, model: Callable[..., Any]) -> None:
-        self.name, self.model, self.reads_images = name, model, True
+        self.name, self.model, self.reads_images, self.uses_device = name, model, True, True
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """One call for all samples. Raises RewardError as a reward function does."""

@@ -262,6 +262,8 @@ class VLLMEngine(ResidentEngine):
         self.llm.llm_engine.reset_encoder_cache()
 
     def _let_go(self, keep_weights: bool) -> None:
+        if self.asleep:  # its weights stay on the host until new ones take their place
+            return
         if self.lacks_cache:  # before vLLM 0.31 it would count as asleep already, and keep its weights on the device
             get_accelerator().empty_cache()
             self._take_back("kv_cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ class DiffusersEngine:
 class Drawn:
     """What was drawn for a step's rows on this rank, in micro-batches of the order of the rows.
 
-    media (B, 3, …) in 0..1 on the host. step: the policy's version. scored: their rewards, once they are there. counts:
-    numbers of the whole batch, the same on every rank. too_old: samples (B) bool that teach nothing.
+    samples: with latents and graphs until experience has them. media (B, 3, …) in 0..1 on the host. step: the policy's
+    version. scored: their rewards, once they are there. counts: numbers of the whole batch, the same on every rank.
+    too_old: samples (B) bool that teach nothing.
     """
 
     requests: DrawingBatch
@@ -108,6 +109,10 @@ class Drawn:
     def leave_out(self, which: T) -> None:
         """Samples (B) bool that teach nothing, beside those that were left out before."""
         self.too_old = which if self.too_old is None else self.too_old | which
+
+    def release_latents(self) -> None:
+        """Keep the media alone: a step's hooks and records see what was drawn for as long as it trains."""
+        self.samples = [replace(each, result=None, conditions={}) for each in self.samples]
 
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
@@ -162,6 +167,7 @@ class DiffusionExperienceMaker:
             start = part.stop
         drawn.counts |= self._advantages(experiences, drawn.scored)
         kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
+        drawn.release_latents()
         return StepData([*map(Graphed, experiences, kept)] if kept else experiences, drawn)
 
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[ExperienceDiffusion]:

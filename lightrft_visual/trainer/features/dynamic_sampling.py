@@ -132,7 +132,7 @@ class ResamplingMaker:
         def sample_round(number: int) -> list[Rollout]:
             batch = prompts if number == 0 else self.more()
             rollouts = self.maker.generate(batch, sampling, sleep=number + 1 == self.tries)
-            self.maker.judge(rollouts)  # the engine sleeps by the last round: rewards may be models
+            self.maker.judge(rollouts)
             rounds.append(rollouts)
             return rollouts
 

@@ -179,6 +179,7 @@ class MakerSettings:
         engine: None builds the transformers engine around the actor.
         micro_batch_size: samples of a forward pass.
         data_processor, rewards: None builds them from the constructor's arguments.
+        gold: what scores some rollouts after `rewards`, if anything does.
         weights_follow: the engine is given new weights after each batch, so that it need not keep the old ones while it
             sleeps.
         score_policy: False leaves the policy's log-probs and entropies to the training forward, where nothing reads
@@ -197,6 +198,7 @@ class MakerSettings:
     run_seed: int = 42
     data_processor: MultimodalDataProcessor | None = None
     rewards: RewardComputationEngine | None = None
+    gold: RewardComputationEngine | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     weights_follow: bool = False
     score_policy: bool = True
@@ -267,10 +269,10 @@ class ExperienceMaker:
                 pending.cancel()
             raise
 
-    def sleep(self) -> None:
-        """Let the engine give its memory on the accelerator to others."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Let the engine give its memory on the accelerator to others; keep_weights: also where new ones follow."""
         with self.settings.timer.phase("sync"):
-            self.engine.sleep(keep_weights=not self.settings.weights_follow)
+            self.engine.sleep(keep_weights=keep_weights or not self.settings.weights_follow)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """With their rewards; where remote scorers are at work, `make_experience` waits for them after its forwards."""
@@ -331,8 +333,10 @@ class ExperienceMaker:
             return Rollouts(made, sampling)
 
     def judge(self, rollouts: Rollouts) -> None:
-        """Rewards, validity and components in place, all of them; waits for what remote scorers have begun. Raises as
-        `RewardComputationEngine.compute_rewards`."""
+        """Rewards, validity and components in place, all of them; waits for what remote scorers have begun. The engine
+        sleeps where models score on its device. Raises as `RewardComputationEngine.compute_rewards`."""
+        if any(each is not None and each.uses_device for each in (self.rewards, self.settings.gold)):
+            self.sleep(keep_weights=True)
         with self.settings.timer.phase("reward"):
             size = self.settings.micro_batch_size
             give_rewards(rollouts, self.rewards.score_rollouts(rollouts, size, early=rollouts.pending))

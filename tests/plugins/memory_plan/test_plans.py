@@ -110,15 +110,26 @@ def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
     whole, judged = 2 * 8_292_166_656, ["--reward_pretrain", f"judge={tmp_path}"]
     name = "reward model judge: weights"
 
-    def judge(*settings: str) -> list[tuple[str, float]]:
+    def judge(*settings: str, name: str = name) -> list[tuple[str, float]]:
         own = "--init_kl_coef 0 --micro_rollout_batch_size 1 --offload_trainer".split()  # less than the judge needs
         phases = plan_of(*SEVEN, *own, *judged, *settings).phases
         found = [item for phase in phases[1:3] for item in phase.items if item.name == name]
         return [(item.where, item.bytes) for item in found]
 
+    kept = judge("--engine_tp_size", "2", name="vLLM: weights while models judge")  # an evaluation goes on with them
+    assert kept == [(HOST, whole / 2)]
+
     assert judge() == [(HOST, whole), ("device", whole)]
     assert judge("--zero_stage", "3")[0] == (HOST, whole / 8)
     assert judge("--zero_stage", "3", "--no_reward_cpu_offload")[0] == ("device", whole / 8)
+
+
+@pytest.mark.parametrize("engine,phase", [("vllm", 4), ("hf", 1)])
+def test_weights_are_put_aside_while_an_evaluation_has_their_average(engine, phase) -> None:
+    ema = [*SEVEN, "--engine_type", engine, "--enable_ema"]
+    own, averaged = (plan_of(*ema, *also).phases[phase] for also in (["--eval_ema", "false"], []))
+    added = averaged.total("device") - own.total("device")
+    assert added >= 2 * 8_292_166_656 / 8 and "weights put aside for the average" in {i.name for i in averaged.items}
 
 
 def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:

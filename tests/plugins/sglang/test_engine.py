@@ -198,6 +198,17 @@ def test_sleep_without_weights_takes_the_cache_back_after_new_ones(fake):
     assert not made.lacks_weights and made.generate(prompts(1), SamplingSettings())
 
 
+def test_weights_that_it_kept_while_it_sleeps_are_released_alone_for_new_ones(fake):
+    made = engine_with()
+    fake.calls.clear()
+    made.sleep()
+    made.sleep(keep_weights=False)
+    made.update_weights([("lm_head.weight", torch.ones(2))])
+    made.wake()
+    tags = [given["tags"] for name, given in fake.calls if name.endswith("memory_occupation")]
+    assert tags == [["kv_cache"], ["weights"], ["weights"], ["kv_cache"]]
+
+
 def test_an_engine_that_has_not_taken_its_cache_back_releases_its_weights_alone(fake):
     """As before a checkpoint behind a sync. SGLang ends its process where memory is released twice."""
     made = engine_with()

@@ -98,6 +98,18 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_loa
     assert engine.llm.told[8:] == ["reload_weights", "reset"]
 
 
+def test_weights_that_it_kept_while_it_sleeps_are_given_up_for_new_ones(engine):
+    engine.sleep()
+    engine.sleep(keep_weights=False)
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    with pytest.raises(RolloutError, match="call update_weights before"):
+        engine._run([{}], [None])
+    engine.update_weights([])
+    engine.wake()
+    assert engine.llm.told == ["sleep 1", "wake weights", "reload_weights", "reset", "wake kv_cache"]
+
+
 def test_a_load_wakes_and_weights_that_were_not_loaded_are_not_taken_for_kept_ones(engine):
     engine.sleep(keep_weights=False)
     engine.wake()

@@ -151,6 +151,43 @@ def test_with_dynamic_sampling_it_sleeps_once_no_round_can_follow(checkpoint):
     assert told == [*rounds, "sleep", "forward", "forward"]
 
 
+def on_device(told: list[str], name: str) -> RewardComputationEngine:
+    """Whose function asks for its device, as scorers with a model do."""
+
+    def scored(completions, device):
+        told.append(name)
+        return [1.0] * len(completions)
+
+    return RewardComputationEngine(custom_reward_func=scored)
+
+
+ROUND = ["wake", "generate", "sleep", "reward"]
+
+
+def test_with_dynamic_sampling_it_sleeps_before_each_round_is_scored_by_a_model_and_keeps_its_weights(checkpoint):
+    told: list[str] = []
+    maker = maker_of(checkpoint, told, weights_follow=True)
+    maker.rewards = on_device(told, "reward")
+    made_by(resampling(maker))
+    last = ["wake", "generate", "sleep without weights", "sleep", "reward"]
+    assert told == [*ROUND, *last, "sleep without weights", "forward", "forward"]
+
+
+@pytest.mark.parametrize("reward,gold", [(True, False), (False, True), (False, False)])
+def test_the_engine_sleeps_in_an_evaluation_while_models_score_and_stays_awake_without_them(checkpoint, reward, gold):
+    told: list[str] = []
+    judge = (
+        on_device(told, "gold") if gold else RewardComputationEngine(custom_reward_func=lambda ids: [1.0] * len(ids))
+    )
+    maker = maker_of(checkpoint, told, weights_follow=True, gold=judge)
+    maker.rewards = on_device(told, "reward") if reward else maker.rewards
+    found = Evaluation(maker, PROMPTS, SAMPLED, replace(SAMPLED, n=1), 0, 1, gold=judge).run(step=1)
+    assert found["eval_reward"] == found["eval_gold"] == 1.0
+    one = ROUND if reward or gold else ["wake", "generate", "reward"]
+    assert [each for each in told if each != "gold"] == 2 * one
+    assert not gold or told[told.index("gold") - 1] == "reward"  # behind the one that it sleeps for
+
+
 def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_remote_scorers(checkpoint):
     told: list[str] = []
 
