@@ -107,8 +107,8 @@ class MetricsAccumulator:
             numerator: sum over this part.
             denominator: what it is divided by, such as a count of tokens; left out: one observation of a mean.
         """
-        old_numerator, old_denominator = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (as_double(numerator) + old_numerator, as_double(denominator) + old_denominator)
+        own, old = (as_double(numerator), as_double(denominator)), self._sums.get(name)
+        self._sums[name] = own if old is None else (old[0] + own[0], old[1] + own[1])
 
     def add_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Add a tensor's elements to a mean over all elements.
@@ -118,9 +118,11 @@ class MetricsAccumulator:
             values: of any shape.
             mask: of the same shape, true where elements count; None: everywhere.
         """
-        weights = torch.ones_like(values) if mask is None else mask.to(values.device)
-        kept = torch.where(weights.bool(), values.detach(), torch.zeros_like(values)).double()
-        self.add(name, kept.sum(), weights.bool().sum())
+        if mask is None:
+            self.add(name, values.detach().double().sum(), values.numel())
+        else:
+            counted = mask.to(values.device).bool()
+            self.add(name, torch.where(counted, values.detach(), 0.0).double().sum(), counted.sum())
 
     def add_total(self, name: str, value: Number) -> None:
         """Add to a sum over micro-batches and ranks, such as a count of tokens."""
