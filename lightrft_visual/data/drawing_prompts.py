@@ -38,6 +38,7 @@ class DrawPrompts(PromptDataset):
         # Pixels are read at the start: what a step draws with is chosen by row, so no row can be left out later.
         checks = RowChecks(decode=most_images > 0, labels=labels)
         super().__init__(spec, config, split=split, max_rows=limit, checks=checks)
+        self.columns |= {FIRST_FRAME} if most_images else set()  # rewards find an image without a path itself
 
     @cached_property
     def rows(self) -> list[PromptRow]:
