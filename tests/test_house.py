@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2140, "experience": 3109, "config": 4751, "runtime": 5578, "data": 3219,
+    "": 2140, "experience": 3109, "config": 4751, "runtime": 5578, "data": 3231,
     "models": 5886, "rollout": 5088, "rewards": 4027, "algorithms": 1809, "trainer": 7297, "observe": 3516,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

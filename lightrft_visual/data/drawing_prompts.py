@@ -12,8 +12,9 @@ from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
 from ..runtime import collectives
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
+from .forms import json_list
 from .media import image_size, is_path, resolve_source
-from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
+from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row, reference_in
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -51,7 +52,7 @@ class DrawPrompts(PromptDataset):
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         parsed = _parse(source[row], source.name(row), self._root(source), self.config, self.most_images)
-        return replace(parsed, index=index)
+        return replace(parsed, index=index, reference=reference_in(source, parsed.reference))
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _image_column(raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
 
 def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any) -> list[Any]:
     """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
-    cell = raw.get(column)
+    cell = json_list(raw.get(column))
     found = list(cell) if isinstance(cell, (list, tuple)) else [cell]
     if any(map(_empty, found)) or not found:
         usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
