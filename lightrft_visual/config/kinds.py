@@ -202,10 +202,10 @@ def check_hooks(hooks: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Hook(Choice):
-    """target: a function of the parts of a run (`VLParts`, `DiffusionParts`) to a `trainer.hooks.StepHook`, or to None
-    where the configuration does not ask for it. kinds: of runs that it may follow, 'vl' and 'diffusion'."""
+    """target: a function of the parts of a run (such as `VLParts`) to a `trainer.hooks.StepHook`, or to None
+    where the configuration does not ask for it. kinds: of runs that it may follow; 'sft' is supervised training."""
 
-    kinds: tuple[str, ...] = ("vl", "diffusion")
+    kinds: tuple[str, ...] = ("vl", "diffusion", "sft")
 
     def __post_init__(self) -> None:
         if isinstance(self.kinds, str) or not {"vl", "diffusion", "sft"}.issuperset(self.kinds):

@@ -12,8 +12,9 @@ from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
 from ..runtime import collectives
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
+from .forms import json_list
 from .media import image_size, is_path, resolve_source
-from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
+from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row, reference_in
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -38,6 +39,7 @@ class DrawPrompts(PromptDataset):
         # Pixels are read at the start: what a step draws with is chosen by row, so no row can be left out later.
         checks = RowChecks(decode=most_images > 0, labels=labels)
         super().__init__(spec, config, split=split, max_rows=limit, checks=checks)
+        self.columns |= {FIRST_FRAME} if most_images else set()  # rewards find an image without a path itself
 
     @cached_property
     def rows(self) -> list[PromptRow]:
@@ -50,7 +52,7 @@ class DrawPrompts(PromptDataset):
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         parsed = _parse(source[row], source.name(row), self._root(source), self.config, self.most_images)
-        return replace(parsed, index=index)
+        return replace(parsed, index=index, reference=reference_in(source, parsed.reference))
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def images_in(cell: Any) -> list[Any]:
 
 def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any) -> list[Any]:
     """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
-    found = images_in(raw.get(column))
+    found = images_in(json_list(raw.get(column)))
     if any(map(_empty, found)) or not found:
         usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
         where = " or ".join(repr(each) for each in (column, *usual))

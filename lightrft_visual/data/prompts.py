@@ -21,10 +21,11 @@ from ..config.vl import DataConfig, RolloutConfig
 from ..errors import ConfigError, DataError, did_you_mean
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
+from .forms import json_list
 from .media import image_size, is_remote, load_image
 from .rendering import MediaConventions, ModelInput, prompt_ids, render_prompt
 from .rows import PromptRow, parse_row, response_of
-from .sources import RowSource, located, open_source
+from .sources import CsvSource, RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,13 @@ class _Found:
     tokens: int = 0
     draws: bool = False
     videos: bool = False
+
+
+def reference_in(source: RowSource, reference: Any) -> Any:
+    """A reference as rewards get it. In CSV, where all is text, a JSON list of texts is several right answers."""
+    listed = json_list(reference) if isinstance(source, CsvSource) else None
+    texts = isinstance(listed, list) and bool(listed) and all(isinstance(each, str) for each in listed)
+    return listed if texts else reference
 
 
 class PromptDataset:
@@ -219,7 +227,10 @@ class PromptDataset:
         return self.config.on_long_prompt if bad.cause == LONG_PROMPT else self.config.on_bad_row
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        return parse_row(source[row], self.config, source=source.name(row), root=self._root(source), index=index)
+        parsed = parse_row(source[row], self.config, source=source.name(row), root=self._root(source), index=index)
+        if self.checks.response_key is not None:  # there a reference is a text to answer
+            return parsed
+        return replace(parsed, reference=reference_in(source, parsed.reference))
 
     def _root(self, source: RowSource) -> Path:
         """Where relative media paths start."""

@@ -8,7 +8,7 @@ parts that bring no source of their own; without any placeholder they go before 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from PIL import Image
 from ..config.vl import DataConfig
 from ..errors import DataError
 from .bad_rows import check_reference, check_values
-from .forms import MediaCell, find_media, messages_in, read_form
+from .forms import MediaCell, Reading, are_mappings, find_media, messages_in, read_form, without_answer
 from .media import Video, resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -75,7 +75,8 @@ def parse_row(
             raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}", "row form")
         check_values(raw)
         reading = read_form(raw, config)
-        columns = _with_inner(reading.columns, config)
+        reading = _answer_apart(replace(reading, columns=_with_inner(reading.columns, config)), config)
+        columns = reading.columns
         _check_columns(columns, config)
         prompt: Any = columns[config.input_key]
         messages = _as_messages(prompt) if config.apply_chat_template else None
@@ -136,6 +137,18 @@ def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, 
     return {**columns, **{key: value for key, value in inner.items() if value is not _MISSING}}
 
 
+def _answer_apart(reading: Reading, config: DataConfig) -> Reading:
+    """With what the assistant says last apart from the prompt, in supervised runs where the row has no other answer."""
+    columns, key = reading.columns, getattr(config, "response_key", None)
+    if key is None or reading.reference is not None or columns.get(key) is not None:
+        return reading
+    messages = messages_in(columns.get(config.input_key))
+    if not are_mappings(messages) or messages[-1].get("role") != "assistant":
+        return reading
+    content = without_answer(messages, ())
+    return replace(reading, columns={**columns, config.input_key: content.prompt}, reference=content.reference)
+
+
 def _check_columns(raw: Mapping[str, Any], config: DataConfig) -> None:
     columns = ", ".join(map(str, raw))
     if config.input_key in raw and raw[config.input_key] is None:
@@ -165,11 +178,12 @@ def _form(name: str | None, cells: Mapping[str, MediaCell]) -> str | None:
 
 def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None]) -> dict[str, Any]:
     """The row's metadata. A column that was chosen as prompt, label or reference is in it, since reward functions ask
-    for it by that name; the default names they get anyway."""
+    for it by that name; the default names they get anyway. So is one with what is to be answered."""
     roles = {config.input_key, config.images_key, config.videos_key, config.label_key, config.reference_key, *read}
     roles.add(config.draw_key)
-    named = {config.input_key, config.label_key, config.reference_key, getattr(config, "response_key", RESPONSE)}
+    named = {config.input_key, config.label_key, config.reference_key}
     named -= {DataConfig.input_key, DataConfig.label_key, DataConfig.reference_key}
+    named.add(getattr(config, "response_key", RESPONSE))
     columns = {key: value for key, value in raw.items() if key not in roles or key in named}
     if config.input_key in columns:
         columns[config.input_key] = _without_media(columns[config.input_key])

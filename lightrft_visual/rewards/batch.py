@@ -49,6 +49,7 @@ class RewardBatch:
     source_images: what a generated one was made from, in order: images to edit, a first frame; empty without any.
     episodes: of samples of several turns, whose response is the last one; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
+    data_columns: those of all data, as far as they are known; a sample that lacks one has None there.
     """
 
     prompts: list[str]
@@ -67,6 +68,7 @@ class RewardBatch:
     episodes: list[Episode | None] = field(default_factory=list)
     generated: bool = False
     step: int = 0  # updates of the policy that made them
+    data_columns: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -86,8 +88,8 @@ class RewardBatch:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the other data columns that at least one sample has."""
-        return {name for sample in self.metadata for name in sample}
+        """Names of the other columns, of the data and of these samples."""
+        return {*self.data_columns, *(name for sample in self.metadata for name in sample)}
 
     @property
     def identities(self) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,11 +54,13 @@ class EarlyScores:
     """One call's streaming sources at work. Requests hold the same samples as they would after generation; each leaves
     as soon as its own are finished.
 
-    needed: for each source the samples that it scores, ascending.
+    needed: for each source the samples that it scores, ascending. columns: `data_columns` of their batches.
     """
 
-    def __init__(self, needed: Mapping[StreamingSource, Sequence[int]], call: Call) -> None:
-        self.call = call
+    def __init__(
+        self, needed: Mapping[StreamingSource, Sequence[int]], call: Call, columns: frozenset[str] = frozenset()
+    ) -> None:
+        self.call, self.columns = call, columns
         self._rollouts: dict[int, Rollout] = {}
         self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
         self._asked: dict[int, tuple[list[Future[RewardBatch]], list[Future[Scores]]]] = {}  # by id of the source
@@ -83,7 +86,8 @@ class EarlyScores:
         self._rollouts |= {first + number: rollout for number, rollout in enumerate(rollouts)}
         for indices, future in self._parts:
             if not future.done() and all(index in self._rollouts for index in indices):
-                future.set_result(batch_from_rollouts([self._rollouts[index] for index in indices]))
+                batch = batch_from_rollouts([self._rollouts[index] for index in indices])
+                future.set_result(replace(batch, data_columns=self.columns))
 
     def cancel(self) -> None:
         """The samples that are missing will not come."""
@@ -102,8 +106,8 @@ class RewardComputationEngine:
     remote_rm_url: a URL, comma-separated URLs or a list; `a|b` are replicas of one reward; an entry ending in .py is a
     local file with `reward_func`. custom_reward_func: a callable or several. packing_samples: torch models given
     directly score rows of equal length together, so that none sees padding. config: time limits, retries and the like.
-    resources: whether folders in reward_model are loaded in Ray actors, and on which devices. catalogue: what builds
-    the sources.
+    resources: whether folders in reward_model are loaded in Ray actors, and on which devices. columns: of the data,
+    which functions are given also where no sample of a batch has them. catalogue: what builds the sources.
 
     Raises ConfigError on construction for anything unknown.
     """
@@ -123,8 +127,9 @@ class RewardComputationEngine:
         packing_samples: bool = False,
         config: RewardConfig | None = None,
         resources: ResourcesConfig | None = None,
+        columns: Collection[str] | None = None,
     ) -> None:
-        self.config = config or RewardConfig()
+        self.config, self._columns = config or RewardConfig(), frozenset(columns or ())
         self._catalogue = self.catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
@@ -262,7 +267,7 @@ class RewardComputationEngine:
         groups, needed = by_source(self._plan(labels))
         streaming = {group[0].source: at for group, at in zip(groups, needed)}
         streaming = {source: at for source, at in streaming.items() if isinstance(source, StreamingSource)}
-        return EarlyScores(streaming, Call(chunk, model_device())) if streaming else None
+        return EarlyScores(streaming, Call(chunk, model_device()), self._columns) if streaming else None
 
     def score_rollouts(
         self,
@@ -321,7 +326,7 @@ class RewardComputationEngine:
             early: what `begin` has started for these samples.
         """
         started = time.perf_counter()
-        jobs = self._plan(batch.labels)
+        jobs, batch = self._plan(batch.labels), replace(batch, data_columns=self._columns)
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -109,13 +109,19 @@ class _AskedEngine(RewardComputationEngine):
             return []
 
 
-def probed(config: RewardConfig | None, data: Any, batch_of: Callable[[int], RewardBatch]) -> Any:
+def probed(
+    config: RewardConfig | None,
+    data: Any,
+    batch_of: Callable[[int], RewardBatch],
+    columns: Collection[str] | None = None,
+) -> Any:
     """The configuration, with the wires of its servers as far as they were recognised. A collective; rank 0 asks.
 
     Args:
         config: of rewards or gold; None, and one that names nothing or has no reward_probe, comes back as it is.
         data: what is scored, samples with a label each; None or nothing: there is no sample to ask with.
         batch_of: the sample of an index as one that a policy has answered.
+        columns: of all data of the run; None: those of `data`.
 
     Raises:
         ConfigError: for each reward that cannot score a sample, with what it was asked and what it answered. Whatever
@@ -127,7 +133,8 @@ def probed(config: RewardConfig | None, data: Any, batch_of: Callable[[int], Rew
     if collectives.is_rank_0():
         log_stage("asking each reward once")
         try:
-            found = _Probe(config, data, batch_of).run()
+            known = getattr(data, "columns", ()) if columns is None else columns
+            found = _Probe(config, data, batch_of, frozenset(known)).run()
         except LightRFTVisualError as error:
             found = error
     found = collectives.broadcast_object(found)
@@ -143,12 +150,13 @@ class _Probe:
     config: RewardConfig
     data: Any
     batch_of: Callable[[int], RewardBatch]
+    columns: frozenset[str]
     scores: dict[int, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     wires: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._batch = cache(self.batch_of)
+        self._batch = cache(lambda index: replace(self.batch_of(index), data_columns=self.columns))
 
     def run(self) -> str:
         """`reward_wire` as it was recognised. Raises ConfigError."""

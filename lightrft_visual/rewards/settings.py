@@ -87,6 +87,7 @@ def engine_arguments(
         "reward_fn": last[0] if last else None,
         "reward_fn_label_map": {name: index for index, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
+        "columns": columns,
     }
 
 

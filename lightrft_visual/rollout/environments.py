@@ -31,6 +31,8 @@ from PIL import Image
 from ..config import registry
 from ..config.environment import EpisodeConfig
 from ..data.media import Video
+from ..data.rows import MEDIA
+from ..data.rows import ROLES as ROW_ROLES
 from ..errors import ConfigError, LightRFTVisualError
 from ..runtime.usercode.calls import (
     BackgroundLoop,
@@ -83,8 +85,8 @@ class Environment:
                 column under its name.
 
         Returns:
-            None: the episode begins with the row's own prompt. Messages: with these instead. Anything else is an
-            observation that is put behind the last message of the row.
+            None: the episode begins with the row's own prompt. Messages: with these instead; those of the row may be
+            among them. Anything else is an observation that is put behind the last message of the row.
         """
         return None
 
@@ -115,18 +117,35 @@ class Observation:
     whole: bool = False
 
     @classmethod
-    def of(cls, value: Any, role: str = "user") -> Observation:
-        """In one form, whatever an environment gave; role: of what comes without one. Raises EnvironmentFailure."""
+    def of(cls, value: Any, role: str = "user", media: Mapping[str, Sequence[Any]] | None = None) -> Observation:
+        """In one form, whatever an environment gave.
+
+        Args:
+            value: what it gave.
+            role: of what comes without one.
+            media: of the row, by kind, where an episode begins. Its messages may be given back, answers among them;
+                their parts have no source, and take these in order.
+
+        Raises:
+            EnvironmentFailure: for what is no observation.
+        """
         if isinstance(value, cls):
             return value
-        given = _messages(value)
-        found = cls([], whole=given is not None)
+        given = _messages(value, ROLES if media is None else ROW_ROLES)
+        found, known = cls([], whole=given is not None), (media or {}) if given else {}
+        left = {kind: list(own) for kind, own in known.items()}
         for message in given or [{"role": role, "content": value}]:
-            parts = [found._part(part) for part in _parts(message["content"])]
+            parts = [found._part(part, left) for part in _parts(message["content"])]
             found.messages.append({"role": message["role"], "content": parts})
+        if found.messages[-1]["role"] == "assistant":
+            raise EnvironmentFailure("the messages of reset end with the assistant's: its answer is what comes next")
+        for kind, rest in left.items():
+            if 0 < len(rest) < (count := len(known[kind])):
+                told = f"{count - len(rest)} {kind} part(s) without a source, the row has {count}"
+                raise EnvironmentFailure(f"the messages of reset have {told}")
         return found
 
-    def _part(self, part: Any) -> Message:
+    def _part(self, part: Any, left: Mapping[str, list[Any]]) -> Message:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         if isinstance(text, str):
             if len(text) > LONGEST_TEXT:
@@ -145,6 +164,7 @@ class Observation:
                 (part[key] for key in (medium, kind, "url", "path", "bytes") if part.get(key) is not None), None
             )
             source = source["url"] if isinstance(source, Mapping) and "url" in source else source
+            source = left[medium].pop(0) if source is None and left.get(medium) else source
             if source is None:
                 raise EnvironmentFailure(f"an observation has a part of type {kind!r} that brings no {medium}")
             (self.images if medium == "image" else self.videos).append(source)
@@ -156,7 +176,7 @@ class Observation:
         )
 
 
-def _messages(value: Any) -> Sequence[Mapping[str, Any]] | None:
+def _messages(value: Any, roles: Sequence[str]) -> Sequence[Mapping[str, Any]] | None:
     """Those that it is; None where it is something else."""
     if isinstance(value, Mapping) and "role" in value:
         value = [value]
@@ -164,9 +184,9 @@ def _messages(value: Any) -> Sequence[Mapping[str, Any]] | None:
     if not listed or not any(isinstance(each, Mapping) and "role" in each for each in value):
         return None
     for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
+        if not isinstance(message, Mapping) or message.get("role") not in roles or message.get("content") is None:
             raise EnvironmentFailure(
-                f"message {number} of an observation needs a role of {', '.join(ROLES)} and a content"
+                f"message {number} of an observation needs a role of {', '.join(roles)} and a content"
             )
     return value
 
@@ -269,11 +289,12 @@ class HeldEnvironment:
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
         """None where the episode begins with the row's own prompt."""
+        media = {kind: list(row.get(f"{kind}s") or ()) for kind in MEDIA}
         found = self._result(self._environment.reset, row) if hasattr(self._environment, "reset") else None
         pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         if pair and not found[1].keys() & {"type", "role"}:
             raise EnvironmentFailure("reset gave (observation, info), as Gymnasium has it; give the observation alone")
-        return None if found is None else Observation.of(found)
+        return None if found is None else Observation.of(found, media=media)
 
     def step(self, action: Action) -> StepResult:
         """The environment's answer."""

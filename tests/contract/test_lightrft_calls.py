@@ -496,6 +496,11 @@ def test_a_parameter_that_is_a_column_stays_one(text):
     engine = RewardComputationEngine(custom_reward_func=lambda queries, level, answer: [float(each) for each in level])
     assert engine.compute_rewards(samples).score.tolist() == [0, 1, 2, 3]
 
+    def beside(q, p, level):
+        return [each + query.startswith(prompt) for each, query, prompt in zip(level, q, p)]
+
+    assert RewardComputationEngine(custom_reward_func=beside).compute_rewards(samples).score.tolist() == [1, 2, 3, 4]
+
 
 # -- the replay buffer ------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,17 @@ def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
         DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), True)
 
 
+def test_lists_stand_in_a_cell_of_csv_as_json(tmp_path):
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")
+    path = tmp_path / "metadata.csv"
+    path.write_text('prompt,input_image,reference\nx,"[""a.png"", ""b.png""]","[""red"", ""crimson""]"\ny,[],\n')
+    kept = DrawPrompts(str(path), "train", 100, SKIP, 2)
+    assert kept.rows[0].images == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    assert kept.rows[0].reference == ["red", "crimson"]
+    assert len(kept) == 1 and kept.bad.causes == {"media missing": 1}
+
+
 def test_images_to_edit_are_read_from_the_usual_columns_and_counted(tmp_path):
     for name in ("a", "b"):
         Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")

@@ -243,6 +243,17 @@ def test_a_truncated_image_inside_a_parquet_file_is_named_by_file_and_row(folder
         PromptDataset.for_evaluation(DataConfig(eval_data=str(path)))
 
 
+def test_a_list_of_texts_in_a_reference_of_csv_is_several_answers_and_any_other_a_text(folder):
+    cells = ['["red", "crimson"]', "[1, 2]", "[]", "[red]", "red"]
+    lines = ["prompt,reference", *('what?,"' + cell.replace('"', '""') + '"' for cell in cells)]
+    (folder / "rows.csv").write_text("\n".join(lines))
+    assert [row.reference for row in open_rows(folder / "rows.csv")] == [["red", "crimson"], *cells[1:]]
+    supervised = open_rows(folder / "rows.csv", checks=RowChecks(response_key="response"))
+    assert [row.reference for row in supervised] == cells
+    rows = open_rows(write_jsonl(folder / "rows.jsonl", [{"prompt": "what?", "reference": cells[0]}]))
+    assert rows[0].reference == cells[0]  # a file with types has a list of its own for it
+
+
 def test_csv_and_text_files_are_rows(folder):
     (folder / "metadata.csv").write_text('prompt,reference,extra\n"how many, here?",3,x\nwhat?,red,y\n')
     (folder / "lines.txt").write_text("a red circle\n\n  a blue square \n")

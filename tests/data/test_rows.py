@@ -168,3 +168,40 @@ def test_images_under_a_name_that_nothing_reads_are_refused_with_the_way_on(valu
 def test_other_columns_with_such_names_are_metadata():
     for value in (3, None, [], {"width": 3}, b"1", "a picture.", {"bytes": 1, "path": 2}):
         assert parse({"prompt": "hi", "image_id": value}).metadata == {"image_id": value}
+
+
+@pytest.mark.parametrize("key", ["reference", "label", "answer", "ground_truth", "said", "prompt"])
+def test_what_supervised_runs_answer_is_the_column_that_is_named_whatever_its_name(key):
+    config = SFTDataConfig(response_key=key)
+    row = parse_row({"prompt": "q", "answer": "other", key: "red"}, config, source="rows", root=None)
+    assert response_of(row, key) == "red"
+
+
+ASKED, SAID = {"role": "user", "content": "what colour?"}, {"role": "assistant", "content": [text("red")]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "settings"),
+    [
+        ({"prompt": [ASKED, SAID]}, {}),
+        ({"prompt": json.dumps([ASKED, SAID]), "reference": "other"}, {}),
+        ({"messages": [ASKED, SAID]}, {"input_key": "messages"}),
+        ({"messages": [ASKED, SAID]}, {}),
+    ],
+)
+def test_messages_of_a_supervised_row_end_with_the_answer_in_any_column(raw, settings):
+    row = parse_row(raw, SFTDataConfig(**settings), source="rows", root=None)
+    assert (row.prompt[-1]["content"], response_of(row, "response")) == ([text("what colour?")], "red")
+
+
+@pytest.mark.parametrize(
+    ("raw", "config"),
+    [
+        ({"prompt": [ASKED, SAID]}, DataConfig()),
+        ({"prompt": [ASKED, SAID], "response": "blue"}, SFTDataConfig()),
+        ({"prompt": [ASKED, SAID], "completion": "blue"}, SFTDataConfig()),
+    ],
+)
+def test_an_answer_at_the_end_of_a_prompt_is_refused_where_another_is_to_follow(raw, config):
+    with pytest.raises(DataError, match="the last message is the assistant's"):
+        parse_row(raw, config, source="rows", root=None)

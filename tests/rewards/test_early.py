@@ -28,6 +28,7 @@ class Lengths(StreamingSource):
     def _part(self, part: Future) -> Scores:
         batch = part.result(timeout=30)
         self.seen.append(batch.ids)
+        self.columns = batch.columns
         values = torch.tensor([float(len(text)) for text in batch.responses], dtype=torch.float64)
         return Scores(values, torch.zeros(len(batch), dtype=torch.bool))
 
@@ -42,7 +43,7 @@ def test_a_request_leaves_when_its_samples_are_finished_and_holds_what_it_would_
     early_source, late_source = Lengths(), Lengths()
     made = rollouts(4, 2)
     late = RewardComputationEngine(reward_model=late_source).score_rollouts(made, 3)
-    engine = RewardComputationEngine(reward_model=early_source)
+    engine = RewardComputationEngine(reward_model=early_source, columns={"level"})
     early = engine.begin([None] * 8, 3)
     for prompt in (1, 0, 3):
         early.add(2 * prompt, made[2 * prompt : 2 * prompt + 2])
@@ -52,6 +53,7 @@ def test_a_request_leaves_when_its_samples_are_finished_and_holds_what_it_would_
     found = engine.score_rollouts(made, 3, early=early)
     assert early_source.seen == late_source.seen == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert early_source.calls == 1 and torch.equal(found.score, late.score)
+    assert early_source.columns == {"level"}
     assert found.score.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 

@@ -77,6 +77,11 @@ def test_wrong_functions_are_all_told_at_once(functions):
         ask(reward_fn=",".join(f"{functions}:{name}" for name in ("raises", "good", "none", "needs")))
 
 
+def test_a_column_that_the_sample_lacks_and_the_data_has_is_none(functions):
+    config = RewardConfig(reward_fn=f"{functions}:needs")
+    assert probed(config, DATA, batch_of, {"difficulty"}) == config
+
+
 def test_good_function_keeps_its_state_and_the_runs_seeds(functions):
     config = RewardConfig(reward_fn=f"{functions}:good")
     before = random.getstate()

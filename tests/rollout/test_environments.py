@@ -50,6 +50,32 @@ def test_an_observation_of_any_kind_becomes_messages_and_media(given, roles, kin
     assert len(found.images) == images
 
 
+def test_messages_of_a_reset_take_media_of_the_row_in_order_for_parts_without_a_source():
+    blue, own = Image.new("RGB", (4, 4), "blue"), {"type": "image", "image": "own.png"}
+    media = {"image": [IMAGE, blue], "video": []}
+    asked = {"role": "user", "content": [{"type": "image"}, own, {"type": "image"}]}
+    assert Observation.of([asked], media=media).images == [IMAGE, "own.png", blue]
+    assert Observation.of([{"role": "user", "content": [own]}], media=media).images == ["own.png"]
+    assert (
+        Observation.of([{"role": "developer", "content": "x"}, asked], media=media).messages[0]["role"] == "developer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}]}], "1 image part.*the row has 2"),
+        ([{"role": "user", "content": [{"type": "image"}] * 3}], "brings no image"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "brings no video"),
+        ([{"type": "image"}], "brings no image"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "end with the assistant's"),
+    ],
+)
+def test_messages_of_a_reset_that_do_not_fit_the_row_are_a_failure(given, told):
+    with pytest.raises(EnvironmentFailure, match=told):
+        Observation.of(given, media={"image": [IMAGE, IMAGE], "video": []})
+
+
 @pytest.mark.parametrize(
     "given",
     [

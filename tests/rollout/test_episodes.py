@@ -289,6 +289,21 @@ def test_a_reset_may_begin_otherwise_within_the_limits_of_observations(rig):
             assert made.valid if most == 4 else "4 images" in made.episode.failure and not made.valid
 
 
+def test_a_reset_may_give_the_messages_of_its_row_back_among_others(rig):
+    system = {"role": "system", "content": "be brief"}
+    batch = seeing(2)
+    told = [("assistant", "a dog"), ("user", "?")]
+    batch.messages[1] = [
+        *batch.messages[1],
+        *({"role": role, "content": [{"type": "text", "text": text}]} for role, text in told),
+    ]
+    begins = one_step(lambda row: [system, *row["messages"]])
+    for made in stage_of(rig, begins).generate(batch, SETTINGS):
+        assert made.valid and "be brief" in made.prompt.text and len(made.prompt.images) == 1
+        assert made.prompt.images[0].tobytes() == picture(3).tobytes()
+        assert ("a dog" in made.prompt.text) == (made.prompt.group_id == 1)
+
+
 @pytest.mark.parametrize("in_template", [True, False])
 def test_a_prompt_that_a_reset_changed_has_the_special_tokens_of_any_other(rig, in_template):
     model_input = copy.deepcopy(rig.checkpoint.processor)

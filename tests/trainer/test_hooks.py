@@ -199,6 +199,16 @@ def test_a_hook_is_told_of_moments_that_its_run_never_calls(caplog, config, sile
     assert [text.split("this run has no ")[1].split(",")[0] for text in caplog.messages] == [*silent]
 
 
+@pytest.mark.parametrize("kind", ["vl", "diffusion", "sft"])
+def test_a_hook_without_kinds_follows_each_kind_of_run(monkeypatch, kind):
+    kept = registry.Registry("hook", kinds.Hook, "parts")
+    monkeypatch.setattr(registry, "hooks", kept)
+    kept.register("own", about="")(lambda parts: Adds("own"))
+    hooks = Hooks()
+    hooks.build(SimpleNamespace(kind=kind, config=None))
+    assert hooks.on_scores([]) == ["own"]
+
+
 @pytest.mark.parametrize("shipped", [True, False])
 def test_only_hooks_of_a_plugin_are_asked_whether_the_run_calls_them(monkeypatch, caplog, shipped):
     kept = registry.Registry("hook", kinds.Hook, "parts")

@@ -283,7 +283,7 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "turns": lambda batch: [turns_of(episode) for episode in batch.episodes] or [[] for _ in range(len(batch))],
     "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
-# Given to a signature that names them, not to **kwargs; source images also to **kwargs where there are some.
+# Given to a signature that names them, not to **kwargs; what is of edits and episodes also to **kwargs there.
 ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images", "turns", "environment_rewards")
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
@@ -334,6 +334,11 @@ def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
     )
 
 
+def _columns(names: Iterable[str]) -> Inputs:
+    """Inputs that are columns of the data."""
+    return {name: lambda batch, name=name: [sample.get(name) for sample in batch.metadata] for name in names}
+
+
 def _bind(
     signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any], form: Form = NATIVE
 ) -> dict[str, Any]:
@@ -345,13 +350,14 @@ def _bind(
     wanted = dict.fromkeys(signature.names)
     if signature.takes_all and not form.closed:
         usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
-        edited = ["source_images"] if any(batch.source_images) else []
-        wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *edited, *sorted(columns)])
+        more = ["source_images"] if any(batch.source_images) else []
+        more += ["turns", "environment_rewards"] if batch.episodes else []
+        wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
         wanted |= dict.fromkeys(given)
     read: dict[str, Callable[[RewardBatch], Any]] = {
         **FALLBACKS,
-        **{key: lambda batch, key=key: [sample.get(key) for sample in batch.metadata] for key in columns},
+        **_columns(columns),
         **INPUTS,
         "batch": lambda batch: batch.select(range(len(batch))),
         **form.inputs,
@@ -461,8 +467,10 @@ class CallableSource:
 
     def _score(self, batch: RewardBatch, how: Call | None) -> Scores:
         form = self.form
-        if (form.media and not batch.generated) or (form.positions and batch.columns.intersection(form.inputs)):
+        if form.media and not batch.generated:
             form = NATIVE  # such a batch is not what the form is meant for
+        if form.positions:
+            form = replace(form, inputs={**form.inputs, **_columns(batch.columns & form.inputs.keys())})
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"

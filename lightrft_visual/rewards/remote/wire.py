@@ -40,8 +40,8 @@ def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_
     for name, values in (("labels", batch.labels), ("references", batch.references)):
         if any(value is not None for value in values):
             body[name] = _plain(values)
-    if any(batch.metadata):
-        body["metadata"] = _plain(batch.metadata)
+    if batch.columns:
+        body["metadata"] = _plain([dict.fromkeys(sorted(batch.data_columns)) | sample for sample in batch.metadata])
     return body | _media(batch, encoded, image_format)
 
 

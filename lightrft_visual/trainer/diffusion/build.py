@@ -18,7 +18,7 @@ from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout
 from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
 from ...config.shared import RECOMPUTES, RewardConfig
-from ...data.drawing_prompts import FIRST_FRAME, DrawPrompts, PreferencePairs
+from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily, join_lora
@@ -160,7 +160,7 @@ def _rewards(
         strategy=strategy,
         resources=config.distributed.resources,
         labels=set().union(*(each.labels for each in scored)),
-        columns={FIRST_FRAME, *scored[0].columns} if scored else set(),
+        columns=scored[0].columns if scored else set(),
         references=judged[0].has_references if judged else None,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in scored)),
     )
@@ -373,7 +373,7 @@ def _gold(
         judged,
         strategy=strategy,
         labels=prompts.labels,
-        columns={FIRST_FRAME, *prompts.columns},
+        columns=prompts.columns,
         references=prompts.has_references,
     )
     if task is None or task.sets is None:

@@ -19,10 +19,10 @@ SHOWN_FAILURES = 3
 
 
 class EpisodesHook(StepHook):
-    """Adds to each step's metrics what its episodes did, and ends a run whose environments mostly fail.
+    """Adds to each step's metrics what its episodes did, and ends a run most of whose episodes teach nothing.
 
     host: is closed with the run; None where workers have it. most_failures: share of a step's episodes, over all ranks,
-    above which the run ends.
+    that failures may mask; above it the run ends.
     """
 
     def __init__(self, host: EnvironmentHost | None, most_failures: float) -> None:
@@ -35,7 +35,8 @@ class EpisodesHook(StepHook):
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
-        failed, total = collectives.all_reduce_sum(torch.tensor([float(len(failures)), float(len(rollouts))])).tolist()
+        masked = sum(r.episode is not None and r.episode.failed for r in rollouts)
+        failed, total = collectives.all_reduce_sum(torch.tensor([float(masked), float(len(rollouts))])).tolist()
         if failed > self.most_failures * total:
             why = told or "see another rank"
             raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")

@@ -81,7 +81,8 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
     answer = partial(answered, dataset, checkpoint, config)
-    config.reward, judged = (probed(each, dataset, answer) for each in (config.reward, judged))
+    columns = set().union(*(each.columns for each in sets))
+    config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
     run = open_run(config, LoopSettings(total_steps, config.output, config.train, resume_folder, model), locks, sets)

@@ -374,12 +374,12 @@ class ExperienceMaker:
 
 
 def give_rewards(rollouts: Rollouts, output: RewardOutput) -> None:
-    """Each rollout takes its reward, its validity and its components."""
+    """Each rollout takes its reward, its validity unless it was left out before, and its components."""
     scores, valid = output.score.tolist(), output.valid.tolist()
     components = {name: values.tolist() for name, values in output.components.items()}
     weights = {name: values.tolist() for name, values in output.weights.items()}
     for index, rollout in enumerate(rollouts):
-        rollout.reward, rollout.valid = scores[index], valid[index]
+        rollout.reward, rollout.valid = scores[index], rollout.valid and valid[index]
         rollout.components = {name: values[index] for name, values in components.items()}
         rollout.weights = {name: values[index] for name, values in weights.items()}
         if rollout.episode is not None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from reward_servers import serving
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.experience.rollouts import Episode, Turn
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, parse_result
@@ -126,6 +128,23 @@ def test_columns_with_a_role_reach_a_function_behind_a_server():
         engine.close()
 
 
+def test_column_that_no_sample_of_a_batch_has_is_none_for_each_of_them():
+    def named(completions, level):
+        return [float(each is None) for each in level]
+
+    def every(completions, **columns):
+        return named(completions, columns["level"])
+
+    sparse = make_samples(["a", "b"])
+    for function in (named, every):
+        engine = RewardComputationEngine(custom_reward_func=function, columns={"level"})
+        assert engine.compute_rewards([sparse]).score.tolist() == [1, 1]
+    with serving(named) as url:
+        engine = RewardComputationEngine(None, url, columns={"level"})
+        assert engine.compute_rewards([sparse]).score.tolist() == [1, 1]
+        engine.close()
+
+
 def test_column_alias_or_default_only_when_the_data_has_no_such_column():
     assert score(lambda answer: [a == "x" for a in answer]).values.tolist() == [1, 0, 0, 0]
     assert score(lambda solution=None: [a == "y" for a in solution]).values.tolist() == [0, 1, 0, 0]
@@ -211,6 +230,17 @@ def test_functions_see_what_a_generated_image_was_made_from():
     drawn = batch_from_media(["r"], images=[red])
     assert CallableSource(sizes).score(RewardBatch.join([drawn, edits])).values.tolist() == [0, 3, 5]
     assert CallableSource(lambda **given: ["source_images" in given]).score(drawn).values.tolist() == [0]
+
+
+def test_keywords_hold_what_an_episode_gave_only_where_there_are_episodes():
+    episode = Episode([Turn("a", 0.5), Turn("b", 0.25)])
+    talked = replace(BATCH.select([0, 1]), episodes=[episode, None])
+
+    def told(**given):
+        return [len(own) + reward for own, reward in zip(given["turns"], given["environment_rewards"])]
+
+    assert CallableSource(told).score(talked).values.tolist() == [2.75, 0]
+    assert score(lambda **given: [float("turns" in given or "environment_rewards" in given)] * 4).values.sum() == 0
 
 
 @pytest.mark.parametrize(

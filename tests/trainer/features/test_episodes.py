@@ -98,8 +98,14 @@ def test_the_gate_names_the_turn_and_the_token_that_differ():
 
 def test_a_step_whose_environments_mostly_fail_ends_the_run_with_the_reasons(caplog):
     hook = EpisodesHook(None, most_failures=0.5)
-    broken = rollout(episode=Episode([], [-1], failure="reset raised OSError: no server"))
+    broken = rollout(episode=Episode([], [-1], failure="reset raised OSError: no server", failed=True))
     assert len(hook.on_rollouts(Rollouts([rollout(), broken]))) == 2
     assert "no server (1 of 2 episodes)" in caplog.text
     with pytest.raises(RolloutError, match="2 of 3 environments failed .*no server"):
         hook.on_rollouts(Rollouts([rollout(), broken, broken]))
+
+
+def test_a_step_whose_failures_end_episodes_with_their_reward_goes_on(caplog):
+    ended = rollout(episode=Episode([Turn("a", 0.5)], [0], failure="step raised KeyError"))
+    assert len(EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([ended, ended]))) == 2
+    assert "KeyError (2 of 2 episodes)" in caplog.text

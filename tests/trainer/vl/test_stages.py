@@ -217,6 +217,20 @@ def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoi
         assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_rollouts_that_a_hook_leaves_out_before_they_are_scored_stay_out(checkpoint, remote):
+    def all_but_the_first(rollouts):
+        rollouts.leave_out(torch.arange(len(rollouts)) > 0)
+        return rollouts
+
+    maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_rollouts=all_but_the_first)]))
+    if remote:
+        maker.rewards = RewardComputationEngine(reward_model=Noting([]))
+    made = made_by(maker)
+    assert [each.reward for each in made.rollouts] == [1.0] * 6
+    assert torch.cat([each.valid for each in made.batches]).tolist() == [True] + [False] * 5
+
+
 def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
     """Rewards of remote scorers come behind the forwards: those of others would be given to them."""
     hook = SimpleNamespace(on_scores=lambda rollouts: Rollouts(rollouts[1:], rollouts.sampling, scored=True))
