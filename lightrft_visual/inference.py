@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config import registry
-from .config.recipes import SUFFIXES
+from .config.recipes import SUFFIXES, load_plugins
 from .errors import ConfigError, nearest, refused_as
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -27,12 +27,18 @@ STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "plugins")
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
-    "data": ("response_key",),
+    "data": ("response_key", "prompt_data_probs", "pair_data"),
     "rollout": (
-        "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "offload_trainer", "offload_reference",
+        "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "noisy_rollout_strength", "offload_trainer",
+        "offload_reference",
     ),
-    "model": ("pretrain", "critic_pretrain", "teacher_pretrain", "lora_rank", "freeze_prefix", "trainable_models"),
-    "sampling": ("rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level"),
+    "model": (
+        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "target_parameters",
+        "freeze_prefix", "trainable_models",
+    ),
+    "sampling": (
+        "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
+    ),
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
                "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
@@ -100,6 +106,7 @@ class Checkpoint:
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         adapted = (Path(self.path) / ADAPTER).is_file()
+        load_plugins(self.run.get("plugins"))  # which may have the family
         base = self._trained_on() if adapted else self.path
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
@@ -151,18 +158,21 @@ def _configured(
             named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
             own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
-            tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
+            tree = {name: checkpoint.run[name] or {} for name in KEPT if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
-            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(eval_dataset))
+            if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
+                tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
+            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
+        if eval_dataset is not None:  # in the place of all that the run was trained on
+            tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
+            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
-        if eval_dataset is not None:
-            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
         if rewards is not None and suite is not None:
@@ -175,13 +185,16 @@ def _configured(
             yield trainer.config
 
 
-def _answering(prompts: Any) -> dict[str, Any]:
-    """Settings of a run that is not trained, of as many prompts at once as there are, at most 8."""
+def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:
+    """Settings of a run that is not trained, of as many prompts at once as there are, at most 8. run: the configuration
+    of the run whose engine is used, which in fewer bits asks for a tis_mode."""
+    rollout = run.get("rollout") or {}
+    coarse = rollout.get("engine_quantization") or rollout.get("engine_kv_cache_dtype", "").startswith("fp8")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     few = min(8, len(prompts)) if isinstance(prompts, list) else 8
     size = max(world, few // world * world)
     return {"advantage_estimator": "reinforce", "rollout_batch_size": size, "groups_per_update": size,
-            "init_kl_coef": 0.0}  # fmt: skip
+            "init_kl_coef": 0.0} | ({"tis_mode": "token"} if coarse else {})  # fmt: skip
 
 
 DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 8,
