@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config import registry
 from .config.recipes import SUFFIXES, load_plugins
+from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -77,9 +78,8 @@ class Checkpoint:
 
     @property
     def image_key(self) -> str:
-        """The column in which a run reads the images of a row."""
-        flag, usual = ("image_key", "input_image") if self.draws else ("images_key", "images")
-        return (self.run.get("data") or {}).get(flag) or usual
+        """The column of images that are given beside prompts: of a diffusion model that of the run's data."""
+        return ((self.run.get("data") or {}).get("image_key") or "input_image") if self.draws else "images"
 
     @contextmanager
     def model(self, scratch: str) -> Iterator[str]:
@@ -281,7 +281,9 @@ def sample(
         if found.draws and found.resumable:
             with _exported(found, settings) as final:
                 return _drawn(final, listed, n, seed, settings)
-        return (_drawn if found.draws else _answered)(found, listed, n, seed, settings)
+        if found.draws:
+            return _drawn(found, listed, n, seed, settings)
+        return _answered(found, listed, n, seed, _columns(listed, images is not None) | settings)
 
 
 def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
@@ -301,6 +303,15 @@ def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
         raise ConfigError(f"{len(rows)} prompts come with images for {len(images)}")
     shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
     return [{**row, image_key: own} for row, own in zip(rows, shown)]
+
+
+def _columns(prompts: Sequence[Any], shown: bool) -> dict[str, Any]:
+    """Settings by which rows are read: what holds no more than a text and its media in our own names, so that a run's
+    columns are not asked of texts; else the run's own. shown: whether images are given beside them."""
+    if all(isinstance(each, Mapping) and each.keys() <= {"prompt", "images", "videos", "draw"} for each in prompts):
+        usual = {item.name: item.default for item in fields(DataConfig) if item.name.endswith("_key")}
+        return usual | {"data_format": "auto"}
+    return {"images_key": "images"} if shown else {}
 
 
 @contextmanager
@@ -324,7 +335,7 @@ def _answered(
     temperature = settings.pop("temperature", None)
     if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
-    own = {"max_eval_samples": len(prompts)} | settings
+    own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"} | settings
     unscored = [lambda completions: [0.0] * len(completions)]
     with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:
         parts = trainer.parts
@@ -345,8 +356,10 @@ def _drawn(
     from .data.drawing_prompts import image_column, images_in
     from .data.media import load_image
 
-    if not all(isinstance(each, Mapping) and isinstance(each.get("prompt"), str) for each in prompts):
-        raise ConfigError("a diffusion model draws texts: give each, or a mapping with one under 'prompt'")
+    column = (checkpoint.run.get("data") or {}).get("input_key") or "prompt"
+    texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
     cells = [each.get(image_column(each, checkpoint.image_key)) for each in prompts]
     given = [[load_image(image) for image in images_in(cell)] for cell in cells]  # before anything is loaded
     device = get_accelerator().device_name()
@@ -364,15 +377,19 @@ def _drawn(
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
     usual |= {"num_images_per_prompt": n} if at_once > 1 else {}
     drawn: list[list[Any]] = []
-    for number, (prompt, shown) in enumerate(zip(prompts, given)):
+    for number, (text, shown) in enumerate(zip(texts, given)):
         own = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
         generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
             try:
-                out = pipeline(prompt=prompt["prompt"], generator=generators[first : first + at_once], **usual | own)
+                out = pipeline(prompt=text, generator=generators[first : first + at_once], **usual | own)
             except ValueError as error:  # such as a height that does not divide
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
+            except (TypeError, AttributeError) as error:
+                if shown or "image" not in taken:
+                    raise
+                raise ConfigError(f"{type(pipeline).__name__} draws from an image: give it by images") from error
             drawn[-1] += out.images if hasattr(out, "images") else out.frames
     return drawn
 

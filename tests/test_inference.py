@@ -1,13 +1,16 @@
 """What `evaluate` and `sample` take of the run that left a checkpoint."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, inference
 from lightrft_visual.config import recipes
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
+from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
@@ -124,3 +127,60 @@ def test_plugins_of_the_run_are_loaded_before_its_pipeline_which_may_be_of_a_fam
     monkeypatch.setattr(recipes, "_files", {})
     with pytest.raises(ConfigError, match="choices.py"):
         inference.sample(checkpoint.path, "a")
+
+
+class Seen(Exception):
+    """Ends `sample` once its configuration is known."""
+
+
+@pytest.fixture
+def data_of_sample(monkeypatch):
+    """The section `data` by which `sample` reads what it is given."""
+    seen = []
+
+    @contextmanager
+    def started(config):
+        seen.append(config.data)
+        raise Seen
+        yield
+
+    monkeypatch.setattr("lightrft_visual.launch.started", started)
+
+    def asked(*arguments, **named):
+        with pytest.raises(Seen):
+            inference.sample(*arguments, **named)
+        return seen[-1]
+
+    return asked
+
+
+RED = Image.new("RGB", (28, 28), "red")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"input_key": "question", "images_key": "shot", "label_key": "kind", "draw_key": "art"}, {"images_key": ""}],
+)
+@pytest.mark.parametrize("prompts", [["what?"], [{"prompt": "what?"}], [{"prompt": "what?", "images": [RED]}]])
+def test_texts_to_sample_and_their_images_are_read_whatever_columns_the_run_named(
+    tmp_path, data_of_sample, own, prompts
+):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
+    images = None if isinstance(prompts[0], dict) and "images" in prompts[0] else [RED]
+    (row,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, prompts, images))
+    assert "what?" in str(row.prompt) and row.images == [RED]
+
+
+def test_rows_of_a_run_to_sample_are_read_by_its_columns_and_images_beside_them_win(tmp_path, data_of_sample):
+    own = {"input_key": "question", "images_key": "shot"}
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
+    blue, row = Image.new("RGB", (28, 28), "blue"), {"question": "what?", "shot": [RED]}
+    for images, wanted in ((None, RED), ([blue], blue)):
+        (found,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, [row], images))
+        assert "what?" in str(found.prompt) and found.images == [wanted]
+
+
+def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_rows(tmp_path, data_of_sample):
+    own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
+    data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
+    assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
