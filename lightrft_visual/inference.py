@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -18,6 +19,7 @@ from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config import registry
 from .config.recipes import SUFFIXES, load_plugins
+from .config.shared import RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
@@ -140,11 +142,20 @@ class Checkpoint:
         return path
 
 
+@dataclass
+class _RunsRewards(RewardConfig):
+    """Of a run, on other data than its own."""
+
+    every_label: ClassVar[bool] = False
+
+
 @contextmanager
 def _configured(
     checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None
 ) -> Iterator[Any]:
     """The configuration by which a checkpoint is evaluated; a suite has data and rewards of its own."""
+    if "config" in settings:
+        raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
@@ -173,6 +184,7 @@ def _configured(
             own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
+        suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
         if rewards is not None and suite is not None:
@@ -181,6 +193,8 @@ def _configured(
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
         trainer = kind(base, rewards, config=recipes, **own | settings)
+        if rewards is None and suite is None:
+            trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         with trainer.model_on_disk():
             yield trainer.config
 
@@ -273,8 +287,9 @@ def sample(
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
             arguments of its pipeline, such as num_inference_steps, and bf16 (default: as in the run).
     """
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, Integral) or n < 1:
         raise ConfigError(f"n is {n!r}: how many samples of each prompt, 1 or more")
+    n = int(n)  # of NumPy, too
     with _on_disk(model) as checkpoint:
         found = Checkpoint.of(checkpoint, base)
         listed = _asked(prompts, images, found.image_key)
@@ -299,6 +314,8 @@ def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
     if images is None:
         return rows
     images = [images] if alone else images
+    if isinstance(images, str) or not hasattr(images, "__len__"):
+        raise ConfigError(f"images is a {type(images).__name__}: give a list with those of each prompt")
     if len(images) != len(rows):
         raise ConfigError(f"{len(rows)} prompts come with images for {len(images)}")
     shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
@@ -333,7 +350,7 @@ def _answered(
     from .launch import started
 
     temperature = settings.pop("temperature", None)
-    if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
+    if temperature is not None and not (isinstance(temperature, Real) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
     own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"} | settings
     unscored = [lambda completions: [0.0] * len(completions)]
@@ -341,7 +358,7 @@ def _answered(
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
-        sampling = sampling if not temperature else replace(sampling, temperature=temperature)
+        sampling = sampling if not temperature else replace(sampling, temperature=float(temperature))
         made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
         found = [each.text if each.image is None else each.image for each in made]
     return [found[start : start + n] for start in range(0, len(found), n)]

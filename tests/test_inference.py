@@ -1,8 +1,10 @@
 """What `evaluate` and `sample` take of the run that left a checkpoint."""
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy
 import pytest
 from PIL import Image
 
@@ -12,6 +14,7 @@ from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.settings import engine_arguments
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
 SCORER = {False: "exact", True: {"jpeg_compressibility": 1.0}}
@@ -184,3 +187,22 @@ def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_ro
     own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
     data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
     assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
+
+
+def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
+    recipe = {label: [["rule", "exact", 1.0]] for label in ("a", "b")}
+    own = {"gold_recipe": json.dumps(recipe), "eval_data": "org/rows", "output_dir": tmp_path}
+    checkpoint = left_by(GRPOTrainer("org/model", recipe, ROWS, **own))
+    with inference._configured(checkpoint, ROWS, None, {"gold_recipe": own["gold_recipe"]}) as config:
+        for rewards in (config.reward, config.gold):
+            assert engine_arguments(rewards, ["a"])["reward_recipe"].entries.keys() == {"a", "b"}
+    with pytest.raises(ConfigError, match="has the label 'b', which no row of the data has"):
+        engine_arguments(configured(checkpoint, rewards=recipe).reward, ["a"])
+
+
+def test_numbers_of_numpy_and_a_suite_by_its_path_are_taken(tmp_path, data_of_sample):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path / "run"))
+    assert data_of_sample(checkpoint.path, "a", n=numpy.int64(2), temperature=numpy.float32(0.5)).max_eval_samples == 1
+    (tmp_path / "suite.yaml").write_text("data: {prompt_data: org/suite, eval_data: org/suite}")
+    with inference._configured(checkpoint, None, "exact", {}, tmp_path / "suite.yaml") as config:
+        assert config.data.eval_data == "org/suite"
