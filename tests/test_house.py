@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2212, "experience": 3109, "config": 4758, "runtime": 5578, "data": 3213,
+    "": 2236, "experience": 3109, "config": 4758, "runtime": 5578, "data": 3213,
     "models": 5886, "rollout": 5067, "rewards": 4038, "algorithms": 1809, "trainer": 7297, "observe": 3516,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
