@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .arguments import (
     check_kinds,
     data_of,
+    data_settings,
     episode_settings,
     name_of,
     plain_settings,
@@ -127,8 +128,8 @@ class _Trainer:
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
-            settings |= episode_settings(settings)
-        recipes = [config] if isinstance(config, str) else config
+            settings |= episode_settings(settings) | data_settings(settings)
+        recipes = [config] if isinstance(config, str | os.PathLike) else config
         argv = [word for recipe in recipes for word in ("--config", str(recipe))]
         self.config = parse_run(
             self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
@@ -148,7 +149,7 @@ class _Trainer:
         if reward_funcs is not None or reward_weights is not None:
             given |= self._rewards(reward_funcs, reward_weights)
         if train_dataset is not None:
-            given |= self._training_data(train_dataset, settings.get("prompt_split", "train"))
+            given |= self._training_data(train_dataset, settings)
         if eval_dataset is not None:
             given["eval_data"] = data_of(eval_dataset, "eval_dataset", settings.get("eval_split", "test"))
         refuse_both(given, settings)
@@ -217,8 +218,8 @@ class _Trainer:
     def _rewards(self, rewards: Any, weights: Sequence[float] | None) -> dict[str, Any]:
         return reward_settings(rewards, weights)
 
-    def _training_data(self, data: Any, split: str) -> dict[str, Any]:
-        return {"prompt_data": data_of(data, "train_dataset", split)}
+    def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_data": data_of(data, "train_dataset", settings.get("prompt_split", "train"))}
 
     @contextmanager
     def model_on_disk(self) -> Iterator[None]:
@@ -320,6 +321,7 @@ class RewardFLTrainer(FlowGRPOTrainer):
 
     def _rewards(self, rewards: Any, weights: Sequence[float] | None) -> dict[str, Any]:
         (reward,) = rewards if isinstance(rewards, list | tuple) and len(rewards) == 1 else (rewards,)
+        reward = os.fspath(reward) if isinstance(reward, os.PathLike) else reward
         if weights is not None or not (callable(reward) or isinstance(reward, str)):
             raise ConfigError("Reward FL trains on one differentiable reward: a function, path.py:name or a name")
         return {"differentiable_reward": give(name_of(reward), reward) if callable(reward) else reward}
@@ -331,10 +333,12 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
 
     root, defaults = ALGORITHMS["dpo"]
 
-    def _training_data(self, data: Any, split: str) -> dict[str, Any]:
+    def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+        split = settings.get("prompt_split", "train")
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
+        pairs = pairs or "chosen_key" in settings
         return {"pair_data" if pairs else "prompt_data": named}
 
 

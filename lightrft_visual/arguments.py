@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import numbers
 import os
 import shutil
 import socket
@@ -13,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from .config import registry
-from .config.given_files import located
+from .config.given_files import ROWS, located
 from .config.kinds import check_hooks
 from .config.recipes import SUFFIXES
 from .errors import ConfigError, DataError, did_you_mean
@@ -40,7 +40,7 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
     for name, value, fits, what in (
         ("model", model, named, "a hub name, a folder, (model, processor) or a pipeline"),
         ("callbacks", callbacks, isinstance(callbacks, list | tuple), "a list of hooks"),
-        ("config", config, isinstance(config, list | tuple | str), "a list of recipes by name or path"),
+        ("config", config, isinstance(config, list | tuple | str | os.PathLike), "a list of recipes by name or path"),
     ):
         if not fits:
             raise ConfigError(f"{name} is a {type(value).__name__}: give {what}")
@@ -51,7 +51,8 @@ def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None
 
 def refuse_both(given: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """A model, data or a reward is given in one way."""
-    arguments = {"pretrain": "model", "prompt_data": "train_dataset", "eval_data": "eval_dataset"}
+    arguments = {"pretrain": "model", "eval_data": "eval_dataset"}
+    arguments |= dict.fromkeys(("prompt_data", "pair_data"), "train_dataset")
     for name in given.keys() & settings.keys():
         raise ConfigError(f"{name} says the same as {arguments.get(name, 'reward_funcs')}: give one of them")
 
@@ -71,25 +72,31 @@ def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
     if tools is not None:
         listed = tools if isinstance(tools, list | tuple) else [tools]
         for each in listed:
-            if not isinstance(each, str) and not callable(each):
+            if not isinstance(each, str | os.PathLike) and not callable(each):
                 raise ConfigError(f"tools has a {type(each).__name__}: give functions, or path.py:function")
-        found["tools"] = ",".join(each if isinstance(each, str) else give(name_of(each), each) for each in listed)
+        found["tools"] = ",".join(give(name_of(each), each) if callable(each) else str(each) for each in listed)
     return found
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as YAML would hold them."""
-
-    def plain(name: str, value: Any) -> Any:
-        if isinstance(value, os.PathLike):
-            return os.fspath(value)
-        if callable(value):
+    for name, value in settings.items():
+        if callable(value) and not isinstance(value, os.PathLike):
             raise ConfigError(f"{name} is {name_of(value)}, of the program: give text or a number")
-        if isinstance(value, numbers.Real | Decimal) and not isinstance(value, int | float):  # of NumPy, too
-            return int(value) if isinstance(value, numbers.Integral) else float(value)
-        return list(value) if isinstance(value, tuple | set) else value
+    return {name: _plain(value) for name, value in settings.items()}
 
-    return {name: plain(name, value) for name, value in settings.items()}
+
+def _plain(value: Any) -> Any:
+    """A value, and what is in it, as YAML would hold it; of another kind: itself."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | range):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numbers and arrays of NumPy and PyTorch
+        return value.tolist()
+    return float(value) if isinstance(value, Decimal | Fraction) else value
 
 
 def data_of(data: Any, name: str, split: str) -> str:
@@ -117,6 +124,13 @@ def data_of(data: Any, name: str, split: str) -> str:
         raise DataError(f"{name} {error}") from error
 
 
+def data_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
+    held = {name: settings[name] for name in ROWS if not isinstance(settings.get(name), str | os.PathLike | None)}
+    splits = {name: ("eval_split", "test") if name == "eval_data" else ("prompt_split", "train") for name in held}
+    return {name: data_of(data, name, settings.get(*splits[name])) for name, data in held.items()}
+
+
 def name_of(function: Any) -> str:
     """A name for metrics."""
     while isinstance(function, functools.partial):
@@ -142,10 +156,14 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
     """Settings of the section `reward` for rewards as a trainer takes them. Raises ConfigError."""
     if rewards is None:
         raise ConfigError("reward_weights are those of reward_funcs: give the rewards too")
+    (alone,) = rewards if isinstance(rewards, list | tuple) and len(rewards) == 1 else (rewards,)
+    if isinstance(alone, str | os.PathLike) and os.fspath(alone).endswith(SUFFIXES) and "://" not in os.fspath(alone):
+        rewards = os.fspath(alone)
     listed_alone = isinstance(rewards, Mapping) or (isinstance(rewards, str) and rewards.endswith(SUFFIXES))
     if listed_alone and weights is not None:
         raise ConfigError("reward_weights belong to a list of rewards: a mapping or a recipe has weights of its own")
     if isinstance(rewards, Mapping) and rewards:
+        rewards = _plain(rewards)
         numbers = all(isinstance(each, int | float) for each in rewards.values())
         try:
             text = json.dumps(rewards)
@@ -205,6 +223,8 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
             return "func", reward, reward.rpartition(":")[2]
         if "://" in reward or reward.endswith(".py"):
             return "remote", reward, reward
+        if reward.endswith(SUFFIXES):
+            raise ConfigError(f"reward {reward!r}: a recipe says all rewards: give it alone")
         if reward not in registry.scorers and "/" not in reward and not os.path.exists(reward):
             known = did_you_mean(reward, registry.scorers.names())
             raise ConfigError(f"reward {reward!r} is neither a scorer nor a folder{known}")

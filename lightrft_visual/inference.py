@@ -7,17 +7,20 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved
 from .config import registry
-from .config.recipes import SUFFIXES
+from .config.recipes import SUFFIXES, load_plugins
+from .config.shared import RewardConfig
+from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
 PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
@@ -27,12 +30,18 @@ STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "plugins")
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
-    "data": ("response_key",),
+    "data": ("response_key", "prompt_data_probs", "pair_data"),
     "rollout": (
-        "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "offload_trainer", "offload_reference",
+        "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "noisy_rollout_strength", "offload_trainer",
+        "offload_reference",
     ),
-    "model": ("pretrain", "critic_pretrain", "teacher_pretrain", "lora_rank", "freeze_prefix", "trainable_models"),
-    "sampling": ("rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level"),
+    "model": (
+        "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "target_parameters",
+        "freeze_prefix", "trainable_models",
+    ),
+    "sampling": (
+        "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
+    ),
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
                "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
@@ -71,9 +80,8 @@ class Checkpoint:
 
     @property
     def image_key(self) -> str:
-        """The column in which a run reads the images of a row."""
-        flag, usual = ("image_key", "input_image") if self.draws else ("images_key", "images")
-        return (self.run.get("data") or {}).get(flag) or usual
+        """The column of images that are given beside prompts: of a diffusion model that of the run's data."""
+        return ((self.run.get("data") or {}).get("image_key") or "input_image") if self.draws else "images"
 
     @contextmanager
     def model(self, scratch: str) -> Iterator[str]:
@@ -100,6 +108,7 @@ class Checkpoint:
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         adapted = (Path(self.path) / ADAPTER).is_file()
+        load_plugins(self.run.get("plugins"))  # which may have the family
         base = self._trained_on() if adapted else self.path
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
@@ -133,11 +142,20 @@ class Checkpoint:
         return path
 
 
+@dataclass
+class _RunsRewards(RewardConfig):
+    """Of a run, on other data than its own."""
+
+    every_label: ClassVar[bool] = False
+
+
 @contextmanager
 def _configured(
     checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None
 ) -> Iterator[Any]:
     """The configuration by which a checkpoint is evaluated; a suite has data and rewards of its own."""
+    if "config" in settings:
+        raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
@@ -151,18 +169,22 @@ def _configured(
             named = (read_manifest(Path(checkpoint.path))["model"] or {}).get("pretrain")
             own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
-            tree = {name: dict(checkpoint.run[name] or {}) for name in KEPT[:-1] if name in checkpoint.run}
+            tree = {name: checkpoint.run[name] or {} for name in KEPT if name in checkpoint.run}
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
-            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(eval_dataset))
+            if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
+                tree["data"] |= {"prompt_data": tree["data"]["eval_data"], "prompt_split": tree["data"]["eval_split"]}
+            own |= {"pretrain": model} | (DRAWING if checkpoint.draws else _answering(checkpoint.run, eval_dataset))
         if rewards is not None or suite is not None:
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
+        if eval_dataset is not None:  # in the place of all that the run was trained on
+            tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
+            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
-        if eval_dataset is not None:
-            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
+        suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
         if rewards is not None and suite is not None:
@@ -171,17 +193,22 @@ def _configured(
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
         trainer = kind(base, rewards, config=recipes, **own | settings)
+        if rewards is None and suite is None:
+            trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         with trainer.model_on_disk():
             yield trainer.config
 
 
-def _answering(prompts: Any) -> dict[str, Any]:
-    """Settings of a run that is not trained, of as many prompts at once as there are, at most 8."""
+def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:
+    """Settings of a run that is not trained, of as many prompts at once as there are, at most 8. run: the configuration
+    of the run whose engine is used, which in fewer bits asks for a tis_mode."""
+    rollout = run.get("rollout") or {}
+    coarse = rollout.get("engine_quantization") or rollout.get("engine_kv_cache_dtype", "").startswith("fp8")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     few = min(8, len(prompts)) if isinstance(prompts, list) else 8
     size = max(world, few // world * world)
     return {"advantage_estimator": "reinforce", "rollout_batch_size": size, "groups_per_update": size,
-            "init_kl_coef": 0.0}  # fmt: skip
+            "init_kl_coef": 0.0} | ({"tis_mode": "token"} if coarse else {})  # fmt: skip
 
 
 DRAWING = {"diffusion_algorithm": "rwr", "lora_rank": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 8,
@@ -260,15 +287,18 @@ def sample(
         **settings: of the run, such as temperature (0: greedy) and generate_max_len; of a diffusion model the
             arguments of its pipeline, such as num_inference_steps, and bf16 (default: as in the run).
     """
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, Integral) or n < 1:
         raise ConfigError(f"n is {n!r}: how many samples of each prompt, 1 or more")
+    n = int(n)  # of NumPy, too
     with _on_disk(model) as checkpoint:
         found = Checkpoint.of(checkpoint, base)
         listed = _asked(prompts, images, found.image_key)
         if found.draws and found.resumable:
             with _exported(found, settings) as final:
                 return _drawn(final, listed, n, seed, settings)
-        return (_drawn if found.draws else _answered)(found, listed, n, seed, settings)
+        if found.draws:
+            return _drawn(found, listed, n, seed, settings)
+        return _answered(found, listed, n, seed, _columns(listed, images is not None) | settings)
 
 
 def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
@@ -284,10 +314,21 @@ def _asked(prompts: Any, images: Any, image_key: str) -> list[Any]:
     if images is None:
         return rows
     images = [images] if alone else images
+    if isinstance(images, str) or not hasattr(images, "__len__"):
+        raise ConfigError(f"images is a {type(images).__name__}: give a list with those of each prompt")
     if len(images) != len(rows):
         raise ConfigError(f"{len(rows)} prompts come with images for {len(images)}")
     shown = [[] if each is None else list(each) if isinstance(each, list | tuple) else [each] for each in images]
     return [{**row, image_key: own} for row, own in zip(rows, shown)]
+
+
+def _columns(prompts: Sequence[Any], shown: bool) -> dict[str, Any]:
+    """Settings by which rows are read: what holds no more than a text and its media in our own names, so that a run's
+    columns are not asked of texts; else the run's own. shown: whether images are given beside them."""
+    if all(isinstance(each, Mapping) and each.keys() <= {"prompt", "images", "videos", "draw"} for each in prompts):
+        usual = {item.name: item.default for item in fields(DataConfig) if item.name.endswith("_key")}
+        return usual | {"data_format": "auto"}
+    return {"images_key": "images"} if shown else {}
 
 
 @contextmanager
@@ -309,15 +350,15 @@ def _answered(
     from .launch import started
 
     temperature = settings.pop("temperature", None)
-    if temperature is not None and not (isinstance(temperature, int | float) and temperature >= 0):
+    if temperature is not None and not (isinstance(temperature, Real) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
-    own = {"max_eval_samples": len(prompts)} | settings
+    own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"} | settings
     unscored = [lambda completions: [0.0] * len(completions)]
     with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
-        sampling = sampling if not temperature else replace(sampling, temperature=temperature)
+        sampling = sampling if not temperature else replace(sampling, temperature=float(temperature))
         made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
         found = [each.text if each.image is None else each.image for each in made]
     return [found[start : start + n] for start in range(0, len(found), n)]
@@ -332,8 +373,10 @@ def _drawn(
     from .data.drawing_prompts import image_column, images_in
     from .data.media import load_image
 
-    if not all(isinstance(each, Mapping) and isinstance(each.get("prompt"), str) for each in prompts):
-        raise ConfigError("a diffusion model draws texts: give each, or a mapping with one under 'prompt'")
+    column = (checkpoint.run.get("data") or {}).get("input_key") or "prompt"
+    texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
     cells = [each.get(image_column(each, checkpoint.image_key)) for each in prompts]
     given = [[load_image(image) for image in images_in(cell)] for cell in cells]  # before anything is loaded
     device = get_accelerator().device_name()
@@ -351,15 +394,19 @@ def _drawn(
     at_once = n if "num_images_per_prompt" in taken else 1  # a video is large alone
     usual |= {"num_images_per_prompt": n} if at_once > 1 else {}
     drawn: list[list[Any]] = []
-    for number, (prompt, shown) in enumerate(zip(prompts, given)):
+    for number, (text, shown) in enumerate(zip(texts, given)):
         own = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
         generators = [torch.Generator().manual_seed(seed + number * n + index) for index in range(n)]
         drawn.append([])
         for first in range(0, n, at_once):
             try:
-                out = pipeline(prompt=prompt["prompt"], generator=generators[first : first + at_once], **usual | own)
+                out = pipeline(prompt=text, generator=generators[first : first + at_once], **usual | own)
             except ValueError as error:  # such as a height that does not divide
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
+            except (TypeError, AttributeError) as error:
+                if shown or "image" not in taken:
+                    raise
+                raise ConfigError(f"{type(pipeline).__name__} draws from an image: give it by images") from error
             drawn[-1] += out.images if hasattr(out, "images") else out.frames
     return drawn
 

@@ -78,6 +78,13 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
     assert (config.output.output_dir, config.model.bf16, config.output.max_ckpt_num) == (str(tmp_path), True, 2)
     config = GRPOTrainer(config="experiment/vl/geometry3k_grpo", seed=numpy.int64(7), lr=numpy.float32(0.5)).config
     assert (config.train.seed, config.train.actor_learning_rate) == (7, 0.5) and config.data.prompt_data != "embedded"
+    (tmp_path / "run.yaml").write_text("train: {seed: 3}")
+    own = {"adam_betas": numpy.array([0.75, 0.5]), "engine_kwargs": {"a": (numpy.int64(3), tmp_path)}}
+    own |= {"lr": numpy.float64(0.5), "bf16": numpy.bool_(True), "kwargs": {"exact": {"a": numpy.float32(0.5)}}}
+    config = GRPOTrainer("org/model", {"exact": numpy.float32(0.5)}, ROWS, config=tmp_path / "run.yaml", **own).config
+    assert (config.train.actor_learning_rate, config.train.adam_betas, config.train.seed) == (0.5, [0.75, 0.5], 3)
+    assert (config.model.bf16, config.rollout.engine_kwargs) == (True, {"a": [3, str(tmp_path)]})
+    assert (config.reward.components, config.reward.kwargs) == ({"exact": 0.5}, {"exact": {"a": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,8 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
         ({"reward_funcs": {"exact": 1.0}, "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
         ({"reward_weights": [1.0]}, "reward_weights are those of reward_funcs: give the rewards too"),
         ({"tools": [3]}, "tools has a int: give functions"),
+        ({"reward_funcs": ["exact", "mine.yaml"]}, "reward 'mine.yaml': a recipe says all rewards: give it alone"),
+        ({"train_dataset": ROWS, "prompt_data": ROWS}, "prompt_data says the same as train_dataset"),
         ({"callbacks": [type("Mine", (), {"on_rollout": print, "on_sync": print})()]}, "did you mean 'on_rollouts'"),
         ({"model": "embedded", "processing_class": object()}, "processing_class belongs to a loaded model"),
         ({"output_dir": score}, "output_dir is score, of the program"),
@@ -207,7 +216,10 @@ def test_rewards_of_each_form_reach_their_setting(tmp_path, monkeypatch):
     recipe = {"count": [["rule", "exact", 1.0]]}
     assert json.loads(reward_of(recipe).reward_recipe) == recipe
     (tmp_path / "rewards.yaml").write_text(json.dumps(recipe))
-    assert reward_of("rewards.yaml").reward_recipe == "rewards.yaml"
+    for form in ("rewards.yaml", Path("rewards.yaml"), ["rewards.yaml"]):
+        assert reward_of(form).reward_recipe == "rewards.yaml"
+    recipe = {"count": (("func", Path("mine.py:score"), numpy.int64(2)),)}
+    assert json.loads(reward_of(recipe).reward_recipe) == {"count": [["func", "mine.py:score", 2]]}
 
 
 def test_functions_of_one_name_have_weights_of_their_own():
@@ -264,6 +276,8 @@ def test_diffusion_trainers_take_texts_pairs_by_their_columns_and_one_differenti
     assert lightrft_visual.DiffusionDPOTrainer(None, score, ROWS).config.data.pair_data is None
     config = lightrft_visual.RewardFLTrainer(reward_funcs=[score]).config
     assert given.given(config.algorithm.differentiable_reward) is score
+    config = lightrft_visual.RewardFLTrainer(reward_funcs=Path(f"{__file__}:score")).config
+    assert config.algorithm.differentiable_reward == f"{__file__}:score"
     with pytest.raises(ConfigError, match="one differentiable reward"):
         lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
 
@@ -289,6 +303,28 @@ def test_pairs_of_every_form_are_trained_on_offline_and_prompts_online(monkeypat
         reward = None if offline else score
         data = lightrft_visual.DiffusionDPOTrainer(None, reward, FORMS_OF_ROWS[form](rows)).config.data
         assert (data.pair_data is not None) == offline and data.prompt_data.startswith("python:")
+
+
+def test_pairs_under_columns_of_ones_own_are_trained_on_offline():
+    rows = [{"prompt": "a", "win": "x.png", "lose": "y.png"}]
+    own = {"chosen_key": "win", "rejected_key": "lose"}
+    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=rows, **own).config.offline
+
+
+@pytest.mark.parametrize("form", sorted(FORMS_OF_ROWS.keys() - {"hub"}))
+def test_settings_that_name_data_take_what_the_program_holds(form):
+    for name, kind, rows in (
+        ("pair_data", lightrft_visual.DiffusionDPOTrainer, PAIRS),
+        ("prompt_data", GRPOTrainer, ROWS[:1]),
+        ("eval_data", GRPOTrainer, ROWS[:1]),
+    ):
+        named = {"eval_split": "train"} if name == "eval_data" else {}
+        with kind(**{name: FORMS_OF_ROWS[form](rows)} | named) as trainer:
+            spec = getattr(trainer.config.data, name)
+            source = open_source(spec, "train")
+            assert [source[index] for index in range(len(source))] == rows
+        with pytest.raises(ConfigError, match="of a trainer that is closed"):
+            open_source(spec, "train")
 
 
 def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatch):
@@ -358,6 +394,11 @@ def test_prompts_to_sample_are_texts_rows_or_conversations_one_or_several(prompt
         *(({"n": n}, "n is .*1 or more") for n in (0, 2.0)),
         *(({"temperature": each}, "temperature is .*give 0, which is greedy") for each in ("hot", float("nan"))),
         ({"prompts": None}, "prompts is a NoneType: give a text"),
+        *(
+            ({"prompts": ["a"], "images": each}, "images is a .*: give a list with those of each prompt")
+            for each in (3, "a.png", Path("a.png"))
+        ),
+        ({"config": "mine"}, "config is of a trainer: give settings by their names"),
         ({"model": ("embedded", None, None)}, "model is a tuple: give a hub name"),
     ],
 )

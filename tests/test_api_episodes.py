@@ -83,3 +83,11 @@ def test_run_with_an_environment_from_python_is_evaluated_with_its_settings(tmp_
 def test_environment_factory_is_environment_as_trl_calls_it_and_tools_are_functions():
     assert GRPOTrainer("embedded", environment_factory=Twice).config.episodes.environment.endswith("Twice")
     assert GRPOTrainer("embedded", tools=[enlarge]).config.episodes.tools.endswith("enlarge")
+
+
+@pytest.mark.parametrize("none", [[], (), ""])
+def test_no_tools_are_none_also_over_those_of_a_recipe(tmp_path, none):
+    (tmp_path / "tools.yaml").write_text("episodes: {tools: 'mine.py:enlarge'}")
+    for recipes in ((), [str(tmp_path / "tools.yaml")]):
+        assert not GRPOTrainer("org/model", "exact", ROWS, tools=none, config=recipes).config.episodes.used
+    assert not GRPOTrainer("org/model", "exact", ROWS, tools=none, environment="").config.episodes.used

@@ -118,6 +118,24 @@ def test_sample_reads_images_from_the_column_that_the_run_does_and_those_given_b
         assert (pixels(found) == pixels(wanted)).all(), row
 
 
+@pytest.mark.parametrize("name", ["wan_i2v", "qwen_image_edit"])
+def test_sample_of_a_model_that_starts_from_an_image_says_so_where_none_is_given(tmp_path, name):
+    with pytest.raises(ConfigError, match="draws from an image: give it by images"):
+        sample(left_by_a_run(tmp_path, name, width=32), ["a"])
+
+
+def test_sample_reads_texts_from_the_column_that_the_run_does_or_prompt(tmp_path):
+    folder = left_by_a_run(tmp_path, "flux")
+    with open(tmp_path / "config.resolved.yaml", "a") as file:
+        file.write("data: {input_key: caption}\n")
+    plain, *others = (
+        pixels(sample(folder, [row])[0]) for row in ("a", {"caption": "a", "prompt": "b"}, {"prompt": "a"})
+    )
+    assert all((plain == other).all() for other in others)
+    with pytest.raises(ConfigError, match="a mapping with one under 'caption'"):
+        sample(folder, [{"text": "a"}])
+
+
 def test_sample_command_gives_the_images_where_the_run_reads_them(tmp_path):
     folder, out = left_by_a_run(tmp_path, "wan_i2v", width=32, frames=5), tmp_path / "drawn"
     with open(tmp_path / "config.resolved.yaml", "a") as file:

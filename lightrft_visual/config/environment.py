@@ -57,6 +57,7 @@ class EpisodeConfig(Section):
 
     def check(self) -> None:
         """Settings of episodes without any."""
+        self.environment, self.tools = self.environment or None, self.tools or None
         if self.environment is not None and ":" not in self.environment:
             registry.environments[self.environment]  # raises ConfigError with the nearest name
         others = not_usual(self)

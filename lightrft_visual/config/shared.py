@@ -3,7 +3,7 @@
 import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from ..errors import ConfigError, did_you_mean
 from .constraints import (
@@ -88,6 +88,7 @@ class RewardConfig(Section):
     reward_fn_timeout: PositiveFloat | None = None  # run user callables in a subprocess with this limit, seconds
     reward_transport: Annotated[str, one_of("inprocess", "ray")] = "inprocess"  # where local scorers run
     reward_cpu_offload: bool = True  # keep local reward models off the accelerator between uses
+    every_label: ClassVar[bool] = True  # whether some row must have each label of the recipe, as the data are its own
 
     @property
     def given(self) -> bool:
@@ -222,7 +223,7 @@ class GuardConfig(Section):
         if self.gold_recipe is None and self.gold_fn is None:
             return None
         calls = {name: getattr(reward, name) for name in OF_CALLS}
-        return RewardConfig(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
+        return type(reward)(reward_recipe=self.gold_recipe, reward_fn=self.gold_fn, **calls)
 
 
 @dataclass

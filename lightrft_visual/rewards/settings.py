@@ -76,7 +76,8 @@ def engine_arguments(
     given, aggregating = _check_parts(config, functions, recipe, columns), [callable_name(f) for f in by_hand]
     names = [name for name in given if name not in aggregating]
     if recipe is not None:
-        recipe.check_labels(labels, labels_cut_away)
+        known = recipe.entries
+        recipe.check_labels(labels, labels_cut_away if config.every_label else lambda: known)
     if references is False:
         _check_references(config, functions, recipe)
     last = by_hand or (functions if len(functions) == 1 else [])

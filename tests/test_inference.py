@@ -1,0 +1,208 @@
+"""What `evaluate` and `sample` take of the run that left a checkpoint."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, inference
+from lightrft_visual.config import recipes
+from lightrft_visual.config.leaves import names_of
+from lightrft_visual.config.load import write_resolved
+from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.rewards.settings import engine_arguments
+
+ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
+SCORER = {False: "exact", True: {"jpeg_compressibility": 1.0}}
+
+
+def left_by(trainer, numbered=False):
+    """A checkpoint without weights beside the configuration of the run that left it."""
+    run, draws = Path(trainer.config.output.output_dir), hasattr(trainer.config, "sampling")
+    folder = run / ("checkpoint-000001" if numbered else "checkpoint-final")
+    folder.mkdir(parents=True)
+    (folder / (inference.STATE if numbered else inference.PIPELINE if draws else "config.json")).write_text("{}")
+    write_resolved(trainer.config, run / inference.SETTINGS)
+    return inference.Checkpoint.of(folder)
+
+
+def configured(checkpoint, rows=ROWS, rewards=None, **settings):
+    with inference._configured(checkpoint, rows, rewards or SCORER[checkpoint.draws], settings) as config:
+        return config
+
+
+# What stands beside a setting that cannot stand alone, and values of those of which none can be made up.
+EPISODES = ("tools", "max_turns", "max_episode_tokens", "env_timeout", "max_environments", "on_environment_error",
+            "turn_gamma", "observation_max_tokens")  # fmt: skip
+BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
+    "target_parameters": {"lora_rank": 8}, "noisy_rollout_strength": {"noisy_rollout_share": 0.5},
+    "engine_quantization": {"tis_mode": "token"}, "engine_kv_cache_dtype": {"tis_mode": "token"},
+    "critic_pretrain": {"advantage_estimator": "gae"},
+    "offload_reference": {"init_kl_coef": 0.1}, "tokenizer_path": {"pretrain": "parts.json", "family": "wan"},
+    "kwargs": {"components": {"format": 1.0}}, "rollout_batch_size": {"train_batch_size": 0},
+    "n_samples_per_prompt": {"train_batch_size": 0}, "pair_data": {"diffusion_algorithm": "diffusion_dpo"},
+    "sde_window_range": {"sde_window_size": 1},
+}  # fmt: skip
+VALUES = {
+    "prompt_data_probs": "0.7,0.3", "kwargs": {"format": {"tags": ["a"]}}, "top_k": 20, "environment": "click",
+    "engine_kwargs": {"max_logprobs": 3}, "timesteps": [900.0, 500.0], "sigmas": [1.0, 0.5], "noise_level": 0.5,
+    "sde_window_range": [0, 3], "components": {"format": 1.0}, "engine_type": "hf", "trajectory": "cps",
+    "remote_rm_url": "http://host/reward", "reward_recipe": "{'*': [[rule, exact, 1.0]]}", "family": "wan",
+    "engine_kv_cache_dtype": "fp8",
+}  # fmt: skip
+OF_FILES = ("pretrain", "reward_fn", "prompt_data", "plugins")
+
+
+def another(leaf):
+    """A value that is not the default."""
+    if leaf.name in VALUES:
+        return VALUES[leaf.name]
+    if leaf.choices:
+        return next(each for each in reversed(leaf.choices) if each != leaf.default)
+    if leaf.kind == "bool":
+        return not leaf.default
+    if leaf.kind == "number":
+        return (leaf.default or 1) + 1 if leaf.hint not in (float, float | None) else (leaf.default or 1.0) / 2
+    return "another"
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, FlowGRPOTrainer])
+def test_a_checkpoint_of_a_run_with_any_setting_of_its_own_is_evaluated(tmp_path, kind):
+    draws, refused = kind is FlowGRPOTrainer, {}
+    usual = {"pretrain": "org/model", "components": SCORER[True] if draws else {"exact": 1.0}}
+    teacher = {"diffusion_algorithm": "diffusion_opd"} if draws else {"teacher_coef": 1.0}
+    for leaf in names_of(kind.root.schema).leaves.values():
+        if leaf.path.partition(".")[0] not in inference.KEPT or leaf.name in OF_FILES:
+            continue
+        beside = teacher if leaf.name == "teacher_pretrain" else BESIDE.get(leaf.name, {"prompt_data": "org/rows"})
+        try:
+            configured(left_by(kind(**usual | beside | {leaf.name: another(leaf)}, output_dir=tmp_path / leaf.path)))
+        except Exception as error:
+            refused[leaf.path] = str(error)
+    assert not refused
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_checkpoints_of_runs_on_pairs_and_on_shares_of_data_sets_are_evaluated_on_other_rows(
+    tmp_path, monkeypatch, numbered
+):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    pairs = DiffusionDPOTrainer("org/model", pair_data="org/pairs", output_dir=tmp_path / "pairs")
+    data = configured(left_by(pairs, numbered)).data
+    assert data.pair_data is None and data.prompt_data == data.eval_data
+    shares = {"prompt_data": "org/one,org/other", "prompt_data_probs": "0.7,0.3"}
+    data = configured(
+        left_by(GRPOTrainer("org/model", "exact", output_dir=tmp_path / "shares", **shares), numbered)
+    ).data
+    assert data.prompt_data_probs is None and data.prompt_data == data.eval_data
+
+
+def test_a_checkpoint_of_a_run_on_pairs_is_evaluated_on_the_held_out_prompts_of_the_run_without_the_pairs(tmp_path):
+    own = {"pair_data": "org/pairs", "eval_data": "org/prompts", "eval_split": "validation"}
+    trainer = DiffusionDPOTrainer("org/model", SCORER[True], output_dir=tmp_path, **own)
+    data = configured(left_by(trainer), None).data
+    assert (data.prompt_data, data.eval_data) == ("org/prompts", "org/prompts")
+    assert (data.prompt_split, data.eval_split) == ("validation", "validation")
+
+
+def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(tmp_path):
+    own = {"engine_quantization": "fp8", "policy_loss": "dppo_tv", "output_dir": tmp_path}
+    assert configured(left_by(GRPOTrainer("org/model", "exact", ROWS, **own))).rollout.engine_quantization == "fp8"
+
+
+def test_plugins_of_the_run_are_there_in_its_evaluation(tmp_path):
+    plugin = tmp_path / "choices.py"
+    plugin.touch()
+    trainer = GRPOTrainer("org/model", "exact", ROWS, plugins=plugin, output_dir=tmp_path / "run")
+    assert configured(left_by(trainer)).plugins == str(plugin)
+
+
+def test_plugins_of_the_run_are_loaded_before_its_pipeline_which_may_be_of_a_family_of_theirs(tmp_path, monkeypatch):
+    plugin = tmp_path / "choices.py"
+    plugin.touch()
+    trainer = FlowGRPOTrainer("org/model", SCORER[True], ROWS, plugins=plugin, output_dir=tmp_path / "run")
+    checkpoint = left_by(trainer)
+    plugin.unlink()
+    monkeypatch.setattr(recipes, "_files", {})
+    with pytest.raises(ConfigError, match="choices.py"):
+        inference.sample(checkpoint.path, "a")
+
+
+class Seen(Exception):
+    """Ends `sample` once its configuration is known."""
+
+
+@pytest.fixture
+def data_of_sample(monkeypatch):
+    """The section `data` by which `sample` reads what it is given."""
+    seen = []
+
+    @contextmanager
+    def started(config):
+        seen.append(config.data)
+        raise Seen
+        yield
+
+    monkeypatch.setattr("lightrft_visual.launch.started", started)
+
+    def asked(*arguments, **named):
+        with pytest.raises(Seen):
+            inference.sample(*arguments, **named)
+        return seen[-1]
+
+    return asked
+
+
+RED = Image.new("RGB", (28, 28), "red")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"input_key": "question", "images_key": "shot", "label_key": "kind", "draw_key": "art"}, {"images_key": ""}],
+)
+@pytest.mark.parametrize("prompts", [["what?"], [{"prompt": "what?"}], [{"prompt": "what?", "images": [RED]}]])
+def test_texts_to_sample_and_their_images_are_read_whatever_columns_the_run_named(
+    tmp_path, data_of_sample, own, prompts
+):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
+    images = None if isinstance(prompts[0], dict) and "images" in prompts[0] else [RED]
+    (row,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, prompts, images))
+    assert "what?" in str(row.prompt) and row.images == [RED]
+
+
+def test_rows_of_a_run_to_sample_are_read_by_its_columns_and_images_beside_them_win(tmp_path, data_of_sample):
+    own = {"input_key": "question", "images_key": "shot"}
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
+    blue, row = Image.new("RGB", (28, 28), "blue"), {"question": "what?", "shot": [RED]}
+    for images, wanted in ((None, RED), ([blue], blue)):
+        (found,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, [row], images))
+        assert "what?" in str(found.prompt) and found.images == [wanted]
+
+
+def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_rows(tmp_path, data_of_sample):
+    own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
+    data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
+    assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
+
+
+def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
+    recipe = {label: [["rule", "exact", 1.0]] for label in ("a", "b")}
+    own = {"gold_recipe": json.dumps(recipe), "eval_data": "org/rows", "output_dir": tmp_path}
+    checkpoint = left_by(GRPOTrainer("org/model", recipe, ROWS, **own))
+    with inference._configured(checkpoint, ROWS, None, {"gold_recipe": own["gold_recipe"]}) as config:
+        for rewards in (config.reward, config.gold):
+            assert engine_arguments(rewards, ["a"])["reward_recipe"].entries.keys() == {"a", "b"}
+    with pytest.raises(ConfigError, match="has the label 'b', which no row of the data has"):
+        engine_arguments(configured(checkpoint, rewards=recipe).reward, ["a"])
+
+
+def test_numbers_of_numpy_and_a_suite_by_its_path_are_taken(tmp_path, data_of_sample):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path / "run"))
+    assert data_of_sample(checkpoint.path, "a", n=numpy.int64(2), temperature=numpy.float32(0.5)).max_eval_samples == 1
+    (tmp_path / "suite.yaml").write_text("data: {prompt_data: org/suite, eval_data: org/suite}")
+    with inference._configured(checkpoint, None, "exact", {}, tmp_path / "suite.yaml") as config:
+        assert config.data.eval_data == "org/suite"
