@@ -8,6 +8,7 @@ either.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class RewardFL:
         media = context.policy.decode(denoised.latents)
         scored = reward(media)
         if media.requires_grad:
-            media.register_hook(lambda grad: _of_valid(scored.valid, grad))
+            media.register_hook(partial(_of_valid, scored.valid))  # the scores themselves would keep their own graph
         scores = scored.scores
         means = {"reward": weighted_mean(scores.detach(), scored.valid)}
         if self.target is not None:
