@@ -29,6 +29,7 @@ TYPES = ("model", "remote", "rule", "func")
 ANY_LABEL = "*"
 ENTRY_KEYS = ("type", "key", "weight", "kwargs", "name", "score_key", "transport")
 TRANSPORTS = ("inprocess", "ray")
+ENGINE_METRICS = ("time", "invalid_share")  # reward/<name> of the engine itself: seconds, and the share without a score
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,14 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
             f"reward recipe, {where}: transport {fields['transport']!r}{did_you_mean(fields['transport'], TRANSPORTS)}"
         )
     fields |= {"kwargs": dict(settings), "name": fields.get("name") or _short_name(kind, str(key))}
+    check_name(fields["name"], f"reward recipe, {where}")
     return RecipeEntry(kind, str(key), float(weight), **fields)
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ConfigError for a component that has the name of a metric of the engine's own."""
+    if name in ENGINE_METRICS:
+        raise ConfigError(f"{where}: reward/{name} is a metric of the run; give the component another name")
 
 
 def _short_name(kind: str, key: str) -> str:
