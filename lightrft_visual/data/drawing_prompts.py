@@ -14,6 +14,7 @@ from ..runtime import collectives
 from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row
+from .rows import resolve_images
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -82,7 +83,7 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
         images=images,
         label=None if label is None else str(label),
         reference=raw.get(config.reference_key),
-        metadata=metadata,
+        metadata=resolve_images(metadata, root),
         source=name,
     )
 

@@ -86,6 +86,12 @@ def test_samples_without_face_or_reference_are_marked() -> None:
     assert not valid.any() and scores.requires_grad and scores.tolist() == [0.0, 0.0]  # no face at all: still a graph
 
 
+def test_prompts_without_a_reference_are_not_known() -> None:
+    reward = DifferentiableFaceSimilarity(MeanColor())
+    rows = [{}, {"reference_image": ""}, {"face_image": None}, {"reference_image": "", "input_image": RED}]
+    assert [reward.knows("", row) for row in rows] == [False, False, False, True]
+
+
 def test_a_video_averages_its_frames_with_a_face() -> None:
     frames = torch.stack([flat(1, 0, 0), flat(0, 0, 0), flat(1, 0, 1)], dim=1)[None]
     scores, valid = DifferentiableFaceSimilarity(MeanColor(), bright, size=4)(frames, [""], [{"input_image": RED}])
