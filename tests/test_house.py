@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2140, "experience": 3109, "config": 4779, "runtime": 5578, "data": 3222,
-    "models": 5886, "rollout": 5067, "rewards": 4022, "algorithms": 1809, "trainer": 7277, "observe": 3516,
+    "": 2140, "experience": 3109, "config": 4808, "runtime": 5582, "data": 3222,
+    "models": 5886, "rollout": 5067, "rewards": 4029, "algorithms": 1809, "trainer": 7277, "observe": 3516,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
