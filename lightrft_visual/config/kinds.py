@@ -201,6 +201,14 @@ def check_hooks(hooks: Iterable[Any]) -> None:
 
 
 @dataclass(frozen=True)
+class Reward(Choice):
+    """A scorer or a differentiable reward. image_columns: columns of the data in which it looks for an image; paths in
+    them start where those of a prompt's images do."""
+
+    image_columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Hook(Choice):
     """target: a function of the parts of a run (such as `VLParts`) to a `trainer.hooks.StepHook`, or to None
     where the configuration does not ask for it. kinds: of runs that it may follow; 'sft' is supervised training."""

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -22,18 +22,20 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, refused_as, writable
-from ..runtime.files import Escaped
-from ..runtime.masking import mask_urls
+from ..runtime.files import Escaped, compose_yaml
+from ..runtime.masking import MASK, SECRET_NAME, mask_text, mask_urls
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
 from .given_files import missing_files, refused_resume
-from .leaves import KEYWORD, Leaf, Names, Setting, names_of
+from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
 from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
 from .shared import EMBEDDED, REWARDS
 from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
 
+RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
+TEXT = "tag:yaml.org,2002:str"
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
@@ -290,6 +292,8 @@ def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
             return value
         _check_path_names(value, leaf.path, origin)
         return _at_home(value, leaf.name in COMMA_LISTS)
+    if inside and origin != COMMAND_LINE:
+        return value
     if inside or leaf.kind in ("mapping", "any"):
         return _parse(value, leaf, origin) if isinstance(value, str) else value
     if leaf.kind == "list":
@@ -368,18 +372,43 @@ def _with_origins(text: str, sources: Mapping[str, str]) -> str:
 
 
 def resolved_yaml(config: Any) -> str:
-    """The whole configuration as YAML that loads to the same one; passwords and tokens inside URLs are masked."""
+    """The whole configuration as YAML that loads to the same one, but for secrets: passwords and tokens inside URLs and
+    texts of settings whose names say that they are secret are ***, which a reward's setting is then refused as."""
     return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
 
 
-def _written(value: Any) -> Any:
+def _written(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _written(item) for key, item in value.items()}
+        return {key: _written(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_written(item) for item in value]
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
-        return mask_urls(value).replace("${", "\\${")
+        if value and SECRET_NAME.search(name):
+            return MASK
+        return mask_urls(_without_secrets(value) if name in RECIPES else value).replace("${", "\\${")
     return value
+
+
+def _without_secrets(recipe: str) -> str:
+    """Inline YAML as it is, but for the secrets in it."""
+    try:
+        found = {(node.start_mark.index, node.end_mark.index) for node in _secrets(compose_yaml(recipe))}
+    except yaml.YAMLError:
+        return mask_text(recipe)
+    for start, end in sorted(found, reverse=True):
+        recipe = f'{recipe[:start]}"{MASK}"{recipe[end:]}'
+    return recipe
+
+
+def _secrets(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """The texts of which the names say that they are secret."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _secrets(item)
+    for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(item, yaml.ScalarNode) and item.value and item.tag == TEXT and SECRET_NAME.search(str(key.value)):
+            yield item
+        yield from _secrets(item)
 
 
 def write_resolved(config: Any, path: str | os.PathLike[str]) -> Path:

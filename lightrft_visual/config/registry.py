@@ -40,10 +40,10 @@ policy_masks = Registry("mask of the policy loss", kinds.PolicyMask, "inputs, co
 # or to None where a run has no such number. Those of the package are in trainer/vl/updates.py.
 rollout_metrics = Registry("rollout metric", Choice, "experience")
 # A function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`.
-differentiable_rewards = Registry("differentiable reward", Choice)
+differentiable_rewards = Registry("differentiable reward", kinds.Reward)
 # A class of `rollout.environments.Environment`, or a function that makes one; `tools` takes the functions of `--tools`.
 environments = Registry("environment", Choice)
-scorers = Registry("scorer", Choice)  # a class, built with the recipe's settings, or a function; see docs/rewards.md
+scorers = Registry("scorer", kinds.Reward)  # a class built with the recipe's settings, or a function; docs/rewards.md
 row_forms = Registry("form of data rows", kinds.RowForm, "row")
 reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.callables.Form`
 tasks = Registry("built-in task", kinds.Task, "config")  # prompt_data of vision-language runs
@@ -378,7 +378,8 @@ entry("multi", "multi:MultiScorer", "a weighted sum of others")
 entry("environment", "environment:EnvironmentReward", "what the environment gave in the turns of an episode")
 
 entry = scorers.below(PLUGINS)
-entry("face_similarity", "face.scorer:FaceSimilarity", "the face of a reference image")
+_faces = ("reference_image", "face_image")
+entry("face_similarity", "face.scorer:FaceSimilarity", "the face of a reference image", image_columns=_faces)
 entry("geometry3k", "compat.graders:Geometry3K", "Geometry3K as EasyR1 or verl (`grader`) grades it, by mathruler")
 entry(
     "shape_match", "embedded.scorers.shape_match:ShapeMatch",
@@ -391,7 +392,7 @@ entry(
 
 entry = differentiable_rewards.below(PLUGINS)
 entry("shape_match", "embedded.scorers.shape_match:EmbeddedShapeMatch", "the embedded captions")
-entry("face_similarity", "face.reward:face_similarity", "the face of the first frame")
+entry("face_similarity", "face.reward:face_similarity", "the face of the first frame", image_columns=_faces)
 
 
 # in the order in which they are tried

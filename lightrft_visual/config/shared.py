@@ -253,6 +253,25 @@ class OutputConfig(Section):
     report: bool = True  # report.html at the end
     run_name: str | None = None  # in logs and the report; default: the folder's
 
+    @property
+    def best(self) -> tuple[str, str] | None:
+        """(metric, "max" | "min") of `best_metric`: "eval_reward", "max:eval_reward" or "min:eval_length"."""
+        if self.best_metric is None:
+            return None
+        mode, separator, name = self.best_metric.rpartition(":")
+        told = f"best_metric is {self.best_metric!r}; write it as NAME, max:NAME or min:NAME"
+        require(mode in (("max", "min") if separator else ("",)) and bool(name), told)
+        return name, mode or "max"
+
+    def check(self) -> None:
+        """A best checkpoint has an evaluation of its own."""
+        save, evaluate = self.intervals(1)
+        require(
+            self.best is None or (save > 0 and evaluate > 0 and save % evaluate == 0),
+            f"best_metric compares checkpoints by their own evaluation: save_steps ({save}) must be a multiple of "
+            f"eval_steps ({evaluate}), both positive",
+        )
+
     def intervals(self, total_steps: int) -> tuple[int, int]:
         """(steps between checkpoints, steps between evaluations) of a run; 0 or less: none.
 

@@ -34,7 +34,7 @@ def rewards(reward: RewardConfig) -> str:
     """What scores the samples, as it is named."""
     named = reward.reward_fn, reward.reward_pretrain, reward.remote_rm_url, reward.reward_recipe
     found = [str(each) for each in named if each] + list(reward.components)
-    return ", ".join(" ".join(each.split())[:60] for each in found) or "those of the task"
+    return ", ".join(" ".join(mask_text(each).split())[:60] for each in found) or "those of the task"
 
 
 def changed(config: Any) -> Iterator[str]:
@@ -46,9 +46,9 @@ def changed(config: Any) -> Iterator[str]:
         for setting in inner:
             now = getattr(value, setting.name)
             if now != getattr(before, setting.name) and not is_dataclass(now) and setting.name not in SAID:
-                yield f"{setting.name} {' '.join(str(now).split())[:40]}"
+                yield f"{setting.name} {' '.join(mask_text(str(now)).split())[:40]}"
         if not inner and value != before:
-            yield f"{item.name} {' '.join(str(value).split())[:40]}"
+            yield f"{item.name} {' '.join(mask_text(str(value)).split())[:40]}"
 
 
 def _wrapped(settings: list[str]) -> list[str]:

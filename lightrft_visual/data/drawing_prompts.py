@@ -15,6 +15,7 @@ from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .forms import json_list
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, is_remote_row, reference_in
+from .rows import resolve_images
 from .sources import RowSource
 
 FIRST_FRAME = "input_image"  # where rewards find the first image in a row's metadata: its path, where it has one
@@ -84,7 +85,7 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
         images=images,
         label=None if label is None else str(label),
         reference=raw.get(config.reference_key),
-        metadata=metadata,
+        metadata=resolve_images(metadata, root),
         source=name,
     )
 

@@ -280,11 +280,11 @@ def _has_suffix(path: Any, kind: str) -> bool:
 
 
 def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
-    """The same source with relative paths joined to root, so that it can be read from anywhere."""
+    """The same source with relative paths joined to root, so that it can be read from anywhere; "" stays."""
     if isinstance(source, Mapping) and not source.get("bytes"):
         local = {key: resolve_source(source[key], root) for key in ("path", "image") if source.get(key)}
         return {**source, **local}
-    return os.path.join(root, source) if root is not None and is_path(source) else source
+    return os.path.join(root, source) if root is not None and is_path(source) and source != "" else source
 
 
 def is_path(source: Any) -> bool:

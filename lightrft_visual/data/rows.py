@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..config import registry
 from ..config.vl import DataConfig
 from ..errors import DataError
 from .bad_rows import check_reference, check_values
@@ -99,7 +100,7 @@ def parse_row(
             videos=[_resolve_video(video, root) for video in videos],
             label=reading.label if label is None else label,
             reference=reference,
-            metadata=_metadata(columns, config, read),
+            metadata=resolve_images(_metadata(columns, config, read), root),
             source=source,
             index=index,
             form=_form(reading.form, cells),
@@ -188,6 +189,13 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
     if config.input_key in columns:
         columns[config.input_key] = _without_media(columns[config.input_key])
     return columns
+
+
+def resolve_images(metadata: dict[str, Any], root: str | os.PathLike | None) -> dict[str, Any]:
+    """The metadata, in which paths of images that registered rewards look for (`image_columns`) start at root."""
+    rewards = (*registry.scorers, *registry.differentiable_rewards)
+    columns = {column for reward in rewards for column in reward.image_columns} & metadata.keys()
+    return metadata | {column: resolve_source(metadata[column], root) for column in columns}
 
 
 def _without_media(prompt: Any) -> Any:

@@ -1,6 +1,7 @@
 """How validation prompts are shared out, so that all ranks make the same number of collective calls; their labels."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -33,12 +34,19 @@ def validation_shard_indices(num_prompts: int, *, rank: int, world_size: int) ->
 
 
 MAX_LABELS = 24  # with metrics of their own
+OTHER_METRICS = re.compile("greedy(_.*)?|label_mean", re.DOTALL)  # what else stands behind eval_reward_
 
 
 def measured_labels(labels: Sequence[str | None]) -> set[str]:
     """The labels of the held-out prompts that get metrics of their own: all, or where they are more than MAX_LABELS the
-    most frequent ones, each of two prompts or more. A label that is different for every prompt tells nothing apart."""
+    most frequent ones, each of two prompts or more. A label that is different for every prompt tells nothing apart, and
+    one of OTHER_METRICS would change what these say."""
     counts = Counter(label for label in labels if label is not None)
+    taken = list(filter(OTHER_METRICS.fullmatch, counts))
+    for label in taken:
+        del counts[label]
+    if taken and collectives.is_rank_0():
+        logger.warning("no eval_reward_<label> for %s: other metrics have these names", ", ".join(taken))
     if len(counts) <= MAX_LABELS:
         return set(counts)
     chosen = {label for label, count in counts.most_common(MAX_LABELS) if count > 1}

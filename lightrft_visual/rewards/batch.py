@@ -22,6 +22,7 @@ from ..experience.types import Samples, SamplesVL
 from ..experience.vision import VisionTensors
 from ..runtime.usercode.calls import AsRewardError, Failed, ScoringFailed
 from .imaging import EncodedImages, to_pil, video_frames
+from .recipe import ENGINE_METRICS
 
 T = torch.Tensor
 NAN = float("nan")
@@ -523,6 +524,6 @@ def named_components(columns: Sequence[Column]) -> dict[str, T]:
     named = {column.job.name: column.values for column in columns}
     for column in columns:
         for name, values in column.extras.items():
-            taken = name in named or name in ("time", "invalid_share")
+            taken = name in named or name in ENGINE_METRICS
             named[f"{column.job.name}/{name}" if taken else name] = values
     return named

@@ -24,11 +24,13 @@ from ..config.recipes import SUFFIXES, load_yaml
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
 from ..runtime.files import compose_yaml
+from ..runtime.masking import MASK, SECRET_NAME
 
 TYPES = ("model", "remote", "rule", "func")
 ANY_LABEL = "*"
 ENTRY_KEYS = ("type", "key", "weight", "kwargs", "name", "score_key", "transport")
 TRANSPORTS = ("inprocess", "ray")
+ENGINE_METRICS = ("time", "invalid_share")  # reward/<name> of the engine itself: seconds, and the share without a score
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,25 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
     settings = fields.get("kwargs") or {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"reward recipe, {where}: settings are a mapping of name to value")
+    for name, value in settings.items():
+        if value == MASK and SECRET_NAME.search(str(name)):
+            raise ConfigError(
+                f"reward recipe, {where}: {name} is {MASK}, as the file of a run has it; give the value, or let the "
+                "function read an environment variable"
+            )
     if fields.get("transport") not in (None, *TRANSPORTS):
         raise ConfigError(
             f"reward recipe, {where}: transport {fields['transport']!r}{did_you_mean(fields['transport'], TRANSPORTS)}"
         )
     fields |= {"kwargs": dict(settings), "name": fields.get("name") or _short_name(kind, str(key))}
+    check_name(fields["name"], f"reward recipe, {where}")
     return RecipeEntry(kind, str(key), float(weight), **fields)
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ConfigError for a component that has the name of a metric of the engine's own."""
+    if name in ENGINE_METRICS:
+        raise ConfigError(f"{where}: reward/{name} is a metric of the run; give the component another name")
 
 
 def _short_name(kind: str, key: str) -> str:

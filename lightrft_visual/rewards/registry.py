@@ -17,7 +17,7 @@ from ..given import given, is_given, unique_name
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import CallableSource
-from .recipe import RecipeEntry
+from .recipe import RecipeEntry, check_name
 from .remote.wire import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
@@ -216,6 +216,7 @@ class Catalogue:
 
     @staticmethod
     def _add(sources: dict[str, Source], name: str, source: Source) -> str:
+        check_name(name, f"the reward {name!r}")
         unique = unique_name(name, sources)
         sources[unique] = source
         return unique

@@ -24,9 +24,13 @@ NAMED_SECRET = re.compile(
     rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
     r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
 )
-# The same inside a line: `{"api_key": "value", ...}`, `HF_TOKEN=value python run.py`.
+# The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; a number
+# or a constant is no secret.
+_NAME = rf"(?:[\w.\-]*[_\-.])?(?:{WORDS}|authorization)"
+_KEY = rf"(?:[\"']{_NAME}[\"']|(?<=[{{,])\s*{_NAME})\s*:\s*"
 INLINE_SECRET = re.compile(
-    rf"(?i)([\"'](?:[\w.\-]*[_\-.])?(?:{WORDS}|authorization)[\"']\s*:\s*[\"'])(?:[^\"'\\]|\\.)+"
+    rf"(?i)({_KEY}[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|({_KEY})(?!(?:null|none|true|false|~|[\d.]+)\s*(?:[,}}\]\n]|$))[^\s\"'{{\[,}}\]][^,}}\]\n]*"
     rf"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
@@ -98,7 +102,7 @@ def mask_text(text: str) -> str:
         text = text.replace(value, MASK)
     for pattern in SECRET_VALUES:
         text = pattern.sub(MASK, text)
-    text = INLINE_SECRET.sub(lambda found: f"{found[1] or found[2]}{MASK}", mask_urls(text))
+    text = INLINE_SECRET.sub(lambda found: f"{found[1] or found[2] or found[3]}{MASK}", mask_urls(text))
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 

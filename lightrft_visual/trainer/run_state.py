@@ -24,29 +24,11 @@ def final_folder(output: OutputConfig) -> Path:
     return Path(output.save_path or Path(output.output_dir) / "checkpoint-final")
 
 
-def best_metric(output: OutputConfig) -> tuple[str, str] | None:
-    """(metric, "max" | "min") of `best_metric`: "eval_reward", "max:eval_reward" or "min:eval_length"."""
-    if output.best_metric is None:
-        return None
-    mode, separator, name = output.best_metric.rpartition(":")
-    if mode not in (("max", "min") if separator else ("",)) or not name:
-        raise ConfigError(f"best_metric is {output.best_metric!r}; write it as NAME, max:NAME or min:NAME")
-    save, evaluate = output.intervals(1)
-    if evaluate <= 0 or save <= 0 or save % evaluate:
-        raise ConfigError(
-            f"best_metric compares checkpoints by their own evaluation: save_steps ({save}) must be a "
-            f"multiple of eval_steps ({evaluate}), both positive"
-        )
-    return name, mode or "max"
-
-
 def check_output(output: OutputConfig) -> Path | None:
     """Look, before any model loads, whether the run can resume from and write where it is told to. A collective.
 
-    Returns the checkpoint folder to resume from, None for a fresh start. Raises CheckpointError, or ConfigError for a
-    `best_metric` that cannot be read.
+    Returns the checkpoint folder to resume from, None for a fresh start. Raises CheckpointError.
     """
-    best_metric(output)
     final = final_folder(output)
     on_rank_0("checking save_path", lambda: CheckpointManager(final.parent).check_target(final.name))
     if output.save_path is not None:
@@ -73,7 +55,7 @@ class RunState:
 
     def __init__(self, trainer: Any, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
-        self.best = best_metric(output)
+        self.best = output.best
         usual = BEST_BY if output.max_ckpt_num > 1 else BEST_BY[:1]  # one checkpoint is the newest, as asked for
         by = (self.best,) if self.best else usual
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, by)

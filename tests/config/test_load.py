@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightrft_visual.config.command_line import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
 from lightrft_visual.config.spellings import PATHS, REMOVED, ROOTS
+from lightrft_visual.config.summary import in_lines
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, nearest
+from lightrft_visual.rewards.recipe import wrong_names
 
 NAMES = names_of(RunConfig)
 LEAVES = list(NAMES.leaves.values())
@@ -163,6 +166,45 @@ def test_secrets_in_urls_are_refused_and_never_written(url: str) -> None:
     assert "secret1" not in resolved_yaml(config) and "***" in resolved_yaml(config)
 
 
+FLOW = '{"*": [[func, f.py:f, 1.0, {api_key: secret1, token: \'secret1\', "n": 2, max_tokens: a}]]}'
+BLOCK = """
+yes:
+  - type: func
+    key: f.py:f
+    weight: 1.0
+    kwargs: {question: "is {api_key: x} there?"}
+"*":
+  - type: func
+    key: f.py:f
+    weight: 1.0
+    kwargs:
+      api_key: secret1
+      n: 2
+"""
+
+
+@pytest.mark.parametrize("recipe", [FLOW, BLOCK])
+def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_path: Path, recipe: str) -> None:
+    config = plain("--reward_recipe", recipe)
+    file = write_resolved(config, tmp_path / "config.resolved.yaml")
+    assert "secret1" not in file.read_text() and not any("secret1" in line for line in in_lines(config))
+    written = yaml.safe_load(plain("--config", str(file)).reward.reward_recipe)
+    assert json.dumps(written).replace("***", "secret1") == json.dumps(yaml.safe_load(recipe.strip()))
+    (told,) = wrong_names(plain("--config", str(file)).reward)
+    assert "api_key is ***, as the file of a run has it; give the value" in told
+
+
+def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_path: Path) -> None:
+    given = ["--reward.components.mine=1", "--reward.kwargs.mine.scorer=f.py:f"]
+    config = plain(*given, "--reward.kwargs.mine.api_key=secret1", "--reward.kwargs.mine.n=2")
+    assert config.reward.kwargs["mine"]["api_key"] == "secret1" and not wrong_names(config.reward)
+    file = write_resolved(config, tmp_path / "config.resolved.yaml")
+    again = plain("--config", str(file))
+    assert "secret1" not in file.read_text() and again.reward.kwargs["mine"]["n"] == 2
+    assert "component 'mine': api_key is ***" in wrong_names(again.reward)[0]
+    assert plain("--config", str(file), "--reward.kwargs.mine.api_key=secret1") == config
+
+
 def test_ordinary_urls_and_paths_are_no_secrets() -> None:
     for url in (
         "http://host:8000/score?version=2&max_tokens=5&monkey=1",
@@ -295,6 +337,12 @@ def test_a_slip_of_the_keyboard_names_the_setting_that_was_meant(root: Any) -> N
 
 def test_a_guess_never_turns_a_setting_around() -> None:
     assert nearest("max_tokens", ["min_tokens"]) is nearest("clip_low", ["clip_high"]) is None
+
+
+def test_texts_in_a_mapping_stay_texts_in_the_resolved_file(tmp_path: Path) -> None:
+    config = plain("--reward.components.mine=1", "--reward.kwargs.mine.n='5'", "--reward.kwargs.mine.q='a: b'")
+    assert config.reward.kwargs["mine"] == {"n": "5", "q": "a: b"}
+    assert plain("--config", str(write_resolved(config, tmp_path / "config.resolved.yaml"))) == config
 
 
 def test_mappings_take_keys_of_their_own(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def load(text: str) -> RunConfig:
         ("--noisy_rollout_strength 3", "belongs to a noisy_rollout_share"),
         ("--init_kl_coef 0 --kl_target 0.1", "kl_target steers"),
         ("--eval_ema", "add --enable_ema"),
+        *((f"--best_metric {name}", "NAME, max:NAME or min:NAME") for name in ("most:eval_reward", "max:", ":a")),
+        *(
+            (f"--best_metric a --eval_steps {evaluate} --save_steps {save}", "multiple of eval_steps")
+            for evaluate, save in ((-1, 4), (2, -1), (4, 2), (2, 3))
+        ),
         ("--offload_trainer --zero_stage 0", "offload_trainer moves the states of ZeRO 1 to 3"),
         ("--bf16 --grad_accum_dtype fp32 --zero_stage 0", "grad_accum_dtype: ZeRO stage 0"),
         ("--placement split async.max_staleness=1 --enable_ema", "add --eval_ema false"),

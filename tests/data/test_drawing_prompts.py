@@ -11,6 +11,7 @@ from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data import prompts as prompts_module
 from lightrft_visual.data.drawing_prompts import DrawPrompts, EvaluationRows
 from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import DataError
 
 SKIP = DiffusionDataConfig(on_bad_row="skip", max_bad_share=0.9)
@@ -29,6 +30,17 @@ def test_a_column_that_a_flag_names_keeps_its_name_for_rewards_and_is_required(t
     for flag in ("label_key", "reference_key"):
         with pytest.raises(DataError, match=rf"prompts.jsonl:1: no column 'kin' \({flag}\); the row has: prompt, kind"):
             prompts(tmp_path, {"prompt": "a cat", "kind": "x"}, **{flag: "kin"})
+
+
+def test_images_that_rewards_look_for_start_where_those_of_prompts_do(tmp_path):
+    cells = ["a.png", "/b.png", "", {"bytes": None, "path": "c.png"}, None]
+    found = [str(tmp_path / "a.png"), "/b.png", "", {"bytes": None, "path": str(tmp_path / "c.png")}, None]
+    rows = [{"prompt": "a cat", "reference_image": cell, "named": "a.png"} for cell in cells]
+    assert [row.metadata["reference_image"] for row in prompts(tmp_path, *rows)] == found
+    seen = [parse_row(row, DataConfig(images_key=""), source="", root=tmp_path).metadata for row in rows]
+    assert [row["reference_image"] for row in seen] == found and {row["named"] for row in seen} == {"a.png"}
+    (row,) = prompts(tmp_path, {"prompt": "a cat", "face_image": "a.png"}, image_root="/images")
+    assert row.metadata["face_image"] == "/images/a.png"
 
 
 def test_bad_rows_are_refused_with_the_way_out_or_skipped_and_counted(tmp_path):

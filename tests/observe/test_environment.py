@@ -40,6 +40,8 @@ def test_ordinary_flags_and_text_stay_readable():
     assert mask_command(arguments) == arguments
     text = 'max_tokens=5 {"pad": "x", "tokens": "many"} http://h/s?model=judge-v2&seed=123456&flag=true TOKEN is set'
     assert mask_text(text) == text
+    text = "{token: 5, 'secret': None, my_token: null} {max_tokens: many, token_env: RM, x: token}"
+    assert mask_text(text) == text
 
 
 def test_the_value_of_a_secret_variable_is_masked_anywhere(monkeypatch):
@@ -69,6 +71,9 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"GET https://h/o?X-Amz-Credential={SECRET}",
         f'{{"user": "me", "api_key": "{SECRET}", "n": 1}}',
         f"{{'headers': {{'Authorization': '{SECRET}'}}}}",
+        f"{{user: me, api_key: {SECRET}, n: 1}}",
+        f"{{api_key: '{SECRET}'}}",
+        f'{{"api_key": {SECRET}}}',
         f"export HF_TOKEN={SECRET}",
         f"  export OPENAI_API_KEY='{SECRET}'",
         f"HF_TOKEN={SECRET} python run.py",

@@ -367,6 +367,14 @@ def test_a_metric_of_a_function_takes_no_name_of_the_engines_own():
     assert {"timed/time", "timed/invalid_share", "tries"} <= output.components.keys()
 
 
+def test_a_reward_with_the_name_of_a_metric_of_the_engines_own_is_refused():
+    def time(completions):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ConfigError, match="the reward 'time': reward/time is a metric of the run"):
+        RewardComputationEngine(custom_reward_func=time)
+
+
 def episode_of(gave: float | None, **more) -> Rollout:
     own = Episode([Turn("a", gave or 0.0)], [0], rewarded=gave is not None)
     prompt = PromptFeatures("how many? ", [1], 0, **more)

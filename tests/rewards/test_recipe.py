@@ -142,6 +142,8 @@ def composed(**kwargs):
         (parse_recipe, ({"a": [["rule", "exact", "much"]]},), "weight 'much'"),
         (parse_recipe, ({"a": [["rule", "exact", 1, 3]]},), "settings are a mapping"),
         (parse_recipe, ({"a": [{"typ": "rule"}]},), "unknown key 'typ'; did you mean 'type'"),
+        (parse_recipe, ({"a": [["func", "a.py:time", 1]]},), "label 'a', entry 1: reward/time is a metric of the run"),
+        (recipe_from_components, ({"invalid_share": 1.0},), "reward/invalid_share is a metric of the run"),
         (load_recipe, ("gone.yaml",), "gone.yaml does not exist"),
         (load_recipe, ("{a: [",), "inline reward recipe is not valid YAML"),
         (recipe_from_components, ({"ocr": 1.0}, {"orc": {}}), "kwargs.orc.*did you mean 'ocr'"),

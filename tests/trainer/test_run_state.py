@@ -17,7 +17,7 @@ from lightrft_visual.runtime.checkpoint.same_model import check_model
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.run_state import RunState, best_metric, check_output
+from lightrft_visual.trainer.run_state import RunState, check_output
 from lightrft_visual.trainer.vl import build
 
 
@@ -29,11 +29,8 @@ def test_best_metric_names_one_that_the_evaluation_gives(tmp_path):
     def of(text):
         return output(tmp_path, best_metric=text, eval_steps=2, save_steps=4)
 
-    assert best_metric(of("eval_reward")) == best_metric(of("max:eval_reward")) == ("eval_reward", "max")
-    assert best_metric(of("min:eval_length")) == ("eval_length", "min")
-    for text in ("most:eval_reward", "max:", ":eval_reward"):
-        with pytest.raises(ConfigError, match="NAME, max:NAME or min:NAME"):
-            best_metric(of(text))
+    assert of("eval_reward").best == of("max:eval_reward").best == ("eval_reward", "max")
+    assert of("min:eval_length").best == ("eval_length", "min")
     state = RunState(SimpleNamespace(), of("eval_rewards"))
     with pytest.raises(ConfigError, match="those are: eval_reward, eval_reward_greedy"):
         state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
@@ -47,10 +44,6 @@ NO_FOLDER = "{root}/file/model/final"
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        *(
-            ({"best_metric": "eval_reward", "eval_steps": evaluate, "save_steps": save}, "multiple of eval_steps")
-            for evaluate, save in ((-1, 4), (2, -1), (4, 2), (2, 3))
-        ),
         ({"save_path": "{root}/precious"}, "precious exists and is no checkpoint"),
         ({"resume_from": "auto"}, "no complete checkpoint"),
         ({"load_checkpoint": True}, "no complete checkpoint"),
@@ -64,7 +57,7 @@ def test_an_output_that_cannot_work_is_refused_at_the_start(tmp_path, settings, 
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "notes.txt").write_text("mine")
     given = {name: value.format(root=tmp_path) if isinstance(value, str) else value for name, value in settings.items()}
-    with pytest.raises(ConfigError if "best_metric" in settings else CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=told):
         check_output(output(tmp_path, **given))
 
 

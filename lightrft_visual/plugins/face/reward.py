@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
 from ...runtime.usercode.calls import load_reward_fn
-from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces
+from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces, image_in
 
 T = torch.Tensor
 NAME = "differentiable_reward face_similarity"
@@ -101,7 +101,7 @@ def existing(path: str) -> str:
 class DifferentiableFaceSimilarity:
     """Cosine of the face embeddings, averaged over the frames with a face; for videos (B, 3, T, H, W) and images.
 
-    The reference is a PIL image or path in one of REFERENCE_COLUMNS of the sample's metadata (the first frame of an
+    The reference is an image in one of REFERENCE_COLUMNS of the sample's metadata (the first frame of an
     image-to-video row stands in `input_image`). Not clamped at 0: an unlike face needs a gradient too. Samples without
     a reference, without a face in it, or without a face in any frame are marked invalid.
     """
@@ -122,7 +122,7 @@ class DifferentiableFaceSimilarity:
 
     def knows(self, prompt: str, metadata: dict[str, Any]) -> bool:
         """Whether there is a face to compare with."""
-        return any(metadata.get(column) is not None for column in REFERENCE_COLUMNS)
+        return image_in(metadata) is not None
 
     def _score(self, frames: T, row: dict[str, Any]) -> T | None:
         wanted = self._faces.reference(None, row, frames.device)

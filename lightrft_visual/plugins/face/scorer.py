@@ -1,6 +1,6 @@
 """Is it the same face as in a reference image?"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ...errors import ConfigError
+from ...data.media import is_path, load_image
+from ...errors import ConfigError, DataError, RewardError
 from ...rewards.imaging import to_pil
 from ...runtime.offload import on_device
 
@@ -52,23 +53,36 @@ class Faces:
         """(D), the embedding of the reference image; None without an image or a face.
 
         Args:
-            given: an image or path; None: the one in the row's REFERENCE_COLUMNS.
+            given: an image in any form of the data's; None: the one in the row's REFERENCE_COLUMNS.
             row: metadata of the sample.
             device: of the frames to compare with.
         """
+        given = image_in(row) if _empty(given) else given
         if given is None:
-            named = (row.get(column) for column in REFERENCE_COLUMNS)
-            given = next((each for each in named if each is not None and str(each)), None)
-        if not isinstance(given, (str, Path)):
-            return None if given is None else self._first(to_pil(given), device)
+            return None
+        if not is_path(given):
+            return self._first(given, device)
         if str(given) not in self._known:
-            with Image.open(given) as image:
-                self._known[str(given)] = self._first(image, device)
+            self._known[str(given)] = self._first(given, device)
         return self._known[str(given)]
 
-    def _first(self, image: Image.Image, device: Any) -> T | None:
+    def _first(self, given: Any, device: Any) -> T | None:
+        try:
+            image = load_image(given) if isinstance(given, (str, Path, bytes, Mapping)) else to_pil(given)
+        except DataError as error:
+            raise RewardError(f"face_similarity, the reference image: {error}") from error
         found = self.embedded([pixels_of(image, device)])
         return None if found is None else found[0]
+
+
+def image_in(row: Mapping[str, Any]) -> Any:
+    """What the first of REFERENCE_COLUMNS that is not empty holds; None without one."""
+    named = (row.get(column) for column in REFERENCE_COLUMNS)
+    return next((each for each in named if not _empty(each)), None)
+
+
+def _empty(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, str) and not cell)
 
 
 def pixels_of(image: Image.Image, device: Any) -> T:
@@ -104,7 +118,7 @@ class FaceSimilarity:
     embedder: a face model by path: ONNX (.onnx, run by OpenCV on the CPU) or TorchScript (.pt, .ts) that maps
     (n, 3, size, size) images, `(pixel - 127.5) / scale`, to (n, D); ArcFace models are of this form. detector: a
     YuNet ONNX file that finds and aligns faces; without one each image is taken as an aligned face already.
-    The reference image is a path or PIL image in the sample's reference, or in one of REFERENCE_COLUMNS, or else what
+    The reference image stands in the sample's reference, or in one of REFERENCE_COLUMNS, or else it is what
     the sample was made from: its first frame or the image that was edited.
     An image in which no face is found does not apply (None): it is masked and counted, not scored 0.
     """

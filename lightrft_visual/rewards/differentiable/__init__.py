@@ -61,18 +61,27 @@ def users_reward(function: LoadedFunction) -> PixelReward:
     return score
 
 
-def check_scores(scores: T, valid: T, count: int, name: str) -> None:
-    """Raise RewardError unless there is one finite score for each valid sample, with a gradient.
+def check_scores(found: Any, count: int, name: str) -> tuple[T, T]:
+    """(scores (B), valid (B) bool); of scores alone all are valid. Raises RewardError unless there is one finite score
+    for each valid sample, with a gradient.
 
     Args:
-        scores: as a `PixelReward` returned them.
-        valid: likewise.
+        found: what a `PixelReward` returned.
         count: B, the samples that it was asked about.
         name: of the reward, for the error.
     """
+    pair = (found, torch.ones_like(found)) if isinstance(found, T) else found
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, T) for each in pair)):
+        inside = f" of {', '.join(type(each).__name__ for each in found)}" if isinstance(found, tuple) else ""
+        raise RewardError(
+            f"{name} returned a {type(found).__name__}{inside}; it must return a tensor of scores, or a tuple of two "
+            "tensors: scores, and which of them are valid"
+        )
+    scores, valid = pair[0], pair[1].bool()
     if scores.shape != (count,) or valid.shape != (count,):
         raise RewardError(f"{name}: {tuple(scores.shape)} scores and {tuple(valid.shape)} marks for {count} samples")
     if not bool(torch.isfinite(scores.detach()[valid]).all()):
         raise RewardError(f"{name}: a score that is marked valid is not finite")
     if bool(valid.any()) and not scores.requires_grad:
         raise RewardError(f"{name}: its scores carry no gradient, so there is nothing to learn from")
+    return scores, valid

@@ -23,7 +23,7 @@ from ...algorithms.policy_losses import (
 )
 from ...config import registry
 from ...config.constraints import load_target
-from ...config.vl import AlgorithmConfig, RunConfig
+from ...config.vl import AlgorithmConfig, RolloutConfig, RunConfig
 from ...errors import ConfigError
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
@@ -436,6 +436,9 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
     if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
         raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
+    measured = checkpoint.processor is not None and not checkpoint.family.draws
+    if not measured and config.rollout.image_dependence_every not in (0, RolloutConfig.image_dependence_every):
+        raise ConfigError("image_dependence_every measures models that see and do not draw; leave it out")
     _check_heads(config, checkpoint)
 
 

@@ -81,9 +81,15 @@ def test_samples_without_face_or_reference_are_marked() -> None:
     rows = [{"input_image": RED}, {"input_image": RED}, {}, {"reference_image": black}]
     scores, valid = reward(media, [""] * 4, rows)
     assert valid.tolist() == [True, False, False, False]
-    check_scores(scores, valid, 4, "face_similarity")
+    check_scores((scores, valid), 4, "face_similarity")
     scores, valid = reward(torch.zeros(2, 3, 8, 8, requires_grad=True), ["", ""], rows[:2])
     assert not valid.any() and scores.requires_grad and scores.tolist() == [0.0, 0.0]  # no face at all: still a graph
+
+
+def test_prompts_without_a_reference_are_not_known() -> None:
+    reward = DifferentiableFaceSimilarity(MeanColor())
+    rows = [{}, {"reference_image": ""}, {"face_image": None}, {"reference_image": "", "input_image": RED}]
+    assert [reward.knows("", row) for row in rows] == [False, False, False, True]
 
 
 def test_a_video_averages_its_frames_with_a_face() -> None:

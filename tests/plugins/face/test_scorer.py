@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.plugins.face.scorer import FaceSimilarity
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer, recipe_from_components
 
@@ -50,6 +50,19 @@ def test_face_similarity_to_the_first_frame_that_is_no_path(embedder):
     result = score("face_similarity", {"embedder": embedder, "size": 16}, [""] * 3, [red, blue, red], **columns)
     assert result.score[:2].tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
     assert result.valid.tolist() == [True, True, False]
+
+
+def test_a_reference_is_read_in_the_forms_of_the_data(tmp_path, embedder):
+    red, blue = Image.new("RGB", (20, 20), "red"), Image.new("RGB", (20, 20), "blue")
+    blue.save(tmp_path / "blue.png")
+    content = (tmp_path / "blue.png").read_bytes()
+    cells = [{"bytes": content, "path": "blue.png"}, base64.b64encode(content).decode(), ""]
+    metadata = [{"reference_image": cell} for cell in cells]
+    settings = {"embedder": embedder, "size": 16}
+    result = score("face_similarity", settings, [""] * 3, [blue] * 3, metadata=metadata, source_images=[[], [], [red]])
+    assert result.score[:2].tolist() == pytest.approx([1.0, 1.0], abs=1e-4) and result.score[2] < 0.2
+    with pytest.raises(RewardError, match="the reference image: file not found: .*gone.png"):
+        score("face_similarity", settings, [""], [blue], metadata=[{"face_image": str(tmp_path / "gone.png")}])
 
 
 # GlobalAveragePool and Flatten of a (1, 3, 16, 16) picture, as an ONNX file.

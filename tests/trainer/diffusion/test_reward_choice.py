@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards.settings import engine_arguments
 from lightrft_visual.trainer.diffusion.build import with_reward
+from lightrft_visual.trainer.diffusion.maker import TrainingReward
+from lightrft_visual.trainer.diffusion.stages import drawing_batch
 
 
 def chosen(*argv: str) -> dict:
@@ -43,3 +47,30 @@ def test_prompts_of_the_user_need_a_reward(more, refused):
             with_reward(config)
     else:
         assert with_reward(config) is config
+
+
+S = torch.ones(2, requires_grad=True)
+REQUESTS = drawing_batch([PromptRow("a", []), PromptRow("b", [])], [0, 1], first=0)
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (list(S), "mine returned a list; it must return a tensor of scores"),
+        ([S, S], "mine returned a list; "),
+        (S.detach().numpy(), "mine returned a ndarray; "),
+        (None, "mine returned a NoneType; "),
+        ((S, [True, True]), "mine returned a tuple of Tensor, list; "),
+        ((S, S > 0, {}), "mine returned a tuple of Tensor, Tensor, dict; "),
+    ],
+)
+def test_what_is_no_score_with_a_gradient_is_refused_by_its_form(found, told):
+    with pytest.raises(RewardError, match=told):
+        TrainingReward("mine", lambda *given: found)(torch.zeros(2, 3, 8, 8), REQUESTS)
+
+
+def test_marks_that_are_numbers_say_which_scores_are_valid():
+    scored = TrainingReward("mine", lambda *given: (S, torch.tensor([0, 1])))(torch.zeros(2, 3, 8, 8), REQUESTS)
+    assert scored.valid.dtype == torch.bool and scored.valid.tolist() == [False, True]
+    alone = TrainingReward("mine", lambda *given: S)(torch.zeros(2, 3, 8, 8), REQUESTS)
+    assert alone.scores is S and alone.valid.tolist() == [True, True]

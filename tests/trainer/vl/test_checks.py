@@ -26,7 +26,8 @@ from lightrft_visual.trainer.vl.updates import check_abilities
 
 
 def check(config, flags: str) -> None:
-    checkpoint = SimpleNamespace(family=family_of(config), config=config, processor=None)
+    family = family_of(config)
+    checkpoint = SimpleNamespace(family=family, config=config, processor=object() if family.draws else None)
     check_abilities(load_config(RunConfig, flags.split(), preset=None), checkpoint)
 
 
@@ -36,6 +37,10 @@ def check(config, flags: str) -> None:
         (Qwen2Config(), "--drawing_entropy_coef 0.0", "drawing_entropy_coef.*writes text only; leave it out"),
         (Qwen2Config(), "--papo_coef 0.01", "papo_coef hides parts of images: this model reads text only"),
         (Qwen2Config(), "--noisy_rollout_share 0.5", "noisy_rollout_share.*this model reads text only"),
+        *(
+            (config, "--image_dependence_every 5", "image_dependence_every measures models that see and do not draw")
+            for config in (Qwen2Config(), JanusConfig())
+        ),
         (
             Qwen3VLMoeConfig(),
             "--compile",

@@ -354,6 +354,11 @@ def test_labels_that_are_many_get_no_metrics_each(caplog):
     assert measured_labels(many) == {str(number) for number in range(MAX_LABELS)}
 
 
+def test_labels_by_which_other_metrics_of_an_evaluation_go_get_none_and_are_told(caplog):
+    assert measured_labels(["greedy", "count", "greedy_count", "label_mean", "greedyish"]) == {"count", "greedyish"}
+    assert "no eval_reward_<label> for greedy, greedy_count, label_mean" in caplog.text
+
+
 def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
     prompt = PromptFeatures("p", [1, 2], group_id=0)
     batches = [
