@@ -681,7 +681,7 @@ class DiffusionSettings(TypedDict, total=False):
     beta: float
     """weight of the KL to the reference; not of diffusion_nft. Default: 0.0."""
     kl_form: str
-    """full | published; full: s² holds |dt|; published: without. Default: 'full'."""
+    """full | published; full: s² holds |dt|; published (sde, dance): not. Default: 'full'."""
     timestep_fraction: float
     """share of the stochastic steps to train on. Default: 1.0."""
     timestep_choice: str | None
