@@ -64,7 +64,7 @@ PARTS = ".json"  # how `pretrain` ends where it names the parts of a model
 # Settings by section whose default is the algorithm's.
 USUAL = {
     "sampling": ("num_steps", "sde_window_size", "sde_window_move", "same_latent", "n_samples_per_prompt"),
-    "algorithm": ("timestep_choice", "clip_range", "decay_type", "dpo_beta", "min_sigma"),
+    "algorithm": ("timestep_choice", "clip_range", "beta", "decay_type", "dpo_beta", "min_sigma"),
     "train": ("learning_rate", "warmup_steps"),
 }
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}

@@ -74,7 +74,6 @@ def check_diffusion(config: Any, trajectory: str) -> None:
     old = entry.old_policy or (bool(entry.coupled) and config.dpo_reference == "old")
     for names, owner, read in (
         (("nft_beta", "nft_kl_beta", "adv_mode"), "diffusion_nft", name == "diffusion_nft"),
-        (("beta",), "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         (("awm_weighting", "awm_power", "old_beta"), "awm", name == "awm"),
         (("rwr_temperature",), "rwr", name == "rwr"),
         (("dppo_threshold",), "flow_dppo", name == "flow_dppo"),
@@ -86,6 +85,7 @@ def check_diffusion(config: Any, trajectory: str) -> None:
     ):
         _refuse_idle(config, names, owner, read)
     for setting, owner, read in (
+        ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),

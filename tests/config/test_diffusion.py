@@ -77,6 +77,19 @@ def test_refusals(arguments: list[str], message: str) -> None:
         load(*arguments)
 
 
+@pytest.mark.parametrize("arguments,beta", (([], 0.01), (["--beta", "0"], 0.0), (["--beta", "0.1"], 0.1)))
+def test_dpok_has_a_kl_by_default(arguments: list[str], beta: float) -> None:
+    config = load("--pretrain", "model", "--prompt_data", "rows.csv", "--diffusion_algorithm", "dpok", *arguments)
+    assert config.algorithm.beta == registry.diffusion_algorithms.load("dpok")(config).beta == beta
+    assert config.only_advantages_count == (beta == 0)
+
+
+def test_beta_of_other_algorithms_is_0_by_default() -> None:
+    assert {load("--diffusion_algorithm", name).algorithm.beta for name in ("flow_grpo", "ddpo", "diffusion_nft")} == {
+        0
+    }
+
+
 @pytest.mark.parametrize("name", ("flow_grpo", "dance_grpo", "diffusion_opd"))
 def test_kl_form_published_is_taken_where_the_standard_deviation_holds_the_length_of_the_step(name: str) -> None:
     teacher = ["--teacher_pretrain", "model"] if name == "diffusion_opd" else []
