@@ -678,10 +678,10 @@ class DiffusionSettings(TypedDict, total=False):
     gdpo: bool
     """normalise each reward in its group, then sum by weight, then over the batch (2601.05242). Default:
     False."""
-    beta: float
-    """weight of the KL to the reference; not of diffusion_nft. Default: 0.0."""
+    beta: float | None
+    """weight of the KL to the base; not of diffusion_nft; default: 0, dpok 0.01."""
     kl_form: str
-    """full | published; full: s² holds |dt|; published: without. Default: 'full'."""
+    """full | published; full: s² holds |dt|; published (sde, dance): not. Default: 'full'."""
     timestep_fraction: float
     """share of the stochastic steps to train on. Default: 1.0."""
     timestep_choice: str | None

@@ -173,8 +173,8 @@ class DiffusionAlgorithmConfig(Section):
     adv_clip_max: NonNegativeFloat = 5.0  # advantages are clamped to ±this; 0 turns the clamp off
     global_std: bool = False  # divide by the std of all rewards instead of the group's
     gdpo: bool = False  # normalise each reward in its group, then sum by weight, then over the batch (2601.05242)
-    beta: NonNegativeFloat = 0.0  # weight of the KL to the reference; not of diffusion_nft
-    kl_form: Annotated[str, one_of("full", "published")] = "full"  # full: s² holds |dt|; published: without
+    beta: NonNegativeFloat | None = None  # weight of the KL to the base; not of diffusion_nft; default: 0, dpok 0.01
+    kl_form: Annotated[str, one_of("full", "published")] = "full"  # full: s² holds |dt|; published (sde, dance): not
     timestep_fraction: Annotated[float, within("(0, 1]")] = 1.0  # share of the stochastic steps to train on
     timestep_choice: Annotated[str | None, one_of("first", "random")] = (
         None  # which ones: the first, or each sample's own; default: random for dance_grpo and diffusion_nft

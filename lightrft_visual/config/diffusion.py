@@ -64,7 +64,7 @@ PARTS = ".json"  # how `pretrain` ends where it names the parts of a model
 # Settings by section whose default is the algorithm's.
 USUAL = {
     "sampling": ("num_steps", "sde_window_size", "sde_window_move", "same_latent", "n_samples_per_prompt"),
-    "algorithm": ("timestep_choice", "clip_range", "decay_type", "dpo_beta", "min_sigma"),
+    "algorithm": ("timestep_choice", "clip_range", "beta", "decay_type", "dpo_beta", "min_sigma"),
     "train": ("learning_rate", "warmup_steps"),
 }
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
@@ -260,7 +260,7 @@ class DiffusionRunConfig(Section):
         """What several sections must agree on; what nobody has set is filled in."""
         self._take_pairs()
         self._fill_in_defaults()
-        idle.check_diffusion(self.algorithm)
+        idle.check_diffusion(self.algorithm, self.trajectory)
         self._check_coupled()
         self._check_trajectory()
         self._check_family()

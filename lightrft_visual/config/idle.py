@@ -62,23 +62,22 @@ def _say_idle(algorithm: Any) -> None:
         logger.warning("%s: read by advantage_estimator gae, and does nothing here", told)
 
 
-def check_diffusion(config: Any) -> None:
-    """Of a diffusion run: a `DiffusionAlgorithmConfig`. An algorithm of one's own may read the settings of any other.
+def check_diffusion(config: Any, trajectory: str) -> None:
+    """Of a diffusion run: a `DiffusionAlgorithmConfig` and trajectory. Algorithms of one's own may read any setting.
 
     Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
     """
     entry = config.entry
     if not entry.shipped:
         return
-    name, sde = entry.name, entry.trains_on == "steps"
+    name, flow = entry.name, entry.trains_on == "steps" and entry.prediction == "flow"
     old = entry.old_policy or (bool(entry.coupled) and config.dpo_reference == "old")
     for names, owner, read in (
         (("nft_beta", "nft_kl_beta", "adv_mode"), "diffusion_nft", name == "diffusion_nft"),
-        (("beta",), "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         (("awm_weighting", "awm_power", "old_beta"), "awm", name == "awm"),
         (("rwr_temperature",), "rwr", name == "rwr"),
         (("dppo_threshold",), "flow_dppo", name == "flow_dppo"),
-        (("kl_form",), "algorithms of SDE steps", sde),
+        (("kl_form",), "steps of flow models by trajectory sde or dance", flow and trajectory in ("sde", "dance")),
         (("crd_beta",), "crd", name == "crd"),
         (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         (("decay_counts",), "algorithms with an old policy", old),
@@ -86,6 +85,7 @@ def check_diffusion(config: Any) -> None:
     ):
         _refuse_idle(config, names, owner, read)
     for setting, owner, read in (
+        ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),

@@ -113,6 +113,7 @@ class DiffusionAlgorithm(Choice):
     noise_level: float = 0.7
     timestep_choice: str = "first"
     clip_range: float = 1e-4
+    beta: float = 0.0
     decay_type: int = 1
     dpo_beta: float = 100.0
     min_sigma: float = 0.0

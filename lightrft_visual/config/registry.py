@@ -246,7 +246,7 @@ entry(
 )  # fmt: skip
 entry(
     "dpok", "diffusion:dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon", num_steps=50,
-    noise_level=1.0, embedded="embedded/dpok",
+    noise_level=1.0, beta=0.01, embedded="embedded/dpok",
 )  # fmt: skip
 entry(
     "awm", "diffusion:awm", "the loss of pretraining, weighted by advantages", **_on_data, old_policy=True,

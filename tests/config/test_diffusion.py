@@ -57,7 +57,10 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--diffusion_algorithm", "awm", "--adv_clip_max", "0"], "must be positive"),
         ([*NFT, "--beta", "0.01"], "the KL of diffusion_nft is nft_kl_beta"),
         (["--nft_beta", "0.1"], "belongs to diffusion_nft; here 0.1 would do nothing"),
-        ([*NFT, "--kl_form", "published"], "algorithms of SDE steps"),
+        ([*NFT, "--kl_form", "published"], "steps of flow models by trajectory sde or dance"),
+        (["--diffusion_algorithm", "ddpo", "--kl_form", "published"], "kl_form belongs to steps of flow models"),
+        (["--trajectory", "sde_reflow", "--kl_form", "published"], "by trajectory sde or dance"),
+        (["--trajectory", "cps", "--kl_form", "published"], "by trajectory sde or dance"),
         ([*NFT, "--same_latent", "true"], "same_latent with trajectory ode draws one image many times"),
         (["--diffusion_algorithm", "diffusion_opd", "--pretrain", "m"], "learns from: give both, or none"),
         (["--min_sigma", "0.3"], "finished samples"),
@@ -72,6 +75,26 @@ PAIRS = (*DPO, "--pair_data", "embedded")
 def test_refusals(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*arguments)
+
+
+@pytest.mark.parametrize("arguments,beta", (([], 0.01), (["--beta", "0"], 0.0), (["--beta", "0.1"], 0.1)))
+def test_dpok_has_a_kl_by_default(arguments: list[str], beta: float) -> None:
+    config = load("--pretrain", "model", "--prompt_data", "rows.csv", "--diffusion_algorithm", "dpok", *arguments)
+    assert config.algorithm.beta == registry.diffusion_algorithms.load("dpok")(config).beta == beta
+    assert config.only_advantages_count == (beta == 0)
+
+
+def test_beta_of_other_algorithms_is_0_by_default() -> None:
+    assert {load("--diffusion_algorithm", name).algorithm.beta for name in ("flow_grpo", "ddpo", "diffusion_nft")} == {
+        0
+    }
+
+
+@pytest.mark.parametrize("name", ("flow_grpo", "dance_grpo", "diffusion_opd"))
+def test_kl_form_published_is_taken_where_the_standard_deviation_holds_the_length_of_the_step(name: str) -> None:
+    teacher = ["--teacher_pretrain", "model"] if name == "diffusion_opd" else []
+    config = load("--diffusion_algorithm", name, "--kl_form", "published", *teacher)
+    assert registry.diffusion_algorithms.load(name)(config).kl_form == "published"
 
 
 def test_every_algorithm_is_built_from_its_name() -> None:

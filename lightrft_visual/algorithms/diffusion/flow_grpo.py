@@ -51,8 +51,8 @@ def gaussian_kl(mean: T, reference_mean: T, std: T, dt: T, form: str = "full") -
         reference_mean: (M, …) of the reference's.
         std: (M, 1, …), s of both.
         dt: (M) lengths of the steps.
-        form: 'full': (mu - mu_ref)² / (2 s²) with s² = std_t² |dt|, the closed form; 'published': s² = std_t², without
-            |dt|, as in the authors' code, which makes it |dt| times the closed form.
+        form: 'full': (mu - mu_ref)² / (2 s²), the closed form; 'published', of rules whose s² is std_t² |dt|: std_t² in
+            the place of s², as in the authors' code, which makes it |dt| times the closed form.
     """
     distance = (mean - reference_mean).square() / (2 * std.square())
     closed = distance.mean(dim=tuple(range(1, distance.dim())))

@@ -328,13 +328,13 @@ class ValueUpdate:
             batch: of the step.
             metrics: what those of the loss are added to.
         """
-        last = len(batch.micro_batches) - 1
+        last, clip, mode = len(batch.micro_batches) - 1, self.config.value_clip, self.config.loss_agg_mode
         for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience))
             targets = per_action(experience, "values"), per_action(experience, "returns")
             masks = [(to_device(part.token_masks[index], values.device), part.denominators) for part in batch.parts]
-            found = [value_loss(values, *targets, mask, self.config.value_clip, counts) for mask, counts in masks]
+            found = [value_loss(values, *targets, mask, clip, counts, mode) for mask, counts in masks]
             losses = _joined(batch.parts, found, "critic_loss") if batch.parts[0].settings.name else found[0]
             self.critic.accumulate(losses.loss, index == last)
             _record(metrics, losses, index == last, buffer.counts)

@@ -196,18 +196,40 @@ def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs):
         assert found[f"entropy_{kind}"] > 1 and bonus == pytest.approx(coef * found[f"entropy_{kind}"], abs=1e-5)
 
 
-def test_the_critics_loss_is_a_mean_over_each_kinds_own_tokens(tmp_path):
-    checkpoint, drawn, metrics = checkpoint_of(tmp_path, "qwen2"), torch.tensor([0.0, 1.0, 0.0]), MetricsAccumulator()
-    config = AlgorithmConfig(answer_loss_weight=3.0, value_clip=0.0)
+def of_critic(checkpoint, config: AlgorithmConfig, returns, *image_tokens: int, packed=False, **fields) -> dict:
+    """Metrics of a critic's step on responses of 2, 3 and 4 tokens; a fresh critic says 0 everywhere."""
     buffer = filled(
-        checkpoint, 2, info={"loss_part": drawn}, values=lambda mask: torch.zeros(mask.shape),
-        returns=lambda mask: (2.0 + drawn).unsqueeze(1).expand(mask.shape),
+        checkpoint, 2, packed, values=lambda mask: torch.zeros(mask.shape),
+        returns=lambda mask: returns.unsqueeze(1).expand(mask.shape), **fields,
     )  # fmt: skip
-    critic = PlainEngine(Critic(actor_of(checkpoint).transformer))
-    ValueUpdate(critic, config).step(buffer, planned(buffer, config, 6), metrics)
-    found = metrics.reduce()  # a fresh critic says 0, so an answer's token costs 4 / 2, a drawing's 9 / 2
-    assert found["critic_loss_answer"] == pytest.approx(2.0) and found["critic_loss_drawing"] == pytest.approx(4.5)
-    assert found["critic_loss"] == pytest.approx(3 * 2.0 + 4.5) and "loss" not in found
+    critic, metrics = PlainEngine(Critic(actor_of(checkpoint).transformer)), MetricsAccumulator()
+    ValueUpdate(critic, config).step(buffer, planned(buffer, config, *image_tokens), metrics)
+    return metrics.reduce()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "mode,loss",
+    [
+        ("token-mean", (2 * 0.5 + 3 * 2 + 4 * 4.5) / 9),
+        ("seq-mean-token-mean", (0.5 + 2 + 4.5) / 3),
+        ("seq-mean-token-sum", (2 * 0.5 + 3 * 2 + 4 * 4.5) / 3),
+        ("seq-mean-token-sum-norm", (2 * 0.5 + 3 * 2 + 4 * 4.5) / (3 * 6)),
+    ],
+)
+def test_the_critics_loss_is_aggregated_as_the_policys(tmp_path, mode, loss, packed):
+    config = AlgorithmConfig(loss_agg_mode=mode, value_clip=0.0)
+    found = of_critic(checkpoint_of(tmp_path, "qwen2"), config, torch.tensor([1.0, 2, 3]), packed=packed)
+    assert found["critic_loss"] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("mode,answer,drawing", [("token-mean", 2.0, 4.5), ("seq-mean-token-sum", 6.0, 13.5)])
+def test_the_critics_loss_is_of_each_kinds_own_tokens(tmp_path, mode, answer, drawing):
+    drawn, config = torch.tensor([0.0, 1, 0]), AlgorithmConfig(answer_loss_weight=3, value_clip=0, loss_agg_mode=mode)
+    found = of_critic(checkpoint_of(tmp_path, "qwen2"), config, 2.0 + drawn, 6, info={"loss_part": drawn})
+    # An answer's token costs 4 / 2, a drawing's 9 / 2; the answers have 2 and 4 tokens, the drawing 3.
+    assert [found["critic_loss_answer"], found["critic_loss_drawing"]] == pytest.approx([answer, drawing])
+    assert found["critic_loss"] == pytest.approx(3 * answer + drawing) and "loss" not in found
 
 
 def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
