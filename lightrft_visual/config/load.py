@@ -6,6 +6,7 @@ docs/recipes.md shows it.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml
-from ..runtime.masking import MASK, SECRET_NAME, mask_text, mask_urls
+from ..runtime.masking import MASK, mask_text, mask_urls, masked_names, names_secret
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
@@ -212,9 +213,17 @@ def merge(
                 _lay(names, tree, sources, setting)
         except ConfigError as error:
             wrong.append(error)
+    wrong += _masked(tree)
     if wrong:
         raise together(wrong + _wrong_sections(tree, sources))
     return tree, sources
+
+
+def _masked(tree: DictConfig) -> Iterator[ConfigError]:
+    """Secrets that a run's file has left out; those of rewards are asked for where the rewards are made."""
+    for section, values in OmegaConf.to_container(tree).items():
+        for name in masked_names(values) if section != "reward" else ():
+            yield ConfigError(f"{section}: {name} is {MASK}, as the file of a run has it; give the value")
 
 
 def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setting) -> None:
@@ -373,7 +382,7 @@ def _with_origins(text: str, sources: Mapping[str, str]) -> str:
 
 def resolved_yaml(config: Any) -> str:
     """The whole configuration as YAML that loads to the same one, but for secrets: passwords and tokens inside URLs and
-    texts of settings whose names say that they are secret are ***, which a reward's setting is then refused as."""
+    texts of settings whose names say that they are secret are ***, which is refused where it is read again."""
     return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
 
 
@@ -383,7 +392,7 @@ def _written(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [_written(item) for item in value]
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
-        if value and SECRET_NAME.search(name):
+        if names_secret(name, value):
             return MASK
         return mask_urls(_without_secrets(value) if name in RECIPES else value).replace("${", "\\${")
     return value
@@ -392,21 +401,22 @@ def _written(value: Any, name: str = "") -> Any:
 def _without_secrets(recipe: str) -> str:
     """Inline YAML as it is, but for the secrets in it."""
     try:
-        found = {(node.start_mark.index, node.end_mark.index) for node in _secrets(compose_yaml(recipe))}
+        root = compose_yaml(recipe)
     except yaml.YAMLError:
         return mask_text(recipe)
-    for start, end in sorted(found, reverse=True):
-        recipe = f'{recipe[:start]}"{MASK}"{recipe[end:]}'
-    return recipe
+    found = list(_secrets(root))
+    for node in found:
+        node.value, node.style = MASK, '"'
+    return yaml.serialize(root, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True) if found else recipe
 
 
-def _secrets(node: yaml.Node | None) -> Iterator[yaml.Node]:
+def _secrets(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
     """The texts of which the names say that they are secret."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _secrets(item)
     for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(item, yaml.ScalarNode) and item.value and item.tag == TEXT and SECRET_NAME.search(str(key.value)):
+        if isinstance(item, yaml.ScalarNode) and item.tag == TEXT and names_secret(str(key.value), item.value):
             yield item
         yield from _secrets(item)
 

@@ -24,7 +24,7 @@ from ..config.recipes import SUFFIXES, load_yaml
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
 from ..runtime.files import compose_yaml
-from ..runtime.masking import MASK, SECRET_NAME
+from ..runtime.masking import MASK, masked_names
 
 TYPES = ("model", "remote", "rule", "func")
 ANY_LABEL = "*"
@@ -152,12 +152,11 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
     settings = fields.get("kwargs") or {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"reward recipe, {where}: settings are a mapping of name to value")
-    for name, value in settings.items():
-        if value == MASK and SECRET_NAME.search(str(name)):
-            raise ConfigError(
-                f"reward recipe, {where}: {name} is {MASK}, as the file of a run has it; give the value, or let the "
-                "function read an environment variable"
-            )
+    for name in masked_names(settings):
+        raise ConfigError(
+            f"reward recipe, {where}: {name} is {MASK}, as the file of a run has it; give the value, or let the "
+            "function read an environment variable"
+        )
     if fields.get("transport") not in (None, *TRANSPORTS):
         raise ConfigError(
             f"reward recipe, {where}: transport {fields['transport']!r}{did_you_mean(fields['transport'], TRANSPORTS)}"

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -104,6 +104,24 @@ def mask_text(text: str) -> str:
         text = pattern.sub(MASK, text)
     text = INLINE_SECRET.sub(lambda found: f"{found[1] or found[2] or found[3]}{MASK}", mask_urls(text))
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
+
+
+def names_secret(name: str, value: str) -> bool:
+    """Whether a setting's name says that its text is a secret; tokens of a model, `Yes` or `</s>`, are none."""
+    ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
+    return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
+
+
+def masked_names(value: Any, name: str = "") -> Iterator[str]:
+    """Settings inside a value whose secrets a run's file has left out."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from masked_names(item, str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from masked_names(item)
+    elif value == MASK and SECRET_NAME.search(name):
+        yield name
 
 
 def mask_command(arguments: Sequence[str]) -> list[str]:

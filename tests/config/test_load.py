@@ -183,13 +183,28 @@ yes:
 """
 
 
-@pytest.mark.parametrize("recipe", [FLOW, BLOCK])
+ANCHORS = """
+"*":
+  - type: func
+    key: f.py:f
+    weight: 1.0
+    kwargs:
+      api_key: |
+        secret1
+      n: &own 2
+      m: *own
+"""
+
+
+@pytest.mark.parametrize("recipe", [FLOW, BLOCK, ANCHORS])
 def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_path: Path, recipe: str) -> None:
     config = plain("--reward_recipe", recipe)
     file = write_resolved(config, tmp_path / "config.resolved.yaml")
     assert "secret1" not in file.read_text() and not any("secret1" in line for line in in_lines(config))
     written = yaml.safe_load(plain("--config", str(file)).reward.reward_recipe)
-    assert json.dumps(written).replace("***", "secret1") == json.dumps(yaml.safe_load(recipe.strip()))
+    assert json.dumps(written).replace("***", "secret1") == json.dumps(yaml.safe_load(recipe.strip())).replace(
+        "1\\n", "1"
+    )
     (told,) = wrong_names(plain("--config", str(file)).reward)
     assert "api_key is ***, as the file of a run has it; give the value" in told
 
@@ -203,6 +218,19 @@ def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_
     assert "secret1" not in file.read_text() and again.reward.kwargs["mine"]["n"] == 2
     assert "component 'mine': api_key is ***" in wrong_names(again.reward)[0]
     assert plain("--config", str(file), "--reward.kwargs.mine.api_key=secret1") == config
+
+
+def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for(tmp_path: Path) -> None:
+    given = ["--reward.components.mine=1", "--reward.kwargs.mine.scorer=f.py:f"]
+    tokens = ["--reward.kwargs.mine.yes_token=Yes", "--reward.kwargs.mine.stop_token=<|im_end|>"]
+    config = plain(*given, *tokens)
+    assert plain("--config", str(write_resolved(config, tmp_path / "plain.yaml"))) == config
+    deep = plain(*given, "--reward.kwargs.mine.headers={Authorization: secret1}", "--engine_kwargs.hf_token=secret111")
+    file = write_resolved(deep, tmp_path / "deep.yaml")
+    assert "secret1" not in file.read_text()
+    assert "rollout: hf_token is ***" in refused("--config", str(file))
+    again = plain("--config", str(file), "--engine_kwargs.hf_token=secret111")
+    assert "Authorization is ***" in wrong_names(again.reward)[0]
 
 
 def test_ordinary_urls_and_paths_are_no_secrets() -> None:
