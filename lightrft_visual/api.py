@@ -338,7 +338,7 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
-        pairs = pairs or "chosen_key" in settings
+        pairs = pairs or not settings.keys().isdisjoint(("chosen_key", "data.chosen_key"))
         return {"pair_data" if pairs else "prompt_data": named}
 
 

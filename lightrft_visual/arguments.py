@@ -126,8 +126,11 @@ def data_of(data: Any, name: str, split: str) -> str:
 
 def data_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
-    held = {name: settings[name] for name in ROWS if not isinstance(settings.get(name), str | os.PathLike | None)}
-    splits = {name: ("eval_split", "test") if name == "eval_data" else ("prompt_split", "train") for name in held}
+    names = [*ROWS, *(f"data.{name}" for name in ROWS)]
+    held = {name: settings[name] for name in names if not isinstance(settings.get(name), str | os.PathLike | None)}
+    splits = {
+        name: ("eval_split", "test") if name.endswith("eval_data") else ("prompt_split", "train") for name in held
+    }
     return {name: data_of(data, name, settings.get(*splits[name])) for name, data in held.items()}
 
 

@@ -211,10 +211,17 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        found[name.replace("-", "_")] = value
+        name = name.replace("-", "_")
+        found[name] = yaml_value(value) if "." in name and _inside(name) else value
     for name in found.keys() & HERE.keys():
         raise ConfigError(f"--{name}: here {HERE[name]}")
     return found
+
+
+def _inside(name: str) -> bool:
+    """Whether it is a key of a setting that is a mapping, as reward.kwargs.SCORER.KEY."""
+    schemas = {root.schema for root, _ in ALGORITHMS.values()}
+    return any(inside for schema in schemas for _, inside in names_of(schema).find(name))
 
 
 def _value(text: str) -> Any:

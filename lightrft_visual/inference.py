@@ -33,7 +33,7 @@ LEFT_OUT = {
     "data": ("response_key", "prompt_data_probs", "pair_data"),
     "rollout": (
         "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "noisy_rollout_strength", "offload_trainer",
-        "offload_reference",
+        "offload_reference", "image_dependence_every",
     ),
     "model": (
         "pretrain", "tokenizer_path", "critic_pretrain", "teacher_pretrain", "lora_rank", "target_parameters",
@@ -162,6 +162,7 @@ def _configured(
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
         if checkpoint.resumable:
             tree = dict(checkpoint.run)
+            own |= {"cfg_in_training": True} if tree["algorithm"].get("cfg_in_training") is False else {}
             own |= {"resume_from": os.path.abspath(checkpoint.path), "ckpt_path": None, "save_path": None}
             own["max_steps"] = tree["train"]["max_steps"]
             from .runtime.checkpoint.manifest import read_manifest  # with torch, which wrong settings need not wait for
@@ -295,9 +296,9 @@ def sample(
         listed = _asked(prompts, images, found.image_key)
         if found.draws and found.resumable:
             with _exported(found, settings) as final:
-                return _drawn(final, listed, n, seed, settings)
+                return _drawn(final, listed, n, seed, settings, images is not None)
         if found.draws:
-            return _drawn(found, listed, n, seed, settings)
+            return _drawn(found, listed, n, seed, settings, images is not None)
         return _answered(found, listed, n, seed, _columns(listed, images is not None) | settings)
 
 
@@ -338,7 +339,9 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
 
     own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
-        with _configured(checkpoint, None, None, own) as config, started(config) as trainer:
+        scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on
+        unscored = None if scored else [lambda images: [0.0] * len(images)]
+        with _configured(checkpoint, None, unscored, own) as config, started(config) as trainer:
             trainer.export(Path(folder))
         base = checkpoint.base or checkpoint.run["model"]["pretrain"]
         yield replace(checkpoint, path=folder, base=base, resumable=False)
@@ -365,8 +368,9 @@ def _answered(
 
 
 def _drawn(
-    checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any]
+    checkpoint: Checkpoint, prompts: Sequence[Any], n: int, seed: int, settings: dict[str, Any], beside: bool
 ) -> list[list[Any]]:
+    """beside: whether images were given beside the prompts; rows may have some that this model does not read."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -377,16 +381,16 @@ def _drawn(
     texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
-    cells = [each.get(image_column(each, checkpoint.image_key)) for each in prompts]
-    given = [[load_image(image) for image in images_in(cell)] for cell in cells]  # before anything is loaded
+    cells = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
     device = get_accelerator().device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
     if device != "cpu":  # one part at a time, so that what a run trains in shards fits
         pipeline.enable_model_cpu_offload(device=device)
     taken = signature(pipeline.__call__).parameters
-    if any(given) and "image" not in taken:
+    if beside and any(cells) and "image" not in taken:
         raise ConfigError(f"{type(pipeline).__name__} draws from text alone: leave the images out")
+    given = [[load_image(image) for image in cell] if "image" in taken else [] for cell in cells]
     run = {**checkpoint.run.get("sampling", {}), "max_sequence_length": checkpoint.text_length()}
     usual = _as_in_the_run(pipeline, run) | _arguments(settings, pipeline)
     if "max_area" in taken and {"height", "width"} <= usual.keys():  # else Kontext draws a megapixel, whatever is asked

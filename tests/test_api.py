@@ -308,7 +308,8 @@ def test_pairs_of_every_form_are_trained_on_offline_and_prompts_online(monkeypat
 def test_pairs_under_columns_of_ones_own_are_trained_on_offline():
     rows = [{"prompt": "a", "win": "x.png", "lose": "y.png"}]
     own = {"chosen_key": "win", "rejected_key": "lose"}
-    assert lightrft_visual.DiffusionDPOTrainer(train_dataset=rows, **own).config.offline
+    for names in (own, {f"data.{name}": column for name, column in own.items()}):
+        assert lightrft_visual.DiffusionDPOTrainer(train_dataset=rows, **names).config.offline
 
 
 @pytest.mark.parametrize("form", sorted(FORMS_OF_ROWS.keys() - {"hub"}))

@@ -111,6 +111,15 @@ def test_pairs_of_words_are_settings_and_arguments_of_the_functions_in_python_ar
     words = ["--temperature", "0.5", "--engine-type=hf", "--bf16", "--top_k", "3", "seed=4"]
     wanted = {"temperature": "0.5", "engine_type": "hf", "bf16": "true", "top_k": "3", "seed": "4"}
     assert cli._pairs(words) == wanted
+    inside = [
+        "--reward.kwargs.numeric.tolerance",
+        "0.1",
+        "--engine_kwargs.enforce_eager=false",
+        "--data.input_key",
+        "5",
+    ]
+    found = {"reward.kwargs.numeric.tolerance": 0.1, "engine_kwargs.enforce_eager": False, "data.input_key": "5"}
+    assert cli._pairs(inside) == found
     for words in (["--model", "x"], ["--prompts=a"]):
         with pytest.raises(ConfigError, match=f"{words[0].partition('=')[0]}: here .*"):
             cli._pairs(words)

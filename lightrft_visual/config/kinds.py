@@ -212,9 +212,10 @@ class Reward(Choice):
 @dataclass(frozen=True)
 class Hook(Choice):
     """target: a function of the parts of a run (such as `VLParts`) to a `trainer.hooks.StepHook`, or to None
-    where the configuration does not ask for it. kinds: of runs that it may follow; 'sft' is supervised training."""
+    where the configuration does not ask for it. kinds: of runs that it follows; 'sft' is supervised training, which has
+    few of the moments and parts of others."""
 
-    kinds: tuple[str, ...] = ("vl", "diffusion", "sft")
+    kinds: tuple[str, ...] = ("vl", "diffusion")
 
     def __post_init__(self) -> None:
         if isinstance(self.kinds, str) or not {"vl", "diffusion", "sft"}.issuperset(self.kinds):

@@ -221,8 +221,10 @@ def merge(
 
 def _masked(tree: DictConfig) -> Iterator[ConfigError]:
     """Secrets that a run's file has left out; those of rewards are asked for where the rewards are made."""
-    for section, values in OmegaConf.to_container(tree).items():
-        for name in masked_names(values) if section != "reward" else ():
+    for section in (str(each) for each in tree if each != "reward"):
+        for name in (
+            masked_names(OmegaConf.to_container(tree[section])) if isinstance(tree[section], DictConfig) else ()
+        ):
             yield ConfigError(f"{section}: {name} is {MASK}, as the file of a run has it; give the value")
 
 

@@ -20,7 +20,7 @@ from ..config.vl import DataConfig
 from ..errors import DataError
 from .bad_rows import check_reference, check_values
 from .forms import MediaCell, Reading, are_mappings, find_media, messages_in, read_form, without_answer
-from .media import Video, resolve_source
+from .media import Video, is_path, resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
@@ -192,10 +192,16 @@ def _metadata(raw: Mapping[str, Any], config: DataConfig, read: set[str | None])
 
 
 def resolve_images(metadata: dict[str, Any], root: str | os.PathLike | None) -> dict[str, Any]:
-    """The metadata, in which paths of images that registered rewards look for (`image_columns`) start at root."""
+    """The metadata, in which paths of images that registered rewards look for (`image_columns`) start at root, where
+    there is such a file; other texts may be of a reward that reads the column in its own way."""
     rewards = (*registry.scorers, *registry.differentiable_rewards)
     columns = {column for reward in rewards for column in reward.image_columns} & metadata.keys()
-    return metadata | {column: resolve_source(metadata[column], root) for column in columns}
+    found = {column: resolve_source(metadata[column], root) for column in columns}
+    return metadata | {
+        column: os.path.abspath(source) if is_path(source) else source
+        for column, source in found.items()
+        if not is_path(source) or os.path.isfile(source)
+    }
 
 
 def _without_media(prompt: Any) -> Any:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -95,8 +96,9 @@ class RewardBatch:
     @property
     def identities(self) -> list[tuple[int, ...]]:
         """Of what scorers see of each sample, by which another one in its place is known."""
-        columns = zip(self.ids, self.prompts, self.responses, self.labels, self.references, self.metadata)
-        return [tuple(map(id, (*sample, *images))) for sample, images in zip(columns, self.images)]
+        texts = zip(self.ids, self.prompts, self.responses, self.labels, self.references)
+        seen = zip(texts, self.images, self.videos, (row.values() for row in self.metadata))
+        return [tuple(map(id, chain.from_iterable(sample))) for sample in seen]
 
     def frames(self, index: int, count: int = VIDEO_FRAMES) -> list[Any]:
         """One sample's images, and at most `count` evenly spaced frames of each of its videos, as PIL."""

@@ -227,6 +227,9 @@ class Hooks:
         self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
         self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
+        others = [each.name for each in registry.hooks if not each.shipped and parts.kind not in each.kinds]
+        if others:
+            logger.warning("of another kind of run than %s, and not built: %s", parts.kind, ", ".join(others))
         _tell_of_silent([*(hook for shipped, hook in made if not shipped), *callbacks], parts.config)
 
     def __iter__(self) -> Iterator[Any]:
@@ -309,8 +312,10 @@ class Hooks:
 def _tell_of_silent(hooks: Sequence[Any], config: Any) -> None:
     """Warn of methods of a user's hooks that a run of this configuration never calls."""
     for name in getattr(config, "silent_moments", ()):
-        for call in Hooks(hooks).calls(name):
-            logger.warning("%s is never called: this run has no %s, see docs/hooks.md", call.__qualname__, name)
+        for hook in hooks:
+            if Hooks([hook]).calls(name):
+                owner = f"{type(hook).__name__}.{name}"
+                logger.warning("%s is never called: this run has no %s, see docs/hooks.md", owner, name)
 
 
 @contextmanager

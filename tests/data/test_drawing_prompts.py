@@ -33,14 +33,17 @@ def test_a_column_that_a_flag_names_keeps_its_name_for_rewards_and_is_required(t
 
 
 def test_images_that_rewards_look_for_start_where_those_of_prompts_do(tmp_path):
-    cells = ["a.png", "/b.png", "", {"bytes": None, "path": "c.png"}, None]
-    found = [str(tmp_path / "a.png"), "/b.png", "", {"bytes": None, "path": str(tmp_path / "c.png")}, None]
+    for file in (tmp_path / "a.png", tmp_path / "other" / "b.png"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    cells = ["a.png", "/b.png", "", {"bytes": None, "path": "c.png"}, None, "img_0042"]
+    found = [str(tmp_path / "a.png"), "/b.png", "", {"bytes": None, "path": str(tmp_path / "c.png")}, None, "img_0042"]
     rows = [{"prompt": "a cat", "reference_image": cell, "named": "a.png"} for cell in cells]
     assert [row.metadata["reference_image"] for row in prompts(tmp_path, *rows)] == found
     seen = [parse_row(row, DataConfig(images_key=""), source="", root=tmp_path).metadata for row in rows]
     assert [row["reference_image"] for row in seen] == found and {row["named"] for row in seen} == {"a.png"}
-    (row,) = prompts(tmp_path, {"prompt": "a cat", "face_image": "a.png"}, image_root="/images")
-    assert row.metadata["face_image"] == "/images/a.png"
+    (row,) = prompts(tmp_path, {"prompt": "a cat", "face_image": "b.png"}, image_root=str(tmp_path / "other"))
+    assert row.metadata["face_image"] == str(tmp_path / "other" / "b.png")
 
 
 def test_bad_rows_are_refused_with_the_way_out_or_skipped_and_counted(tmp_path):

@@ -199,14 +199,15 @@ def test_a_hook_is_told_of_moments_that_its_run_never_calls(caplog, config, sile
     assert [text.split("this run has no ")[1].split(",")[0] for text in caplog.messages] == [*silent]
 
 
-@pytest.mark.parametrize("kind", ["vl", "diffusion", "sft"])
-def test_a_hook_without_kinds_follows_each_kind_of_run(monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "built"), [("vl", ["own"]), ("diffusion", ["own"]), ("sft", [])])
+def test_a_hook_without_kinds_follows_rollouts_and_is_told_of_in_other_runs(monkeypatch, caplog, kind, built):
     kept = registry.Registry("hook", kinds.Hook, "parts")
     monkeypatch.setattr(registry, "hooks", kept)
     kept.register("own", about="")(lambda parts: Adds("own"))
     hooks = Hooks()
     hooks.build(SimpleNamespace(kind=kind, config=None))
-    assert hooks.on_scores([]) == ["own"]
+    assert hooks.on_scores([]) == built
+    assert ("not built: own" in caplog.text) == (not built)
 
 
 @pytest.mark.parametrize("shipped", [True, False])

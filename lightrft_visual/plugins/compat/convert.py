@@ -130,7 +130,9 @@ def _verb(system: str, file: Path, found: Mapping[str, Any], left_out: dict[str,
     kinds = [kind for kind in kinds if kind.endswith((*VERBS, *OTHER_KINDS))]
     if not kinds and file.suffix not in (*OF_TREES, ".py"):
         words = Path(next(reversed(launched(text)[0]), "")).stem.split("_")
-        kinds = [word for word in words if word in (*VERBS, *OTHER_KINDS) and (word != "reward" or word == words[0])]
+        kinds = [word for word in words if word in VERBS]
+        if not kinds and not found.keys() & {*ESTIMATORS, "num_generations"}:  # a word of a name may be of anything
+            kinds = [word for word in words[:1] if word in OTHER_KINDS]
     if not kinds and system == "trl":
         left_out["kind"] = "the file does not say what it trains by, and train grpo is assumed"
     known = [verb for kind in kinds for end, verb in VERBS.items() if kind.endswith(end)]

@@ -179,10 +179,11 @@ class VLPlanner:
 
     def _kept(self) -> list[Item]:
         """What an engine keeps of its weights while models judge an evaluation, or a round that another may follow."""
-        if not self.resident or self.device.on_cpu or not self.config.rollout.enable_engine_sleep:
+        rollout, judges_more = self.config.rollout, self.config.data.eval_data or self.config.rollout.dynamic_sampling
+        if not (self.resident and rollout.enable_engine_sleep and judges_more) or self.device.on_cpu:
             return []
         item = Item(f"{self.engine}: weights while models judge", self._engine_weights, "engine_tp_size, bf16")
-        return [item.on_host(self.config.rollout.engine_type == "vllm")]
+        return [item.on_host(rollout.engine_type == "vllm")]
 
     def _lent(self) -> list[Item]:
         """The weights put aside while an evaluation or the export has their average."""

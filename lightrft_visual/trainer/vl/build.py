@@ -94,7 +94,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     loss_parts = _loss_parts(config, actor)
     log_stage(f"starting the engine ({engine_in_words(config, checkpoint)})")
     engine = _engine(config, checkpoint, actor, critic)
-    maker = _maker(config, strategy, checkpoint, models, engine, (rewards, gold), run)
+    maker = _maker(config, strategy, checkpoint, models, engine, rewards, run)
     prompts = _prompts(config, checkpoint, maker, PromptSupply(dataset, sampler))
     return VLParts(
         **run._asdict(),
@@ -464,8 +464,8 @@ def _sampling(config: RunConfig) -> SamplingSettings:
     return SamplingSettings.from_config(config.rollout, config.response_max_len if config.episodes.used else None)
 
 
-def _maker(config, strategy, checkpoint, models, engine, scoring, run) -> ExperienceMaker:
-    (actor, critic, reference, teacher), (rewards, gold) = models, scoring
+def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> ExperienceMaker:
+    actor, critic, reference, teacher = models
     actor, critic = (None if each is None else own_scores(each, strategy.sequence) for each in (actor, critic))
     settings = MakerSettings(
         engine=engine,
@@ -477,7 +477,6 @@ def _maker(config, strategy, checkpoint, models, engine, scoring, run) -> Experi
         score_policy=config.algorithm.reads_log_probs,
         data_processor=data_processor(config, checkpoint),
         rewards=rewards,
-        gold=gold,
         timer=run.timer,
         other_scores={} if teacher is None else {"teacher_log_probs": teacher},
         hooks=run.hooks,

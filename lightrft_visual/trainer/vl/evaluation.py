@@ -130,6 +130,8 @@ class Evaluation:
         rank may have none but those. A collective."""
         rollouts = self.maker.sample(batch, settings, "eval", self.seed)
         self.maker.judge(rollouts)
+        if gold is not None and gold.uses_device:
+            self.maker.sleep(keep_weights=True)
         scores = gold_scores(gold, rollouts) if gold is not None else []
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return list(compress(rollouts, kept)), list(compress(scores, kept))

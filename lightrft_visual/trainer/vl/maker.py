@@ -179,7 +179,6 @@ class MakerSettings:
         engine: None builds the transformers engine around the actor.
         micro_batch_size: samples of a forward pass.
         data_processor, rewards: None builds them from the constructor's arguments.
-        gold: what scores some rollouts after `rewards`, if anything does.
         weights_follow: the engine is given new weights after each batch, so that it need not keep the old ones while it
             sleeps.
         score_policy: False leaves the policy's log-probs and entropies to the training forward, where nothing reads
@@ -198,7 +197,6 @@ class MakerSettings:
     run_seed: int = 42
     data_processor: MultimodalDataProcessor | None = None
     rewards: RewardComputationEngine | None = None
-    gold: RewardComputationEngine | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     weights_follow: bool = False
     score_policy: bool = True
@@ -335,7 +333,7 @@ class ExperienceMaker:
     def judge(self, rollouts: Rollouts) -> None:
         """Rewards, validity and components in place, all of them; waits for what remote scorers have begun. The engine
         sleeps where models score on its device. Raises as `RewardComputationEngine.compute_rewards`."""
-        if any(each is not None and each.uses_device for each in (self.rewards, self.settings.gold)):
+        if self.rewards.uses_device:
             self.sleep(keep_weights=True)
         with self.settings.timer.phase("reward"):
             size = self.settings.micro_batch_size

@@ -407,6 +407,14 @@ def test_file_of_trl_that_names_no_kind_is_said_to_be_taken_for_grpo(converted, 
 
 
 @pytest.mark.parametrize(
+    "system, text", [("trl", "python train_gold_answers.py --num_generations 8"),
+                     ("verl", "python3 train_distillation_math.py algorithm.adv_estimator=grpo x.y=1")],
+)  # fmt: skip
+def test_words_of_a_programs_name_may_be_of_anything(converted, system, text):
+    assert converted(system, "run.sh", text).command.split()[2] == "grpo"
+
+
+@pytest.mark.parametrize(
     "system, name, text", [("trl", "t.py", "DPOTrainer(model='m', args=DPOConfig(beta=0.1))"),
                            ("trl", "run.sh", "accelerate launch examples/scripts/dpo_vlm.py --beta 0.1"),
                            ("trl", "run.sh", "python trl/scripts/kto.py --beta 0.1"),
