@@ -381,7 +381,9 @@ def _drawn(
     texts = [each.get(column, each.get("prompt")) if isinstance(each, Mapping) else None for each in prompts]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"a diffusion model draws texts: give each, or a mapping with one under {column!r}")
-    cells = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
+    cells: list[list[Any]] = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
+    if beside:  # before anything is loaded
+        cells = [[load_image(image) for image in cell] for cell in cells]
     device = get_accelerator().device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
