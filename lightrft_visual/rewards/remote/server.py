@@ -30,6 +30,7 @@ with needed("fastapi"):
     from fastapi.responses import JSONResponse
 
 log = logging.getLogger(__name__)
+OF_ALL_SAMPLES = ("generated", "data_references")  # what merged requests have in common
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Batcher:
                 waiting = await asyncio.wait_for(self._queue.get(), left) if left else self._queue.get_nowait()
             except (TimeoutError, asyncio.QueueEmpty):
                 break
-            alike = waiting.batch.generated == group[0].batch.generated
+            alike = all(getattr(waiting.batch, name) == getattr(group[0].batch, name) for name in OF_ALL_SAMPLES)
             if not alike or size + len(waiting.batch) > self._settings.max_batch:
                 self._held = waiting  # opens the next batch
                 break

@@ -25,7 +25,7 @@ class BadReply(Exception):
 
 
 def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_format: str = "png") -> dict[str, Any]:
-    """The body of one request. Optional fields are left out when no sample has them.
+    """The body of one request. Optional fields are left out when no sample has them; references, when no data has any.
 
     Args:
         batch: the samples of the request.
@@ -37,9 +37,10 @@ def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
         return own | _media(batch, encoded, image_format)
     body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
-    for name, values in (("labels", batch.labels), ("references", batch.references)):
-        if any(value is not None for value in values):
-            body[name] = _plain(values)
+    if any(label is not None for label in batch.labels):
+        body["labels"] = _plain(batch.labels)
+    if batch.has_references:
+        body["references"] = _plain(batch.references)
     if batch.columns:
         body["metadata"] = _plain([dict.fromkeys(sorted(batch.data_columns)) | sample for sample in batch.metadata])
     return body | _media(batch, encoded, image_format)
@@ -190,6 +191,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
         group_ids=list(range(size)),
         generated=body.get("generated") is True,
+        data_references=body.get("references") is not None,
     )
 
 
