@@ -149,7 +149,8 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     """
     if not isinstance(body, Mapping):
         raise DataError("the body is not a JSON object")
-    queries = body.get("queries", body.get("query"))
+    openrlhf = "queries" not in body  # there `labels` are the references
+    queries = body.get("query" if openrlhf else "queries")
     if not _is_strings(queries):
         raise DataError('"queries" must be a list of strings')
     size = len(queries)
@@ -183,7 +184,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         prompts=prompts,
         responses=[q[len(p) :] if q.startswith(p) else q for q, p in zip(queries, prompts)],
         labels=[None if label is None else str(label) for label in labels],
-        references=column("references") if "references" in body else list(labels),
+        references=list(labels) if openrlhf and "references" not in body else column("references"),
         metadata=[dict(sample) for sample in metadata],
         images=[images(sample, "images") for sample in column("images")],
         videos=[[images(video, "videos", MAX_FRAMES) for video in sample or []] for sample in videos],
@@ -191,7 +192,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
         group_ids=list(range(size)),
         generated=body.get("generated") is True,
-        data_references=body.get("references") is not None,
+        data_references=openrlhf or body.get("references") is not None,
     )
 
 

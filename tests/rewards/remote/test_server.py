@@ -48,6 +48,13 @@ def test_both_wires():
     assert post(app, {"query": ["p: abc"], "prompts": ["p: "], "labels": ["l"]}).json() == {"rewards": [3.0]}
 
 
+def test_labels_are_references_in_openrlhfs_form_only():
+    app = create_app(lambda completions, references: [None if r is None else float(r == "l") for r in references])
+    body = {"prompts": ["p: "], "labels": ["l"]}
+    assert post(app, {"query": ["p: a"], **body}).json() == {"rewards": [1.0]}
+    assert post(app, {"queries": ["p: a"], **body}).json() == {"rewards": [None]}
+
+
 def test_none_and_failed_are_told_apart():
     app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
     reply = post(app, {"queries": ["a", "b", "c"]}).json()
