@@ -30,6 +30,7 @@ with needed("fastapi"):
     from fastapi.responses import JSONResponse
 
 log = logging.getLogger(__name__)
+NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
 OF_ALL_SAMPLES = ("generated", "data_references")  # what merged requests have in common
 
 
@@ -151,9 +152,15 @@ class _Refused(Exception):
 
 
 def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | None = None) -> FastAPI:
-    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source."""
+    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source.
+
+    Raises ConfigError for a function that names what requests do not hold.
+    """
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
+    missing = [name for name in NOT_SENT if isinstance(source, CallableSource) and name in source.signature.names]
+    if missing:
+        raise ConfigError(f"reward function {source.name} asks for {missing[0]!r}, which no request to a server holds")
     batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager

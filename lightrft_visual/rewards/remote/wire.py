@@ -36,7 +36,8 @@ def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_
     if wire == OPENRLHF:
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
         return own | _media(batch, encoded, image_format)
-    body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
+    body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts}
+    body |= {"ids": batch.ids, "group_ids": batch.group_ids}
     if any(label is not None for label in batch.labels):
         body["labels"] = _plain(batch.labels)
     if batch.has_references:
@@ -165,6 +166,9 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
             raise DataError(f'"{name}" must be a list of {size} entries')
         return values
 
+    def numbers(name: str) -> list[int]:
+        return [number if isinstance(number, int) else place for place, number in enumerate(column(name))]
+
     def images(sample: Any, name: str, most: int = max_images) -> list[Any]:
         sample = [sample] if isinstance(sample, str) else sample or []
         if not isinstance(sample, list) or len(sample) > most:
@@ -189,8 +193,8 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         images=[images(sample, "images") for sample in column("images")],
         videos=[[images(video, "videos", MAX_FRAMES) for video in sample or []] for sample in videos],
         source_images=[images(sample, "source_images") for sample in sources],
-        ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
-        group_ids=list(range(size)),
+        ids=numbers("ids"),
+        group_ids=numbers("group_ids"),
         generated=body.get("generated") is True,
         data_references=openrlhf or body.get("references") is not None,
     )
