@@ -181,6 +181,15 @@ def test_labels_of_rows_with_videos_are_known(folder, processor):
         assert (dataset.labels, dataset.video_labels) == ({"seen", "read", None}, {"seen", None})
 
 
+def test_a_video_that_the_processor_refuses_is_a_bad_row(folder, tokenizer):
+    videos = [{"prompt": "<video>what?", "videos": [["a.png"] * frames]} for frames in (1, 2)]
+    path = write_jsonl(folder / "videos.jsonl", videos)
+    checks = RowChecks(None, build_processor("qwen3_vl", tokenizer), 1000)
+    with pytest.raises(DataError, match=r"videos.jsonl:1: .*processor cannot read its videos: t:1 must be larger"):
+        open_rows(path, checks=checks)
+    assert len(open_rows(path, checks=checks, on_bad_row="skip", max_bad_share=0.5)) == 1
+
+
 def test_lengths_count_expanded_images_and_videos_without_decoding(folder, tokenizer, processor, monkeypatch):
     video = {"prompt": "<video>what?", "videos": [["a.png", "a.png", "a.png"]]}
     dataset = open_rows(write_jsonl(folder / "rows.jsonl", [*ROWS, video]))
