@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import zipfile
 
 import datasets
 import pyarrow
@@ -171,6 +172,15 @@ def lengths(dataset, processor):
     checked = PromptDataset(dataset.bad.name, dataset.config, split="train", max_rows=10**6, checks=checks)
     sizes = [[image_size(image) for image in row.images] for row in dataset]
     return checked._lengths([checked._found(row, own) for row, own in zip(dataset, sizes)])
+
+
+def test_images_inside_a_zip_are_refused_with_the_name_of_the_archive(folder):
+    (folder / "zipped").mkdir()
+    with zipfile.ZipFile(folder / "zipped" / "train.zip", "w") as archive:
+        archive.write(folder / "a.png", "a.png")
+        archive.writestr("metadata.csv", "file_name,prompt\na.png,what?\n")
+    with pytest.raises(DataError, match="inside .*/zipped/train.zip, and archives are not read: unpack it"):
+        open_rows(folder / "zipped")
 
 
 def test_labels_of_rows_with_videos_are_known(folder, processor):
