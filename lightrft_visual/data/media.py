@@ -219,6 +219,9 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
         return _decode_base64(source)
     if source.startswith("file://"):
         source = _path_of(source)
+    if "://" in source and "::" in source:  # as datasets names a file inside a zip
+        archive = source.rpartition("::")[2]
+        raise DataError(f"its file is inside {archive}, and archives are not read: unpack it", "file in an archive")
     return _regular_file(Path(source))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
-from ..errors import ConfigError, DataError, did_you_mean
+from ..errors import ConfigError, DataError, did_you_mean, refused_as
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .forms import json_list
@@ -404,7 +404,8 @@ class PromptDataset:
             return 0
         videos = [load_video(video, **self._reading) for video in row.videos]
         text = self.checks.media.placeholders(processor)["video"] * len(videos)
-        expanded = processor(text=[text], **self.checks.media.media_arguments([], videos))["input_ids"][0]
+        with refused_as(DataError, "the model's processor cannot read its videos"):
+            expanded = processor(text=[text], **self.checks.media.media_arguments([], videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from qwen_vl_utils import smart_resize
 from qwen_vl_utils.vision_process import smart_nframes
 
-from ..errors import DataError
+from ..errors import DataError, refused_as
 from .media import (
     MAX_FRAMES,
     MAX_IMAGE_PIXELS,
@@ -35,6 +35,7 @@ MAX_VIDEO_PIXELS = 128_000 * 28 * 28  # of all kept frames together: 300 MB
 MAX_DECODED_FRAMES = 200_000  # about two hours at 25 frames a second
 MAX_DECODED_PIXELS = 400_000_000_000  # about two hours of 1920x1080
 MAX_LISTED_PIXELS = 4_000_000_000  # of all frames of a list before they shrink: each is an image file of its own
+LISTED_FPS = 2.0  # frames a second at which a list of frames was taken, where sample_fps does not say
 _MIN_SIDE = 28
 # What each option may be: (whole number, smallest, largest). Checked before a frame is decoded.
 _OPTIONS: dict[str, tuple[bool, float, float]] = {
@@ -151,7 +152,31 @@ def _check_frames(count: int, sizes: list[tuple[int, int]], options: Mapping[str
     if sum(width * height for width, height in sizes) > MAX_LISTED_PIXELS:
         width, height = sizes[0]
         raise DataError(f"{count} frames of {width}x{height} pixels are too many; shrink them", "video too large")
-    _frame_limit(count, options)
+    _frame_limit(len(_kept_of_list(count, options)), options)
+
+
+def _kept_of_list(count: int, options: Mapping[str, float]) -> list[int]:
+    """Numbers of the frames of a list that are kept: all of them, unless fps, nframes or max_frames ask for fewer."""
+    rate = options.get("sample_fps", LISTED_FPS)
+    fewer = options.get("fps", rate) < rate or options.get("max_frames", count) < count
+    if not fewer and "nframes" not in options:
+        return list(range(count))
+    with refused_as(DataError, f"{count} frames"):
+        return _kept({"fps": rate, **options} if "nframes" not in options else options, count, rate)
+
+
+def _kept(options: Mapping[str, float], total: int, fps: float) -> list[int]:
+    """Numbers of the frames that qwen-vl-utils keeps, ascending. Raises ValueError for options that cannot be met.
+
+    Args:
+        options: fps or nframes, min_frames, max_frames and others.
+        total: frames of the video.
+        fps: of the video.
+    """
+    sampling = {key: options[key] for key in ("fps", "nframes", "min_frames", "max_frames") if key in options}
+    sampling.setdefault("max_frames", min(MAX_FRAMES, total))
+    count = smart_nframes(sampling, total_frames=total, video_fps=fps)
+    return torch.linspace(0, total - 1, count).round().long().tolist()
 
 
 def _from_array(array: np.ndarray | torch.Tensor, options: dict[str, Any], name: str) -> Video:
@@ -169,9 +194,10 @@ def _from_list(source: Sequence[Any], options: dict[str, Any], **reading: Any) -
         source = [read_source(frame, allow_remote=allowed) if is_remote(frame) else frame for frame in source]
     sizes = [image_size(frame, **reading) for frame in source[:MAX_FRAMES]]
     _check_frames(len(source), sizes, options)
-    limit, fps = _frame_limit(len(source), options), options.get("sample_fps", 2.0)
-    frames = [np.asarray(_bound_frame(load_image(frame, **reading), options, limit)) for frame in source]
-    return Video(np.stack(frames), _metadata(list(range(len(frames))), len(frames), fps, "frames"))
+    indices = _kept_of_list(len(source), options)
+    limit, fps = _frame_limit(len(indices), options), options.get("sample_fps", LISTED_FPS)
+    frames = [np.asarray(_bound_frame(load_image(source[i], **reading), options, limit)) for i in indices]
+    return Video(np.stack(frames), _metadata(indices, len(source), fps, "frames"))
 
 
 def _metadata(indices: list[int], total: int, fps: float, backend: str) -> dict[str, Any]:
@@ -246,11 +272,8 @@ def _decode_container(container: Any, options: dict[str, Any], name: str, max_pi
         raise DataError(f"{total} frames are above the limit of {MAX_DECODED_FRAMES}", "video too large")
     if total * size > MAX_DECODED_PIXELS:
         raise DataError(f"{total} frames of {shown} pixels are too much to decode", "video too large")
-    sampling = {key: options[key] for key in ("fps", "nframes", "min_frames", "max_frames") if key in options}
-    sampling.setdefault("max_frames", min(MAX_FRAMES, total))
-    count = smart_nframes(sampling, total_frames=total, video_fps=fps)
-    indices = torch.linspace(0, total - 1, count).round().long().tolist()
-    limit = _frame_limit(count, options)
+    indices = _kept(options, total, fps)
+    limit = _frame_limit(len(indices), options)
 
     def kept(frame: Any) -> np.ndarray:
         if frame.width * frame.height > max_pixels:  # whatever the header says

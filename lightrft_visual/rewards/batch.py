@@ -52,6 +52,7 @@ class RewardBatch:
     episodes: of samples of several turns, whose response is the last one; empty without any.
     sequence_tokens and completion_tokens: (S_i) and (A_i) long without padding, empty for media.
     data_columns: those of all data, as far as they are known; a sample that lacks one has None there.
+    data_references: whether the data are known to have references, also where these samples have none.
     """
 
     prompts: list[str]
@@ -71,6 +72,7 @@ class RewardBatch:
     generated: bool = False
     step: int = 0  # updates of the policy that made them
     data_columns: frozenset[str] = frozenset()
+    data_references: bool = False
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -84,9 +86,14 @@ class RewardBatch:
         return [prompt + response for prompt, response in zip(self.prompts, self.responses)]
 
     @property
+    def has_references(self) -> bool:
+        """Whether the data have references, or any of these samples has one."""
+        return self.data_references or any(reference is not None for reference in self.references)
+
+    @property
     def labels_or_references(self) -> list[Any]:
         """References where the data has any, else labels (OpenRLHF's `labels` are reference answers)."""
-        return self.references if any(reference is not None for reference in self.references) else self.labels
+        return self.references if self.has_references else self.labels
 
     @property
     def columns(self) -> set[str]:

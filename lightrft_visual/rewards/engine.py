@@ -54,13 +54,11 @@ class EarlyScores:
     """One call's streaming sources at work. Requests hold the same samples as they would after generation; each leaves
     as soon as its own are finished.
 
-    needed: for each source the samples that it scores, ascending. columns: `data_columns` of their batches.
+    needed: for each source the samples that it scores, ascending. data: fields of their batches, of all data.
     """
 
-    def __init__(
-        self, needed: Mapping[StreamingSource, Sequence[int]], call: Call, columns: frozenset[str] = frozenset()
-    ) -> None:
-        self.call, self.columns = call, columns
+    def __init__(self, needed: Mapping[StreamingSource, Sequence[int]], call: Call, data: Mapping[str, Any]) -> None:
+        self.call, self.data = call, data
         self._rollouts: dict[int, Rollout] = {}
         self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
         self._asked: dict[int, tuple[list[Future[RewardBatch]], list[Future[Scores]]]] = {}  # by id of the source
@@ -87,7 +85,7 @@ class EarlyScores:
         for indices, future in self._parts:
             if not future.done() and all(index in self._rollouts for index in indices):
                 batch = batch_from_rollouts([self._rollouts[index] for index in indices])
-                future.set_result(replace(batch, data_columns=self.columns))
+                future.set_result(replace(batch, **self.data))
 
     def cancel(self) -> None:
         """The samples that are missing will not come."""
@@ -107,7 +105,8 @@ class RewardComputationEngine:
     local file with `reward_func`. custom_reward_func: a callable or several. packing_samples: torch models given
     directly score rows of equal length together, so that none sees padding. config: time limits, retries and the like.
     resources: whether folders in reward_model are loaded in Ray actors, and on which devices. columns: of the data,
-    which functions are given also where no sample of a batch has them. catalogue: what builds the sources.
+    which functions are given also where no sample of a batch has them. references: whether the data have any; then
+    labels never stand for them. catalogue: what builds the sources.
 
     Raises ConfigError on construction for anything unknown.
     """
@@ -128,8 +127,10 @@ class RewardComputationEngine:
         config: RewardConfig | None = None,
         resources: ResourcesConfig | None = None,
         columns: Collection[str] | None = None,
+        references: bool | None = None,
     ) -> None:
-        self.config, self._columns = config or RewardConfig(), frozenset(columns or ())
+        self.config = config or RewardConfig()
+        self._data = {"data_columns": frozenset(columns or ()), "data_references": bool(references)}
         self._catalogue = self.catalogue(self.config, tokenizer, packing_samples, model_device(), strategy, resources)
         custom = custom_reward_func if isinstance(custom_reward_func, (list, tuple)) else [custom_reward_func]
         functions = [function for function in custom if function is not None]
@@ -267,7 +268,7 @@ class RewardComputationEngine:
         groups, needed = by_source(self._plan(labels))
         streaming = {group[0].source: at for group, at in zip(groups, needed)}
         streaming = {source: at for source, at in streaming.items() if isinstance(source, StreamingSource)}
-        return EarlyScores(streaming, Call(chunk, model_device()), self._columns) if streaming else None
+        return EarlyScores(streaming, Call(chunk, model_device()), self._data) if streaming else None
 
     def score_rollouts(
         self,
@@ -326,7 +327,7 @@ class RewardComputationEngine:
             early: what `begin` has started for these samples.
         """
         started = time.perf_counter()
-        jobs, batch = self._plan(batch.labels), replace(batch, data_columns=self._columns)
+        jobs, batch = self._plan(batch.labels), replace(batch, **self._data)
         call = Call(chunk, model_device() if device is None else device)
         device = "cpu" if device is None else device
         with _stopped_together(device):

@@ -156,7 +156,9 @@ class _Probe:
     wires: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._batch = cache(lambda index: replace(self.batch_of(index), data_columns=self.columns))
+        known = getattr(self.data, "has_references", False)
+        of_data = {"data_columns": self.columns, "data_references": known}
+        self._batch = cache(lambda index: replace(self.batch_of(index), **of_data))
 
     def run(self) -> str:
         """`reward_wire` as it was recognised. Raises ConfigError."""

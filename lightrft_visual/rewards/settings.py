@@ -89,6 +89,7 @@ def engine_arguments(
         "reward_fn_label_map": {name: index for index, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
         "columns": columns,
+        "references": references,
     }
 
 

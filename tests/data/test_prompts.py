@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import zipfile
 
 import datasets
 import pyarrow
@@ -173,12 +174,30 @@ def lengths(dataset, processor):
     return checked._lengths([checked._found(row, own) for row, own in zip(dataset, sizes)])
 
 
+def test_images_inside_a_zip_are_refused_with_the_name_of_the_archive(folder):
+    (folder / "zipped").mkdir()
+    with zipfile.ZipFile(folder / "zipped" / "train.zip", "w") as archive:
+        archive.write(folder / "a.png", "a.png")
+        archive.writestr("metadata.csv", "file_name,prompt\na.png,what?\n")
+    with pytest.raises(DataError, match="inside .*/zipped/train.zip, and archives are not read: unpack it"):
+        open_rows(folder / "zipped")
+
+
 def test_labels_of_rows_with_videos_are_known(folder, processor):
     video = {"prompt": "<video>what?", "videos": [["a.png", "a.png", "a.png"]]}
     rows = [video | {"label": "seen"}, video, {"prompt": "what?", "label": "read"}]
     for checks in (None, RowChecks(None, processor, 1000)):
         dataset = open_rows(write_jsonl(folder / "videos.jsonl", rows), checks=checks)
         assert (dataset.labels, dataset.video_labels) == ({"seen", "read", None}, {"seen", None})
+
+
+def test_a_video_that_the_processor_refuses_is_a_bad_row(folder, tokenizer):
+    videos = [{"prompt": "<video>what?", "videos": [["a.png"] * frames]} for frames in (1, 2)]
+    path = write_jsonl(folder / "videos.jsonl", videos)
+    checks = RowChecks(None, build_processor("qwen3_vl", tokenizer), 1000)
+    with pytest.raises(DataError, match=r"videos.jsonl:1: .*processor cannot read its videos: t:1 must be larger"):
+        open_rows(path, checks=checks)
+    assert len(open_rows(path, checks=checks, on_bad_row="skip", max_bad_share=0.5)) == 1
 
 
 def test_lengths_count_expanded_images_and_videos_without_decoding(folder, tokenizer, processor, monkeypatch):

@@ -85,6 +85,33 @@ def test_lists_of_frames_and_arrays():
 
 
 @pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"nframes": 2}, [0, 6]),
+        ({"max_frames": 4}, [0, 2, 4, 6]),
+        ({"max_frames": 7}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"min_frames": 4}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"fps": 1, "min_frames": 2}, [0, 6]),
+        ({"fps": 1, "sample_fps": 1}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"max_frames": 4, "sample_fps": 8}, [0, 2, 4, 6]),
+    ],
+)
+def test_options_choose_frames_of_lists_and_arrays(options, kept):
+    frames = [Image.new("RGB", (32, 16), (10 * level,) * 3) for level in range(7)]
+    for source in (frames, np.stack([np.asarray(frame) for frame in frames])):
+        video = load_video({"video": source, **options})
+        assert levels(video) == kept == video.metadata["frames_indices"]
+        assert (video.metadata["total_num_frames"], video.metadata["fps"]) == (7, options.get("sample_fps", 2.0))
+
+
+def test_more_frames_than_a_list_has_are_refused_also_at_the_start():
+    source = {"video": [Image.new("RGB", (32, 16))] * 3, "nframes": 8}
+    for read in (load_video, check_video):
+        with pytest.raises(DataError, match="3 frames: nframes should in interval"):
+            read(source)
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ([Image.new("RGB", (8, 8)), Image.new("RGB", (9, 8))], "differ in size"),

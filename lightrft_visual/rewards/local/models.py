@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ...config.shared import RewardConfig
-from ...data.rendering import special_tokens
+from ...data.rendering import prompt_ids, special_tokens
 from ...errors import ConfigError, RewardError, refused_as
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
@@ -240,8 +240,8 @@ class TextModel(HeldModel):
         self.limit = min(known, tokenizer.model_max_length)
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
-        """A text longer than the model's limit is failed, not cut."""
-        ids = self.tokenizer(batch.queries, add_special_tokens=False)["input_ids"] if len(batch) else []
+        """A text longer than the model's limit, special tokens included, is failed, not cut."""
+        ids = prompt_ids(batch.queries, self.tokenizer)
         fitting = [i for i, sample in enumerate(ids) if 0 < len(sample) <= self.limit]
 
         def values(model: nn.Module, group: Sequence[int]) -> list[float]:

@@ -30,6 +30,8 @@ with needed("fastapi"):
     from fastapi.responses import JSONResponse
 
 log = logging.getLogger(__name__)
+NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
+OF_ALL_SAMPLES = ("generated", "data_references")  # what merged requests have in common
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Batcher:
                 waiting = await asyncio.wait_for(self._queue.get(), left) if left else self._queue.get_nowait()
             except (TimeoutError, asyncio.QueueEmpty):
                 break
-            alike = waiting.batch.generated == group[0].batch.generated
+            alike = all(getattr(waiting.batch, name) == getattr(group[0].batch, name) for name in OF_ALL_SAMPLES)
             if not alike or size + len(waiting.batch) > self._settings.max_batch:
                 self._held = waiting  # opens the next batch
                 break
@@ -150,9 +152,15 @@ class _Refused(Exception):
 
 
 def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | None = None) -> FastAPI:
-    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source."""
+    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source.
+
+    Raises ConfigError for a function that names what requests do not hold.
+    """
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
+    missing = [name for name in NOT_SENT if isinstance(source, CallableSource) and name in source.signature.names]
+    if missing:
+        raise ConfigError(f"reward function {source.name} asks for {missing[0]!r}, which no request to a server holds")
     batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager

@@ -25,7 +25,7 @@ class BadReply(Exception):
 
 
 def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_format: str = "png") -> dict[str, Any]:
-    """The body of one request. Optional fields are left out when no sample has them.
+    """The body of one request. Optional fields are left out when no sample has them; references, when no data has any.
 
     Args:
         batch: the samples of the request.
@@ -36,10 +36,12 @@ def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_
     if wire == OPENRLHF:
         own = {"query": batch.queries, "prompts": batch.prompts, "labels": _plain(batch.labels_or_references)}
         return own | _media(batch, encoded, image_format)
-    body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts, "ids": batch.ids}
-    for name, values in (("labels", batch.labels), ("references", batch.references)):
-        if any(value is not None for value in values):
-            body[name] = _plain(values)
+    body: dict[str, Any] = {"queries": batch.queries, "prompts": batch.prompts}
+    body |= {"ids": batch.ids, "group_ids": batch.group_ids}
+    if any(label is not None for label in batch.labels):
+        body["labels"] = _plain(batch.labels)
+    if batch.has_references:
+        body["references"] = _plain(batch.references)
     if batch.columns:
         body["metadata"] = _plain([dict.fromkeys(sorted(batch.data_columns)) | sample for sample in batch.metadata])
     return body | _media(batch, encoded, image_format)
@@ -148,7 +150,8 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     """
     if not isinstance(body, Mapping):
         raise DataError("the body is not a JSON object")
-    queries = body.get("queries", body.get("query"))
+    openrlhf = "queries" not in body  # there `labels` are the references
+    queries = body.get("query" if openrlhf else "queries")
     if not _is_strings(queries):
         raise DataError('"queries" must be a list of strings')
     size = len(queries)
@@ -162,6 +165,9 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         if not isinstance(values, list) or len(values) != size:
             raise DataError(f'"{name}" must be a list of {size} entries')
         return values
+
+    def numbers(name: str) -> list[int]:
+        return [number if isinstance(number, int) else place for place, number in enumerate(column(name))]
 
     def images(sample: Any, name: str, most: int = max_images) -> list[Any]:
         sample = [sample] if isinstance(sample, str) else sample or []
@@ -182,14 +188,15 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         prompts=prompts,
         responses=[q[len(p) :] if q.startswith(p) else q for q, p in zip(queries, prompts)],
         labels=[None if label is None else str(label) for label in labels],
-        references=column("references") if "references" in body else list(labels),
+        references=list(labels) if openrlhf and "references" not in body else column("references"),
         metadata=[dict(sample) for sample in metadata],
         images=[images(sample, "images") for sample in column("images")],
         videos=[[images(video, "videos", MAX_FRAMES) for video in sample or []] for sample in videos],
         source_images=[images(sample, "source_images") for sample in sources],
-        ids=[i if isinstance(i, int) else n for n, i in enumerate(column("ids"))],
-        group_ids=list(range(size)),
+        ids=numbers("ids"),
+        group_ids=numbers("group_ids"),
         generated=body.get("generated") is True,
+        data_references=openrlhf or body.get("references") is not None,
     )
 
 

@@ -162,11 +162,11 @@ class Agreement:
         self.report(check, metrics)
 
     def report(self, check: RolloutCheck, metrics: MetricsAccumulator) -> None:
-        """parity: the latest figure, of these rollouts or, where they cannot be compared, of the last probe. Ahead of
-        the trainer only tokens of the present weights can be; without any no difference is told."""
+        """parity: the latest figure, of these rollouts or, where they cannot be compared, of the last probe. Without a
+        token that can be compared no difference is told: top_p or top_k cut all, or older weights made them."""
         if check.compared and check.gate is not None:
             self.difference = check.difference
-        if check.compared or not self.ahead:
+        if check.compared:
             metrics.add_max("rollout_logp_diff_max", check.largest)
         metrics.add_max("parity", self.difference)
 

@@ -8,6 +8,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 from reward_servers import serving
 
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, RewardError
@@ -143,6 +144,26 @@ def test_column_that_no_sample_of_a_batch_has_is_none_for_each_of_them():
         engine = RewardComputationEngine(None, url, columns={"level"})
         assert engine.compute_rewards([sparse]).score.tolist() == [1, 1]
         engine.close()
+
+
+def test_labels_do_not_stand_for_references_in_a_batch_without_any_where_the_data_have_some():
+    def openrlhf(queries, prompts, labels):
+        return [float(label is not None) for label in labels]
+
+    def named(completions, labels_or_references):
+        return openrlhf(None, None, labels_or_references)
+
+    batch = make_samples(["a", "b"], labels=["k", "k"])
+    for function in (openrlhf, named):
+        known = RewardComputationEngine(custom_reward_func=function, references=True)
+        assert known.compute_rewards([batch]).score.tolist() == [0, 0]
+        unknown = RewardComputationEngine(custom_reward_func=function)
+        assert unknown.compute_rewards([batch]).score.tolist() == [1, 1]
+    with serving(openrlhf) as url:
+        for wire in ("lightrft", "openrlhf"):
+            known = RewardComputationEngine(None, url, references=True, config=RewardConfig(reward_wire=wire))
+            assert known.compute_rewards([batch]).score.tolist() == [0, 0]
+            known.close()
 
 
 def test_column_alias_or_default_only_when_the_data_has_no_such_column():

@@ -46,6 +46,21 @@ def test_sequence_classifier_in_padded_batches_equals_one_by_one(classifier):
     assert list(outputs[0].reward_metrics) == ["safety"]
 
 
+def test_a_classifier_reads_texts_with_the_special_tokens_of_its_tokenizer(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "prompt", "0", "1", ":", "red", "blue"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(vocab_file=str(tmp_path / "vocab.txt"), model_max_length=7).save_pretrained(tmp_path)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(words), num_labels=1, max_position_embeddings=7, **shape)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    samples = make_samples(["red", "blue red", "red blue red"])
+    result = RewardComputationEngine.from_config(RewardConfig(reward_pretrain=str(tmp_path))).compute_rewards([samples])
+    assert torch.allclose(result.score[:2], one_by_one(tmp_path, samples.queries[:2]), atol=1e-5)
+    assert result.valid.tolist() == [True, True, False]  # six tokens and two special ones
+
+
 def test_a_text_beyond_the_limit_is_failed_not_cut(classifier):
     config = RewardConfig(reward_pretrain=classifier)
     result = RewardComputationEngine.from_config(config).compute_rewards([make_samples(["a", "b" * 60])])

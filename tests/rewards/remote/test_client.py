@@ -205,6 +205,7 @@ def test_our_wire():
             "references": ["x", None],
             "metadata": [{"level": 1}, {}],
             "ids": [7, 8],
+            "group_ids": [3, 4],
         }
     ]
     assert result.components["detail"].tolist() == [0.25, 1.25]

@@ -48,6 +48,30 @@ def test_both_wires():
     assert post(app, {"query": ["p: abc"], "prompts": ["p: "], "labels": ["l"]}).json() == {"rewards": [3.0]}
 
 
+def test_labels_are_references_in_openrlhfs_form_only():
+    app = create_app(lambda completions, references: [None if r is None else float(r == "l") for r in references])
+    body = {"prompts": ["p: "], "labels": ["l"]}
+    assert post(app, {"query": ["p: a"], **body}).json() == {"rewards": [1.0]}
+    assert post(app, {"queries": ["p: a"], **body}).json() == {"rewards": [None]}
+
+
+def test_a_served_function_sees_the_groups_of_the_run():
+    with serving(lambda completions, group_ids: [float(group) for group in group_ids]) as url:
+        engine = RewardComputationEngine(None, url)
+        assert engine.compute_rewards([make_samples(["a", "b", "c"], first_id=7)]).score.tolist() == [3, 4, 4]
+        engine.close()
+    alone = post(create_app(lambda group_ids: [float(group) for group in group_ids]), {"queries": ["a", "b"]})
+    assert alone.json() == {"rewards": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "turns", "environment_rewards"])
+def test_a_function_that_names_what_requests_do_not_hold_is_refused_at_the_start(name, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def score(completions, {name}):\n    return [0.0] * len(completions)\n")
+    arguments = serve_reward.build_parser().parse_args(["--reward_fn", f"{tmp_path}/mine.py:score"])
+    with pytest.raises(ConfigError, match=f"score asks for '{name}', which no request to a server holds"):
+        create_app(serve_reward.build(arguments))
+
+
 def test_none_and_failed_are_told_apart():
     app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
     reply = post(app, {"queries": ["a", "b", "c"]}).json()

@@ -383,6 +383,17 @@ def test_one_micro_batch_at_a_time_lies_on_the_device(monkeypatch):
         assert [getattr(batch, name)[0, 0].item() for batch in batches] == [0, 2, 4]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_difference_is_told_where_no_token_was_compared(ahead):
+    agreement, mask = Agreement(None, RolloutConfig(), ahead), torch.ones(1, 2, dtype=torch.bool)
+    for theirs, told in ((None, False), (torch.zeros(1, 2), True)):
+        metrics, check = MetricsAccumulator(), agreement.of_rollouts()
+        check.add(torch.full((1, 2), 0.5), theirs, mask)
+        check.settle()
+        agreement.report(check, metrics)
+        assert metrics.reduce().get("rollout_logp_diff_max") == (0.5 if told else None)
+
+
 @pytest.mark.parametrize(
     ("steps", "ahead", "evaluated", "full", "probed"),
     [
