@@ -31,7 +31,7 @@ with needed("fastapi"):
 
 log = logging.getLogger(__name__)
 NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
-OF_ALL_SAMPLES = ("generated", "data_references")  # what merged requests have in common
+OF_ALL_SAMPLES = ("generated", "data_columns", "data_references")  # what merged requests have in common
 
 
 @dataclass(frozen=True)

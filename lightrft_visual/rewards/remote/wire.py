@@ -42,8 +42,10 @@ def encode_request(batch: RewardBatch, wire: str, encoded: EncodedImages, image_
         body["labels"] = _plain(batch.labels)
     if batch.has_references:
         body["references"] = _plain(batch.references)
-    if batch.columns:
-        body["metadata"] = _plain([dict.fromkeys(sorted(batch.data_columns)) | sample for sample in batch.metadata])
+    if any(batch.metadata):
+        body["metadata"] = _plain(batch.metadata)
+    if batch.data_columns:
+        body["columns"] = sorted(batch.data_columns)
     return body | _media(batch, encoded, image_format)
 
 
@@ -182,6 +184,9 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         raise DataError('"metadata" must be a list of objects')
     if not all(sample is None or (isinstance(sample, list) and len(sample) <= max_images) for sample in videos):
         raise DataError('"videos" must hold lists of videos, each a list of base64 frames')
+    columns = body.get("columns") or []
+    if not _is_strings(columns):
+        raise DataError('"columns" must be a list of strings')
     labels = column("labels")
     sources = column("source_images") if "source_images" in body else []
     return RewardBatch(
@@ -196,6 +201,7 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
         ids=numbers("ids"),
         group_ids=numbers("group_ids"),
         generated=body.get("generated") is True,
+        data_columns=frozenset(columns),
         data_references=openrlhf or body.get("references") is not None,
     )
 
