@@ -246,6 +246,9 @@ class Counts(Sample):
             # Without grids only the sample can say: a medium may take several rows of pixels.
             if value is not None and (grids in names or not names) and int(value) != counted:
                 raise DataError(f"sample {index}: {name} is {int(value)}, but its {grids}s hold {counted}")
+            raw = getattr(item, f"raw_{spec.media}s", None)
+            if raw and grids in names and len(raw) != counted:
+                raise DataError(f"sample {index}: raw_{spec.media}s are {len(raw)}, but its {grids}s hold {counted}")
             told.append(counted if value is None else int(value))
         return torch.stack([torch.full_like(like, count) for count in told])
 
@@ -259,9 +262,17 @@ class Vision(Codec):
         return together
 
     def split(self, value: VisionTensors, name: str, spec: FieldSpec, context: Splitting) -> list[VisionTensors]:
-        counts = {kind: getattr(context.batch, f"{kind}_counts") for kind in ("image", "video")}
-        listed = {kind: None if each is None else each.tolist() for kind, each in counts.items()}
-        return [VisionTensors([own]) for own in value.shared_out(context.size, listed)]
+        counts = {kind: self._counts(context.batch, kind, context.size) for kind in ("image", "video")}
+        return [VisionTensors([own]) for own in value.shared_out(context.size, counts)]
+
+    @staticmethod
+    def _counts(batch: Any, kind: str, size: int) -> list[int] | None:
+        """Media of each sample, where the batch counts them or holds a list of them for each, not all empty."""
+        counts, raw = getattr(batch, f"{kind}_counts"), getattr(batch, f"raw_{kind}s", None) or ()
+        if counts is not None:
+            return counts.tolist()
+        listed = len(raw) == size and any(raw) and all(isinstance(own, list | tuple | None) for own in raw)
+        return [len(own or ()) for own in raw] if listed else None
 
 
 class Objects(Codec):

@@ -302,7 +302,7 @@ def test_no_items_and_trajectories_of_different_shapes_are_refused(items, packed
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"image_counts": None, "layout": None}, "no image_counts to say whose they are"),
+        ({"image_counts": None, "layout": None}, "no image_counts or raw_images tell whose"),
         ({"info": {"m": {"r": torch.ones(3)}}}, r"info\[m/r\] has shape \(3,\), but the batch has 2 samples"),
         ({"advantages": torch.ones(2)}, r"advantages has shape \(2,\); a padded batch holds one row a sample"),
     ],
