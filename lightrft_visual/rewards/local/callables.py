@@ -31,7 +31,7 @@ from ...runtime.usercode.calls import (
     defined_at,
 )
 from ...runtime.usercode.sandbox import signature_of
-from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
+from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -398,7 +398,7 @@ def say_form(name: str, told: str) -> None:
     log.info("reward function %s: %s; reward_form chooses another", name, told)
 
 
-class CallableSource:
+class CallableSource(Source):
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
 
