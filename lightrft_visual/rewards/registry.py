@@ -16,7 +16,7 @@ from ..errors import ConfigError, did_you_mean
 from ..given import given, is_given, unique_name
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
-from .local.callables import CallableSource
+from .local.callables import LIGHTRFT_INPUTS, CallableSource
 from .recipe import RecipeEntry
 from .remote.wire import wires_of
 
@@ -292,6 +292,8 @@ class Catalogue:
         source = (
             self._user_function(function, callable_name(function), given) if loaded else self._callable(function, given)
         )
+        if not source.signature.names:  # an object that hands on what LightRFT gives
+            source.signature.names, source.signature.takes_all = list(LIGHTRFT_INPUTS), False
         source.lenient = False  # its other scores are of all samples: it cannot be asked for halves
         return source
 

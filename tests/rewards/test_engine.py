@@ -158,6 +158,25 @@ def test_a_reward_fn_of_keyword_arguments_alone_aggregates_what_the_models_give(
     assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [-1, -1]
 
 
+class HandedOn:
+    """A function behind an object that hands on whatever it is given."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapper", [HandedOn, lambda function: lambda *args, **kwargs: function(*args, **kwargs)])
+def test_a_wrapped_reward_fn_is_given_what_lightrft_gives(wrapper):
+    def reward_fn(model_reward_list, labels, queries, refs, label_map):
+        return model_reward_list[0] * 3
+
+    engine = RewardComputationEngine({"rm": two}, reward_fn=wrapper(reward_fn))
+    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [6, 6]
+
+
 @pytest.mark.parametrize("names", ["", "prompts, completions, ", "queries, "])
 def test_a_reward_fn_with_keyword_arguments_and_no_models_is_a_plain_component(names):
     namespace = {}
