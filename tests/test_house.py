@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2165, "experience": 3120, "config": 4779, "runtime": 5587, "data": 3247,
-    "models": 5880, "rollout": 5093, "rewards": 4092, "algorithms": 1809, "trainer": 7325, "observe": 3518,
+    "models": 5880, "rollout": 5093, "rewards": 4092, "algorithms": 1814, "trainer": 7325, "observe": 3518,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

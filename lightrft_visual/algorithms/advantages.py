@@ -50,7 +50,12 @@ def get_advantages_and_returns(
         gamma: discount of an action.
         lambd: 0: one step ahead of the critic; 1: the whole return.
         discounts: (B, A) of what follows an action, beside gamma; see `turn_discounts`.
+
+    Raises ValueError where values, rewards and mask are not of one shape.
     """
+    shapes = [tuple(each.shape) for each in (values, rewards, action_mask)]
+    if len(set(shapes)) > 1 or values.dim() != 2:
+        raise ValueError("values {}, rewards {} and action mask {} must be of one shape (B, A)".format(*shapes))
     mask = action_mask.bool()
     values = torch.where(mask, values.detach().float(), 0.0)
     rewards = torch.where(mask, rewards.detach().float(), 0.0)

@@ -75,6 +75,11 @@ class TestOverTime:
         torch.testing.assert_close(advantages, torch.tensor([[first, second, third]]))
         torch.testing.assert_close(returns, advantages + values)
 
+    @pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2), (2, 3)])
+    def test_gae_of_another_shape_is_refused(self, shape):
+        with pytest.raises(ValueError, match="must be of one shape"):
+            get_advantages_and_returns(torch.zeros(2, 2), torch.ones(shape), torch.ones(2, 2), 1.0, 1.0)
+
     def test_gae_over_turns_by_hand(self):
         """Two turns of two and one tokens, two tokens of an observation between them that hold garbage."""
         mask = torch.tensor([[True, True, False, False, True]])
@@ -164,7 +169,7 @@ class TestOverTime:
         mask = torch.tensor([[1, 0, 1, 0]])
         rewards = torch.tensor([[1.0, math.nan, 4.0, math.nan]])
         values = torch.tensor([[0.5, math.nan, 2.0, math.nan]])
-        dense_mask, dense = torch.ones(1, 2), ([0], [0, 2])
+        dense_mask, dense = torch.ones(1, 2), (slice(None), [0, 2])
         for gamma in (1.0, 0.5):
             returns = get_cumulative_returns(rewards, mask, gamma)
             assert returns.tolist() == [[1 + gamma * 4, 0, 4, 0]]
