@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -362,7 +363,7 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
 def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (bool, int)):
+    if isinstance(value, (np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 
