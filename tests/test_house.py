@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2165, "experience": 3163, "config": 4779, "runtime": 5587, "data": 3243,
-    "models": 5880, "rollout": 5093, "rewards": 4093, "algorithms": 1814, "trainer": 7325, "observe": 3518,
+    "models": 5880, "rollout": 5093, "rewards": 4095, "algorithms": 1818, "trainer": 7328, "observe": 3518,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

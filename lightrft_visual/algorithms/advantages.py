@@ -426,7 +426,11 @@ def decoupled_rewards(
 
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
     """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one, and for one that
-    cannot be called as estimators are."""
+    cannot be called as estimators are. What a `config` of another system lacks is at its default."""
+    defaults = vars(AlgorithmConfig())
+    if not all(hasattr(config, setting) for setting in defaults):
+        named = config if isinstance(config, Mapping) else {n: getattr(config, n) for n in dir(config) if n[0] != "_"}
+        config = SimpleNamespace(**defaults | {name: value for name, value in named.items() if value is not None})
     entry, told = registry.advantage_estimators[name], f"advantage estimator {name!r}"
     check_call(entry.load(), "config", told)
     calculator = entry.load()(config)

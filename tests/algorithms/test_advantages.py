@@ -55,6 +55,15 @@ def assigned(name, batch, rewards, kl_coef=0.0, **config):
     return batch
 
 
+@pytest.mark.parametrize(
+    "config", [None, {"gamma": 0.5}, SimpleNamespace(gamma=0.5), type("Own", (), {"gamma": 0.5})()]
+)
+def test_what_a_config_of_another_system_lacks_is_at_its_default(config):
+    calculator, batch = get_advantage_calculator("grpo", config), experience([0, 0])
+    calculator.preprocess_rewards(torch.tensor([1.0, 0.0]), [batch], max_new_tokens=10)
+    assert calculator.config.gamma == (1.0 if config is None else 0.5)
+
+
 @pytest.mark.parametrize("name", ["reinforce", "dr_grpo"])
 def test_a_rank_without_experiences_has_no_advantages_to_whiten(name):
     """Others may have some, and wait for its part of the moments."""

@@ -201,6 +201,11 @@ def test_equal_prompts_of_two_calls_are_sampled_anew(text):
     assert torch.equal(again.generate_samples(PROMPTS[:1], max_new_tokens=4)[0].sequences, first.sequences)
 
 
+def test_no_prompts_give_nothing(text):
+    maker = maker_of(text)
+    assert maker.make_experience_list([], max_new_tokens=4) == maker.generate_samples([], max_new_tokens=4) == []
+
+
 def test_without_sampling_all_answers_are_the_likeliest(text):
     samples = maker_of(text).generate_samples(PROMPTS[:1], do_sample=False, max_new_tokens=4)
     assert (samples[0].sequences == samples[0].sequences[0]).all()

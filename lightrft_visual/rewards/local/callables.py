@@ -113,14 +113,16 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
     within ±MAX_SCORE: that is a bug of the function and must not reach training.
 
     Args:
-        result: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS.
+        result: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS;
+            metrics may be None.
         name: of the function, for the error.
         size: samples that it was given.
         lenient: a sample with such a score is failed instead.
     """
     scores, metrics = result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        scores, metrics = result
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | None):
+        one_each = not isinstance(result[0], list | tuple) and not getattr(result[0], "ndim", 0)  # of two samples
+        scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
         key = next((k for k in SCORE_KEYS if k in result), None)
         if key is None:

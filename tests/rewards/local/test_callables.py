@@ -222,6 +222,7 @@ def test_parameter_that_nothing_fills_is_named(function, error, words):
         [1.0, None, 3, True],
         torch.tensor([[1.0], [0], [3], [1]]),
         ([1, 0, 3, 1], {"m": [0, 0, 0, 0]}),
+        (torch.tensor([1.0, 0, 3, 1]), None),
         {"score": [1, 0, 3, 1]},
         [torch.tensor(1.0), np.float32(0), 3, 1],
     ],
@@ -229,6 +230,13 @@ def test_parameter_that_nothing_fills_is_named(function, error, words):
 def test_accepted_results(result):
     values = parse_result(result, "f", 4).values
     assert values[0] == 1 and values[2] == 3 and values[3] == 1
+
+
+@pytest.mark.parametrize("first", [1.0, torch.tensor(1.0), np.float32(1.0)])
+def test_two_scores_of_which_the_second_does_not_apply_are_no_scores_without_metrics(first):
+    assert (
+        parse_result((first, None), "f", 2).values[0] == 1 and parse_result((None, None), "f", 2).values.isnan().all()
+    )
 
 
 def test_none_is_not_applicable_and_failed_is_failed():
