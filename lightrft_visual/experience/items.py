@@ -119,9 +119,9 @@ def split_experience_batch(experience: AnyExperience, layout: BatchLayout | None
     """The samples of a batch, each owning its memory, so that the batch can be freed; vision inputs stay shared.
 
     A batch made by `make_experience_batch` gives back its items without padding. The rows of any other padded batch
-    stay at full width: see `remove_padding_in_sequences`. Without image counts, images are owned one by each sample
-    if there are B of them. layout: in place of the batch's own. Raises DataError where ownership or lengths do not add
-    up.
+    stay at full width: see `remove_padding_in_sequences`. Without image counts `raw_images` say whose images are;
+    without these, each sample owns one if there are B of them. layout: in place of the batch's own. Raises DataError
+    where ownership or lengths do not add up.
     """
     check_batch(experience)
     layout = layout or experience.layout or BatchLayout()
