@@ -113,9 +113,9 @@ class _Trainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        callbacks: Sequence[Any] = (),
         *,
         reward_weights: Sequence[float] | None = None,
-        callbacks: Sequence[Any] = (),
         config: str | Sequence[str] = (),
         **settings: Any,
     ) -> None:
@@ -248,8 +248,8 @@ class GRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, *, reward_weights: Sequence[float] | None = None,
-            callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[VLSettings],
+            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: str | Sequence[str] = (),
+            reward_weights: Sequence[float] | None = None, **settings: Unpack[VLSettings],
         ) -> None: ...  # fmt: skip
 
 
@@ -296,8 +296,8 @@ class FlowGRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, *, reward_weights: Sequence[float] | None = None,
-            callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[DiffusionSettings],
+            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: str | Sequence[str] = (),
+            reward_weights: Sequence[float] | None = None, **settings: Unpack[DiffusionSettings],
         ) -> None: ...  # fmt: skip
 
 

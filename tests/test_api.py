@@ -15,7 +15,17 @@ import pytest
 from waiting import finished
 
 import lightrft_visual
-from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, RLOOTrainer, UnifiedTrainer, api, given, inference
+from lightrft_visual import (
+    FlowGRPOTrainer,
+    GRPOTrainer,
+    PPOTrainer,
+    RLOOTrainer,
+    StepHook,
+    UnifiedTrainer,
+    api,
+    given,
+    inference,
+)
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
@@ -69,6 +79,7 @@ def test_algorithm_is_a_default_that_a_setting_wins_over():
     assert RLOOTrainer().config.algorithm.advantage_estimator == "rloo"
     assert UnifiedTrainer().config.model.embedded_family == "janus"
     assert GRPOTrainer(advantage_estimator="dr_grpo").config.algorithm.advantage_estimator == "dr_grpo"
+    assert GRPOTrainer("embedded", None, None, None, None, [hook := StepHook()]).callbacks == [hook]
     assert FlowGRPOTrainer(diffusion_algorithm="awm").config.algorithm.diffusion_algorithm == "awm"
 
 

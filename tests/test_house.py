@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2252, "experience": 3109, "config": 4829, "runtime": 5600, "data": 3297,
-    "models": 5880, "rollout": 5093, "rewards": 4121, "algorithms": 1809, "trainer": 7296, "observe": 3518,
+    "": 2252, "experience": 3163, "config": 4852, "runtime": 5609, "data": 3292,
+    "models": 5880, "rollout": 5093, "rewards": 4155, "algorithms": 1818, "trainer": 7314, "observe": 3518,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

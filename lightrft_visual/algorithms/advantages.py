@@ -50,7 +50,12 @@ def get_advantages_and_returns(
         gamma: discount of an action.
         lambd: 0: one step ahead of the critic; 1: the whole return.
         discounts: (B, A) of what follows an action, beside gamma; see `turn_discounts`.
+
+    Raises ValueError where values, rewards and mask are not of one shape.
     """
+    shapes = [tuple(each.shape) for each in (values, rewards, action_mask)]
+    if len(set(shapes)) > 1 or values.dim() != 2:
+        raise ValueError("values {}, rewards {} and action mask {} must be of one shape (B, A)".format(*shapes))
     mask = action_mask.bool()
     values = torch.where(mask, values.detach().float(), 0.0)
     rewards = torch.where(mask, rewards.detach().float(), 0.0)
@@ -421,7 +426,11 @@ def decoupled_rewards(
 
 def get_advantage_calculator(name: str, config: AlgorithmConfig) -> AdvantageCalculator:
     """The calculator of `advantage_estimator`; ConfigError that lists the names for an unknown one, and for one that
-    cannot be called as estimators are."""
+    cannot be called as estimators are. What a `config` of another system lacks is at its default."""
+    defaults = vars(AlgorithmConfig())
+    if not all(hasattr(config, setting) for setting in defaults):
+        named = config if isinstance(config, Mapping) else {n: getattr(config, n) for n in dir(config) if n[0] != "_"}
+        config = SimpleNamespace(**defaults | {name: value for name, value in named.items() if value is not None})
     entry, told = registry.advantage_estimators[name], f"advantage estimator {name!r}"
     check_call(entry.load(), "config", told)
     calculator = entry.load()(config)

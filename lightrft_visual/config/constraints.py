@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
+from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -392,6 +393,28 @@ def _check_field(section: Any, item: Field) -> None:
             near = nearest_name(value, map(str, constraint.names())) if guessed else None
             hint = f"did you mean {near!r}? " if near else ""
             raise ConfigError(f"{item.name} is {_shown(value)}; {hint}{_words(constraint)}")
+
+
+NUMBERS = {int: (Integral, "it must be a whole number"), float: (Real, "it must be a number")}
+
+
+def check_value(section: type, setting: str, value: Any, name: str) -> None:
+    """Raise ConfigError for a value from Python that a number of a configuration could not have.
+
+    Args:
+        section: that the setting is of.
+        setting: whose type and constraints hold; one that is no number is not looked at.
+        value: what was given for it.
+        name: under which it was given.
+    """
+    hint = get_type_hints(section).get(setting)
+    if hint not in NUMBERS:
+        return
+    kind, words = NUMBERS[hint]
+    require(isinstance(value, kind) and not isinstance(value, bool), f"{name} is {value!r}; {words}")
+    require(math.isfinite(value), f"{name} is {value}; it must be a finite number")
+    for constraint in constraints_of(section)[setting]:
+        require(constraint.holds(value), f"{name} is {value}; {_words(constraint)}")
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from PIL import Image
 from ..config import registry
 from ..config.vl import DataConfig
 from ..errors import DataError
+from ..experience.rollouts import media_list
 from .bad_rows import check_reference, check_values
 from .forms import MediaCell, Reading, are_mappings, find_media, messages_in, read_form, without_answer
-from .media import Video, is_path, resolve_source
+from .media import is_path, resolve_source
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
@@ -220,14 +222,7 @@ def _text_content(content: Any) -> Any:
 def as_source_list(cell: Any, kind: str) -> list[Any]:
     """The sources in a media cell, which holds nothing, one, or several; PIL images are the frames of one video. Raises
     DataError for empty ones."""
-    if cell is None or (isinstance(cell, (str, bytes)) and not cell):
-        return []
-    if isinstance(cell, (list, tuple)) and not isinstance(cell, Video):
-        items = list(cell)
-    elif isinstance(cell, np.ndarray) and cell.dtype == object:
-        items = cell.tolist()
-    else:
-        items = [cell]
+    items = media_list(cell)
     if kind == "video" and items and all(isinstance(item, Image.Image) for item in items):
         return [items]
     for place, item in enumerate(items):
@@ -376,7 +371,7 @@ def _walk(raw: Mapping[str, Any], path: str) -> Any:
 def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (bool, int)):
+    if isinstance(value, (np.bool_, Integral)):
         return str(value)
     raise DataError(f"a label is a short name, not {type(value).__name__}", "label form")
 

@@ -23,6 +23,7 @@ from .items import (
     AnyExperience,
     AnyItem,
     BufferItemDiffusion,
+    check_batch,
     make_experience_batch,
     split_experience_batch,
     strip_padding,
@@ -168,6 +169,7 @@ class NaiveReplayBuffer:
 
         Vision inputs are kept by reference: the samples of a prompt hold one copy of its patches.
         """
+        check_batch(experience)
         if self.cpu_offload:
             experience = copy.copy(experience).to_device("cpu")
         self.items.extend(strip_padding(experience))

@@ -3,8 +3,9 @@
 `split(make(column)) == column` for every kind. `make_fields` and `split_fields` do it for all fields of a class.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class Numbers(Line):
 
     def split(self, value: T, name: str, spec: FieldSpec, context: Splitting) -> list[T]:
         single = context.layout.single.get(name, [])
+        if value.shape == (context.size,) and not context.packed:  # made by hand, one number a sample
+            return _cut(value, [1] * context.size, name)
         if context.packed:
             one_each = value.numel() == context.size != sum(context.batch.num_actions)
         else:
@@ -246,6 +249,9 @@ class Counts(Sample):
             # Without grids only the sample can say: a medium may take several rows of pixels.
             if value is not None and (grids in names or not names) and int(value) != counted:
                 raise DataError(f"sample {index}: {name} is {int(value)}, but its {grids}s hold {counted}")
+            raw = getattr(item, f"raw_{spec.media}s", None)
+            if raw and grids in names and len(raw) != counted:
+                raise DataError(f"sample {index}: raw_{spec.media}s are {len(raw)}, but its {grids}s hold {counted}")
             told.append(counted if value is None else int(value))
         return torch.stack([torch.full_like(like, count) for count in told])
 
@@ -259,9 +265,17 @@ class Vision(Codec):
         return together
 
     def split(self, value: VisionTensors, name: str, spec: FieldSpec, context: Splitting) -> list[VisionTensors]:
-        counts = {kind: getattr(context.batch, f"{kind}_counts") for kind in ("image", "video")}
-        listed = {kind: None if each is None else each.tolist() for kind, each in counts.items()}
-        return [VisionTensors([own]) for own in value.shared_out(context.size, listed)]
+        counts = {kind: self._counts(context.batch, kind, context.size) for kind in ("image", "video")}
+        return [VisionTensors([own]) for own in value.shared_out(context.size, counts)]
+
+    @staticmethod
+    def _counts(batch: Any, kind: str, size: int) -> list[int] | None:
+        """Media of each sample, where the batch counts them or holds a list of them for each, not all empty."""
+        counts, raw = getattr(batch, f"{kind}_counts"), getattr(batch, f"raw_{kind}s", None) or ()
+        if counts is not None:
+            return counts.tolist()
+        listed = len(raw) == size and any(raw) and all(isinstance(own, list | tuple | None) for own in raw)
+        return [len(own or ()) for own in raw] if listed else None
 
 
 class Objects(Codec):
@@ -297,6 +311,27 @@ CODECS: dict[Kind, Codec] = {
 }
 
 
+TENSORS = (Kind.TOKENS, Kind.ACTIONS, Kind.NUMBERS, Kind.SAMPLE, Kind.COUNTS)
+
+
+def _of_sample(value: Any, kind: Kind, what: str) -> Any:
+    """A field's value of one sample, `_checked`; a plain number may stand for a tensor ()."""
+    single = kind in (Kind.SAMPLE, Kind.COUNTS) and isinstance(value, Real)
+    return torch.tensor(value) if single else _checked(value, kind, what)
+
+
+def _checked(value: Any, kind: Kind, what: str) -> Any:
+    """A field's value as it is. Raises DataError for one of another type than its kind has."""
+    if kind in TENSORS and not isinstance(value, T | None):
+        raise DataError(f"{what} is a {type(value).__name__}, not a tensor")
+    if kind in (Kind.SAMPLES, Kind.INFO) and not isinstance(value, Mapping | None):
+        raise DataError(f"{what} is a {type(value).__name__}, not a dict")
+    if kind is Kind.SAMPLES:
+        for key, own in (value or {}).items():
+            _checked(own, Kind.TOKENS, f"{what}[{key}]")
+    return value
+
+
 def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
     """The batch's value of every field of the items' class.
 
@@ -316,7 +351,9 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
             layout.spans = [(width - prompt, width + count) for prompt, count in zip(prompts, context.actions)]
     batch = {}
     for name, spec in specs.items():
-        column = [getattr(item, name) for item in items]
+        column = [
+            _of_sample(getattr(item, name), spec.kind, f"sample {index}: {name}") for index, item in enumerate(items)
+        ]
         batch[name] = CODECS[spec.kind].make(column, name, spec, context)
         absent = [index for index, value in enumerate(column) if value is None]
         if absent and batch[name] is not None:
@@ -337,7 +374,7 @@ def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -
         raise DataError("a packed batch needs num_actions for each of its samples")
     columns: dict[str, list] = {}
     for name, spec in specs.items():
-        value = getattr(batch, name)
+        value = _checked(getattr(batch, name), spec.kind, name)
         column = [None] * context.size if value is None else CODECS[spec.kind].split(value, name, spec, context)
         if len(column) != context.size:
             raise DataError(f"{name} holds {len(column)} samples, the batch has {context.size}")

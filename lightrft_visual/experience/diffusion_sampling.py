@@ -40,7 +40,8 @@ def _field_value(name: str, value: Any) -> Any:
         return str(value).strip().lower()
     several = name in ("timesteps", "sigmas")
     try:
-        if several != isinstance(value, (list, tuple)) or isinstance(value, bool):
+        listed = hasattr(value, "__len__") and not isinstance(value, str | bytes | Mapping)
+        if several != listed or isinstance(value, bool):
             raise ValueError
         if several:
             return [float(each) for each in value]
@@ -69,6 +70,9 @@ class SamplingConfig:
     sigmas: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("timesteps", "sigmas"):
+            if getattr(self, name) is not None:  # arrays and tensors too; frozen: filled in here, as num_steps is below
+                object.__setattr__(self, name, _field_value(name, getattr(self, name)))
         if self.num_steps < 1:
             raise ConfigError(f"num_steps is {self.num_steps}; it must be positive")
         for name, allowed in (("scheduler", SCHEDULERS), ("trajectory", TRAJECTORIES)):
@@ -79,7 +83,7 @@ class SamplingConfig:
             raise ConfigError(f"flow_shift is {self.flow_shift}; it must be positive and finite")
         if self.given is not None:
             self._check_schedule()
-            object.__setattr__(self, "num_steps", len(self.given))  # frozen: the one place that fills it in
+            object.__setattr__(self, "num_steps", len(self.given))
 
     @property
     def given(self) -> Sequence[float] | None:
@@ -125,7 +129,7 @@ class SamplingConfig:
         for key in mapping or {}:
             if key not in known:
                 raise ConfigError(f"sampling has no field {key!r}{did_you_mean(str(key), known)}")
-        given = {key: value for key, value in (mapping or {}).items() if value not in (None, "")}
+        given = {key: value for key, value in (mapping or {}).items() if not isinstance(value, str | None) or value}
         if given.get("flow_shift") == "inherit":
             del given["flow_shift"]
         return cls(**{key: _field_value(key, value) for key, value in given.items()})

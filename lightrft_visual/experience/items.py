@@ -119,13 +119,12 @@ def split_experience_batch(experience: AnyExperience, layout: BatchLayout | None
     """The samples of a batch, each owning its memory, so that the batch can be freed; vision inputs stay shared.
 
     A batch made by `make_experience_batch` gives back its items without padding. The rows of any other padded batch
-    stay at full width: see `remove_padding_in_sequences`. Without image counts, images are owned one by each sample
-    if there are B of them. layout: in place of the batch's own. Raises DataError where ownership or lengths do not add
-    up.
+    stay at full width: see `remove_padding_in_sequences`. Without image counts `raw_images` say whose images are;
+    without these, each sample owns one if there are B of them. layout: in place of the batch's own. Raises DataError
+    where ownership or lengths do not add up.
     """
+    check_batch(experience)
     layout = layout or experience.layout or BatchLayout()
-    if type(experience) not in _ITEM_OF:
-        raise DataError(f"not a batch of experience: {type(experience).__name__}")
     item_class = _ITEM_OF[type(experience)]
     columns = split_fields(experience, replay_fields(item_class), layout)
     names = list(columns)
@@ -135,12 +134,20 @@ def split_experience_batch(experience: AnyExperience, layout: BatchLayout | None
     return items
 
 
+def check_batch(experience: Any) -> None:
+    """Raise DataError for anything that is no batch of samples."""
+    if type(experience) not in _ITEM_OF:
+        told = "; make_experience_batch makes one of items" if isinstance(experience, (*_BATCH_OF, list)) else ""
+        raise DataError(f"not a batch of experience: {type(experience).__name__}{told}")
+
+
 def strip_padding(experience: AnyExperience) -> list[AnyItem]:
     """The samples of a batch without padding: splits and strips in one copy.
 
     The same as `remove_padding_in_sequences(split_experience_batch(experience))`. Batches from
     `make_experience_batch`, packed ones and diffusion trajectories are only split: their items come as they are.
     """
+    check_batch(experience)
     padded_by_hand = (
         not isinstance(experience, ExperienceDiffusion) and not experience.is_packed and experience.layout is None
     )

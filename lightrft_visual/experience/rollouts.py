@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..errors import DataError
@@ -197,8 +198,8 @@ class PromptBatch:
                 raise DataError(f"{count} prompts but {len(column)} {name}")
         return cls(
             list(prompts),
-            [_as_list(cell) for cell in ([None] * count if images is None else images)],
-            [_as_list(cell) for cell in ([None] * count if videos is None else videos)],
+            [media_list(cell) for cell in ([None] * count if images is None else images)],
+            [media_list(cell) for cell in ([None] * count if videos is None else videos)],
             list(references) if references is not None else [None] * count,
             list(labels) if labels is not None else [None] * count,
             list(metadata) if metadata is not None else [{} for _ in range(count)],
@@ -220,10 +221,13 @@ def check_column(column: Any, name: str) -> None:
         raise DataError(f"{name} is a {type(column).__name__}: give a list with one entry for each prompt")
 
 
-def _as_list(cell: Any) -> list:
-    if cell is None:
+def media_list(cell: Any) -> list:
+    """What a media cell holds: nothing, one or several; a decoded video is a named tuple, and one item."""
+    if cell is None or (isinstance(cell, str | bytes) and not cell):
         return []
-    return list(cell) if type(cell) in (list, tuple) else [cell]  # a decoded video is a named tuple, and one item
+    if isinstance(cell, np.ndarray) and cell.dtype == object:
+        return cell.tolist()
+    return list(cell) if isinstance(cell, list | tuple) and not hasattr(cell, "_fields") else [cell]
 
 
 @dataclass

@@ -248,7 +248,7 @@ def _counted(counts: Sequence[int] | None, length: int, size: int, name: str, ki
         return counts
     if length in (0, size):
         return [length // size] * size
-    raise DataError(f"{shown(name)}: {length} rows for {size} samples, and no {kind}_counts to say whose they are")
+    raise DataError(f"{shown(name)}: {length} rows for {size} samples, and no {kind}_counts or raw_{kind}s tell whose")
 
 
 def shown(name: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -305,10 +305,20 @@ class Scores:
         )
 
 
-class PendingSource(ABC):
-    """A source that works elsewhere: `submit` returns at once, so that several run at the same time."""
+class Source(ABC):
+    """Scores a batch. `name` is what errors and metrics call it. A source may also have `all_ranks`: each rank may hold
+    a part of it, so all run it at once, one without samples for it too; `reads_images`: it asks for the prompts'
+    images; and `uses_device`: it computes on this process's accelerator."""
 
     name: str
+
+    @abstractmethod
+    def score(self, batch: RewardBatch, call: Call) -> Scores:
+        """Scores of the batch's samples, in order."""
+
+
+class PendingSource(Source):
+    """A source that works elsewhere: `submit` returns at once, so that several run at the same time."""
 
     @abstractmethod
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores] | JoinedScores:
@@ -367,18 +377,6 @@ class RewardOutput:
         """The metrics that are of the call as a whole: without the components' means, which a trainer makes of those
         samples that it keeps."""
         return {name: n for name, n in self.metrics.items() if name.removeprefix("reward/") not in self.components}
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Scores a batch. `name` is what errors and metrics call it. A source may also have `all_ranks`: each rank may hold
-    a part of it, so all run it at once, one without samples for it too; `reads_images`: it asks for the prompts'
-    images; and `uses_device`: it computes on this process's accelerator."""
-
-    name: str
-
-    def score(self, batch: RewardBatch, call: Call) -> Scores:
-        """Scores of the batch's samples, in order."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
         raise ConfigError(f"reward recipe, {where}: type {kind!r}{did_you_mean(kind, TYPES)}")
     if key is None or isinstance(key, (Mapping, list)):
         raise ConfigError(f"reward recipe, {where}: the key names a model, server, rule or function")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise ConfigError(f"reward recipe, {where}: weight {weight!r} is not a finite number")
     settings = fields.get("kwargs") or {}
     if not isinstance(settings, Mapping):

@@ -16,7 +16,7 @@ from ..errors import ConfigError, did_you_mean
 from ..given import given, is_given, unique_name
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
-from .local.callables import CallableSource
+from .local.callables import LIGHTRFT_INPUTS, CallableSource
 from .recipe import RecipeEntry, check_name
 from .remote.wire import wires_of
 
@@ -87,13 +87,13 @@ def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Call
 _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
 
 
-def split_list(value: str | Sequence[str] | None) -> list[str]:
+def split_list(value: str | Path | Sequence[str | Path] | None) -> list[str]:
     """Entries of a comma-separated string or of a list, without empty ones."""
-    entries = value.split(",") if isinstance(value, str) else list(value or ())
-    return [entry.strip() for entry in entries if entry.strip()]
+    entries = str(value).split(",") if isinstance(value, str | Path) else list(value or ())
+    return [name for entry in entries if (name := str(entry).strip())]
 
 
-def named_entries(value: str | Sequence[str] | None) -> dict[str, str]:
+def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, str]:
     """{name: entry} of `name=entry` items; an unnamed one is called by its place, '0', '1', ..."""
     return _by_name("rewards", split_list(value), str)
 
@@ -156,6 +156,9 @@ class Catalogue:
         for name, model in self._named_models(reward_model, given.get("label_map")).items():
             self._models.append(self._add(sources, name, self._model(name, model)))
         remotes = named_entries(remote_rm_url)
+        if remote_rm_url not in (None, [], ()) and not remotes:
+            told = "leave it out, or see that the variable which it comes from is set"
+            raise ConfigError(f"remote_rm_url is {remote_rm_url!r} and names no server: {told}")
         self._wires = wires_of(self.config.reward_wire, remotes)
         for name, entry in remotes.items():
             known = self._add(sources, "remote" + name if name.isdigit() else name, self._remote(entry))
@@ -293,6 +296,8 @@ class Catalogue:
         source = (
             self._user_function(function, callable_name(function), given) if loaded else self._callable(function, given)
         )
+        if not source.signature.names:  # an object that hands on what LightRFT gives
+            source.signature.names, source.signature.takes_all = list(LIGHTRFT_INPUTS), False
         source.lenient = False  # its other scores are of all samples: it cannot be asked for halves
         return source
 

@@ -131,7 +131,10 @@ class FastExperienceMaker:
         Raises:
             ConfigError: unknown names, or any of them for an engine whose sampler has settings of its own.
         """
+        before = self._numbered
         batch = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
+        if self._numbered == before:  # no rank has a prompt
+            return []
         return self.maker.experiences(batch, **self._arguments(generate_kwargs))
 
     def generate_samples(

@@ -55,6 +55,15 @@ def assigned(name, batch, rewards, kl_coef=0.0, **config):
     return batch
 
 
+@pytest.mark.parametrize(
+    "config", [None, {"gamma": 0.5}, SimpleNamespace(gamma=0.5), type("Own", (), {"gamma": 0.5})()]
+)
+def test_what_a_config_of_another_system_lacks_is_at_its_default(config):
+    calculator, batch = get_advantage_calculator("grpo", config), experience([0, 0])
+    calculator.preprocess_rewards(torch.tensor([1.0, 0.0]), [batch], max_new_tokens=10)
+    assert calculator.config.gamma == (1.0 if config is None else 0.5)
+
+
 @pytest.mark.parametrize("name", ["reinforce", "dr_grpo"])
 def test_a_rank_without_experiences_has_no_advantages_to_whiten(name):
     """Others may have some, and wait for its part of the moments."""
@@ -74,6 +83,11 @@ class TestOverTime:
         first = 0.9 * 2.0 - 1.0 + 0.45 * second
         torch.testing.assert_close(advantages, torch.tensor([[first, second, third]]))
         torch.testing.assert_close(returns, advantages + values)
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2), (2, 3)])
+    def test_gae_of_another_shape_is_refused(self, shape):
+        with pytest.raises(ValueError, match="must be of one shape"):
+            get_advantages_and_returns(torch.zeros(2, 2), torch.ones(shape), torch.ones(2, 2), 1.0, 1.0)
 
     def test_gae_over_turns_by_hand(self):
         """Two turns of two and one tokens, two tokens of an observation between them that hold garbage."""
@@ -164,7 +178,7 @@ class TestOverTime:
         mask = torch.tensor([[1, 0, 1, 0]])
         rewards = torch.tensor([[1.0, math.nan, 4.0, math.nan]])
         values = torch.tensor([[0.5, math.nan, 2.0, math.nan]])
-        dense_mask, dense = torch.ones(1, 2), ([0], [0, 2])
+        dense_mask, dense = torch.ones(1, 2), (slice(None), [0, 2])
         for gamma in (1.0, 0.5):
             returns = get_cumulative_returns(rewards, mask, gamma)
             assert returns.tolist() == [[1 + gamma * 4, 0, 4, 0]]

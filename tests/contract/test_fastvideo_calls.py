@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lightrft_visual.algorithms.diffusion.advantages import group_metrics
 from lightrft_visual.algorithms.diffusion.denoising_batch import first_share, noisy_steps, random_share
@@ -25,10 +27,22 @@ from lightrft_visual.trainer.hooks import StepData
         ({"flow_shift": "3"}, SamplingConfig(flow_shift=3.0)),
         ({"scheduler": " Flow_Match_Euler "}, SamplingConfig(scheduler="flow_match_euler")),
         ({"timesteps": ["900", "300", 10]}, SamplingConfig(timesteps=[900.0, 300.0, 10.0])),
+        ({"timesteps": OmegaConf.create(["900", 300])}, SamplingConfig(timesteps=[900.0, 300.0])),
+        ({"sigmas": np.array([0.75, 0.5])}, SamplingConfig(sigmas=[0.75, 0.5])),
+        ({"sigmas": torch.tensor([0.75, 0.5])}, SamplingConfig(sigmas=(0.75, 0.5))),
     ],
 )
 def test_a_section_of_sampling_is_read(raw, expected):
     assert SamplingConfig.from_mapping(raw) == expected
+
+
+def test_arrays_and_tensors_are_schedules_too():
+    given = torch.linspace(1.0, 0.25, 4)
+    for values in (given, given.numpy(), OmegaConf.create(given.tolist())):
+        assert SamplingConfig(sigmas=values) == SamplingConfig(sigmas=[1.0, 0.75, 0.5, 0.25])
+    assert SamplingConfig(timesteps=np.array([900, 300])).num_steps == 2
+    with pytest.raises(ConfigError, match="sigmas is '0.5'; it must be a list of numbers"):
+        SamplingConfig(sigmas="0.5")
 
 
 @pytest.mark.parametrize(

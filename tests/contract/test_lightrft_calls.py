@@ -201,6 +201,11 @@ def test_equal_prompts_of_two_calls_are_sampled_anew(text):
     assert torch.equal(again.generate_samples(PROMPTS[:1], max_new_tokens=4)[0].sequences, first.sequences)
 
 
+def test_no_prompts_give_nothing(text):
+    maker = maker_of(text)
+    assert maker.make_experience_list([], max_new_tokens=4) == maker.generate_samples([], max_new_tokens=4) == []
+
+
 def test_without_sampling_all_answers_are_the_likeliest(text):
     samples = maker_of(text).generate_samples(PROMPTS[:1], do_sample=False, max_new_tokens=4)
     assert (samples[0].sequences == samples[0].sequences[0]).all()
@@ -212,7 +217,19 @@ def test_without_sampling_all_answers_are_the_likeliest(text):
         ({"max_new_tokens": None, "max_length": 4096}, "max_length counts the prompt too"),
         ({"pad_token_id": -7}, "pad_token_id is -7"),  # not the tokenizer's
         ({"top_p": 0.0}, r"top_p is 0.0; it must lie in \(0, 1\]"),
-        ({"gamma": None}, r"gamma is None; it must lie in \[0, 1\]"),
+        ({"gamma": None}, "gamma is None; it must be a number"),
+        ({"gamma": 1.5}, r"gamma is 1.5; it must lie in \[0, 1\]"),
+        ({"temperature": "1"}, "temperature is '1'; it must be a number"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a finite number"),
+        ({"temperature": -1.0}, "temperature is -1.0; log-probs need a positive temperature"),
+        ({"first_token_temperature": -0.05}, "first_token_temperature is -0.05; it must be positive"),
+        ({"first_token_temperature": 0}, "first_token_temperature is 0; it must be positive"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be positive"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be a whole number"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1; it must not be negative"),
+        ({"min_new_tokens": 5}, "min_new_tokens 5 is above max_new_tokens 2"),
+        ({"top_k": 0}, "top_k is 0; it must be positive, or -1 for all tokens"),
+        ({"top_k": None}, "top_k is None; it must be a whole number"),
         ({"lambd": float("nan")}, "lambd is nan"),
         ({"num_beams": 2}, "num_beams"),
     ],
@@ -220,6 +237,12 @@ def test_without_sampling_all_answers_are_the_likeliest(text):
 def test_an_argument_that_cannot_be_is_refused(text, arguments, told):
     with pytest.raises(ConfigError, match=told):
         maker_of(text).make_experience_list(PROMPTS, **({"max_new_tokens": 2} | arguments))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_micro_batch_of_the_strategy_that_cannot_be_is_refused(text, size):
+    with pytest.raises(ConfigError, match=f"micro_rollout_batch_size is {size}; it must be positive"):
+        maker_of(text, micro_rollout_batch_size=size)
 
 
 # -- images and videos ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from lightrft_visual.config.sft import SFTDataConfig
@@ -27,6 +28,11 @@ def test_a_plain_row():
     assert (row.images, row.videos, row.label, row.reference) == (["/data/a.png"], [], "math", "4")
     assert row.metadata == {"level": 2, "url": "x"}
     assert (row.source, row.index) == ("rows.jsonl:3", 7)
+
+
+@pytest.mark.parametrize("label", [2, np.int64(2), "2"])
+def test_a_label_is_a_text_or_a_whole_number(label):
+    assert parse({"prompt": "hi", "label": label}).label == "2"
 
 
 def test_prompt_and_response_inside_a_column_of_mappings_are_named_with_dots():

@@ -116,7 +116,9 @@ def vision_items(draw) -> BufferItemVL:
     if "video_grid_thws" in fields and draw(st.booleans()):
         fields["video_seconds_per_grid"] = draw(_floats(len(fields["video_grid_thws"])))
     images = st.integers(0, 255).map(lambda shade: Image.new("RGB", (2, 2), (shade, 0, 0)))
-    fields["raw_images"] = draw(_optional(st.lists(images, max_size=2)))
+    grids = fields.get("image_grid_thws")
+    sizes = {"max_size": 2} if grids is None else {"min_size": len(grids), "max_size": len(grids)}
+    fields["raw_images"] = draw(_optional(st.lists(images, **sizes)))
     return BufferItemVL(**fields)
 
 

@@ -197,7 +197,7 @@ def loaded_again(buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:
 def test_state_is_exact_and_safe_to_load():
     image = Image.effect_noise((8, 8), 50).convert("RGB")
     info = {"reward": 0.1, "kind": "count", "metrics": {"format": torch.tensor(0.5)}}
-    items = [vision_item(2, raw_images=[image], info=info), vision_item(0, info=None), text_item(values=None)]
+    items = [vision_item(2, raw_images=[image, image], info=info), vision_item(0, info=None), text_item(values=None)]
     buffer = filled(items, size=1)
     buffer.sample()
     assert torch.equal(loaded_again(buffer).sample().sequences, buffer.sample().sequences)

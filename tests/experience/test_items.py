@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replay_cases import diffusion_item, diffusion_items, mixed_items, text_item, text_items, vision_item
 
 from lightrft_visual.errors import DataError
+from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.fields import Kind, unpack_actions, zero_pad_sequences
 from lightrft_visual.experience.items import (
     BufferItem,
@@ -302,9 +303,11 @@ def test_no_items_and_trajectories_of_different_shapes_are_refused(items, packed
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"image_counts": None, "layout": None}, "no image_counts to say whose they are"),
+        ({"image_counts": None, "layout": None}, "no image_counts or raw_images tell whose"),
         ({"info": {"m": {"r": torch.ones(3)}}}, r"info\[m/r\] has shape \(3,\), but the batch has 2 samples"),
-        ({"advantages": torch.ones(2)}, r"advantages has shape \(2,\); a padded batch holds one row a sample"),
+        ({"kl": torch.ones(2)}, r"kl has shape \(2,\); a padded batch holds one row a sample"),
+        ({"advantages": [1.0, 2.0]}, "advantages is a list, not a tensor"),
+        ({"group_id": [1, 2]}, "group_id is a list, not a tensor"),
     ],
 )
 def test_a_batch_that_cannot_be_split_is_refused(changes, message):
@@ -315,6 +318,48 @@ def test_a_batch_that_cannot_be_split_is_refused(changes, message):
         setattr(made, name, value)
     with pytest.raises(DataError, match=message):
         split_experience_batch(made)
+
+
+@pytest.mark.parametrize("name", ["values", "returns", "advantages"])
+def test_a_batch_made_by_hand_may_hold_one_number_a_sample(name):
+    empty = dict.fromkeys(each.name for each in fields(Experience) if each.default is MISSING)
+    given = {"sequences": torch.ones(2, 3), "action_log_probs": torch.zeros(2, 2), name: torch.tensor([1.0, 2.0])}
+    items = split_experience_batch(Experience(**empty | given))
+    assert [getattr(item, name).tolist() for item in items] == [[1.0], [2.0]]
+
+
+def test_plain_numbers_stand_for_tensors_of_one_number():
+    batch = make_experience_batch([text_item(group_id=3, valid=True), text_item(group_id=torch.tensor(4))])
+    assert batch.group_id.tolist() == [3, 4] and batch.valid.tolist() == [True, True]
+    assert make_experience_batch([vision_item(2, image_counts=2)]).image_counts.tolist() == [2]
+    assert make_experience_batch([diffusion_item(advantages=0.5)]).advantages.tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    "item, message",
+    [
+        (diffusion_item(prompt_embeds=torch.ones(2, 3)), "sample 0: prompt_embeds is a Tensor, not a dict"),
+        (diffusion_item(prompt_embeds={"text": 1.0}), r"sample 0: prompt_embeds\[text\] is a float, not a tensor"),
+        (diffusion_item(latents=[1.0]), "sample 0: latents is a list, not a tensor"),
+        (text_item(attention_mask=[1] * 5), "sample 0: attention_mask is a list, not a tensor"),
+        (text_item(advantages=0.5), "sample 0: advantages must be a tensor with one number an action"),
+        (text_item(info=3), "sample 0: info is a int, not a dict"),
+    ],
+)
+def test_a_field_of_another_type_is_named(item, message):
+    with pytest.raises(DataError, match=message):
+        make_experience_batch([item])
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [({}, "dict$"), (None, "NoneType$"), (text_item(), "BufferItem; make_experience_batch makes one of items"),
+     ([text_item()], "list; make_experience_batch makes one of items")],
+)  # fmt: skip
+def test_what_is_no_batch_is_refused(given, told):
+    for take in (split_experience_batch, strip_padding, NaiveReplayBuffer(1).append):
+        with pytest.raises(DataError, match=f"not a batch of experience: {told}"):
+            take(given)
 
 
 # --- every tensor moves --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from replay_cases import vision_item
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
-from lightrft_visual.experience.items import BufferItemVL, make_experience_batch
+from lightrft_visual.experience.items import BufferItemVL, make_experience_batch, split_experience_batch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.experience.types import ExperienceVL, ModelInputs
 from lightrft_visual.experience.vision import VisionTensors, check_alike
@@ -113,6 +113,37 @@ def test_rows_that_do_not_add_up_are_refused():
         joined.shared_out(2, {"image": [2, 1]})
     with pytest.raises(DataError, match="vision inputs of 2 samples, the batch has 3"):
         VisionTensors([{}, {}]).shared_out(3, {})
+
+
+A, B = object(), object()
+
+
+def hand_made(**fields) -> ExperienceVL:
+    """Two samples whose images came joined, without counts."""
+    pixels, grids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 1, 1]] * 2)
+    own = {"sequences": torch.ones(2, 3), "action_log_probs": torch.zeros(2, 1), "pixel_values": pixels}
+    return ExperienceVL(**own | {"image_grid_thws": grids} | fields)
+
+
+@pytest.mark.parametrize(
+    "raw, owned",
+    [
+        ([[A, B], []], [[1.0, 2.0], None]),
+        ([None, [A, B]], [None, [1.0, 2.0]]),
+        ([[A], [B]], [[1.0], [2.0]]),
+        ([[], []], [[1.0], [2.0]]),
+    ],
+)
+def test_without_counts_raw_images_say_whose_the_rows_are(raw, owned):
+    found = [item.pixel_values for item in split_experience_batch(hand_made(raw_images=raw))]
+    assert [None if value is None else value.flatten().tolist() for value in found] == owned
+
+
+def test_raw_images_that_contradict_the_grids_are_refused():
+    with pytest.raises(DataError, match="image_grid_thws has 2 rows, its samples own 3"):
+        split_experience_batch(hand_made(raw_images=[[A, B], [A]]))
+    with pytest.raises(DataError, match="sample 0: raw_images are 2, but its image_grid_thws hold 1"):
+        make_experience_batch([vision_item(1, raw_images=[A, B]), vision_item(0)])
 
 
 # --- host memory from rollouts to micro-batches --------------------------------------------------------------------

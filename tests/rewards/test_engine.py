@@ -13,6 +13,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components
 from lightrft_visual.rewards.batch import Call, batch_from_samples
+from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.trainer.vl.maker import give_rewards
 
 
@@ -158,6 +159,25 @@ def test_a_reward_fn_of_keyword_arguments_alone_aggregates_what_the_models_give(
     assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [-1, -1]
 
 
+class HandedOn:
+    """A function behind an object that hands on whatever it is given."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapper", [HandedOn, lambda function: lambda *args, **kwargs: function(*args, **kwargs)])
+def test_a_wrapped_reward_fn_is_given_what_lightrft_gives(wrapper):
+    def reward_fn(model_reward_list, labels, queries, refs, label_map):
+        return model_reward_list[0] * 3
+
+    engine = RewardComputationEngine({"rm": two}, reward_fn=wrapper(reward_fn))
+    assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [6, 6]
+
+
 @pytest.mark.parametrize("names", ["", "prompts, completions, ", "queries, "])
 def test_a_reward_fn_with_keyword_arguments_and_no_models_is_a_plain_component(names):
     namespace = {}
@@ -289,6 +309,27 @@ def test_two_names_of_one_server_are_one_server():
         result = engine.compute_rewards([make_samples(["r"] * 3, labels=["a", "b", None])])
         engine.close()
     assert server.calls["good"] == 1 and result.score.tolist() == [0.25, 2.5, 2.25]
+
+
+@pytest.mark.parametrize("url", ["", " ", ",", [" "]])
+def test_a_remote_rm_url_that_names_no_server_is_refused(url):
+    with pytest.raises(ConfigError, match="names no server: leave it out, or see that the variable"):
+        RewardComputationEngine(remote_rm_url=url)
+    if isinstance(url, str):
+        with pytest.raises(ConfigError, match="names no server"):
+            check_reward_config(RewardConfig(remote_rm_url=url))
+
+
+@pytest.mark.parametrize("url", [None, []])
+def test_without_a_remote_rm_url_the_reward_is_exact_match(url):
+    result = RewardComputationEngine(remote_rm_url=url).compute_rewards([make_samples(["a"], ["a"])])
+    assert result.score == 1
+
+
+def test_a_remote_reward_may_be_a_path(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward_func(completions):\n    return [2.0] * len(completions)\n")
+    for url in (tmp_path / "mine.py", [tmp_path / "mine.py"]):
+        assert RewardComputationEngine(remote_rm_url=url).compute_rewards([make_samples(["a"])]).score == 2
 
 
 def test_one_scorer_under_two_names_stays_two_columns(counted):

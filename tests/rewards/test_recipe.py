@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
@@ -71,6 +72,12 @@ def test_different_components_get_different_names_and_equal_ones_are_one():
     recipe = parse_recipe({"a": [("rule", "exact", 1), ("rule", "exact", 1, {"normalised": False})]})
     assert [entry.name for entry in recipe.components()] == ["exact", "exact_2"]
     assert len(parse_recipe({"a": [("rule", "exact", 1)], "b": [("rule", "exact", 2)]}).components()) == 1
+
+
+@pytest.mark.parametrize("weight", [np.float32(0.5), np.float64(0.5), np.int64(1)])
+def test_a_weight_may_be_a_number_of_numpy(weight):
+    (entry,) = parse_recipe({"a": [("rule", "exact", weight)]}).components()
+    assert entry.weight == weight and type(entry.weight) is float
 
 
 def test_components_form():

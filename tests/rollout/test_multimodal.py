@@ -238,6 +238,16 @@ def test_columns_of_a_batch_have_an_entry_for_each_prompt():
     assert [each[0].shape for each in PromptBatch.of(["a", "b"], images=stacked).images] == [(8, 8, 3)] * 2
 
 
+def test_cells_of_a_batch_hold_what_the_processor_reads_in_them(data):
+    several = np.empty(2, dtype=object)
+    several[:] = [picture(1), picture(2)]
+    cells, prompts = ["", None, several, picture(3)], [turn(f"{IMAGE * n}what?") for n in (0, 0, 2, 1)]
+    read = data.process_multimodal_batch(prompts, cells, None, None, 1)
+    batch = PromptBatch.of(prompts, images=cells)
+    assert read.all_images_num == [len(own) for own in batch.images] == [0, 0, 2, 1]
+    assert [len(own.images) for own in data.features(batch)] == read.all_images_num
+
+
 def test_no_prompts_give_empty_columns_and_references_come_back_as_they_are(data):
     made = data.process_multimodal_batch([], [], [], None, 2, None, None)
     assert KEYS <= set(made) and all(column == [] for column in made.values())

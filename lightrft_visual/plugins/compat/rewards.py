@@ -13,7 +13,7 @@ import torch
 
 from ...errors import RewardError
 from ...rewards.batch import RewardBatch
-from ...rewards.local.callables import LOGGING, SCORE_KEYS, Form, known_input
+from ...rewards.local.callables import LOGGING, OWN_POSITIONS, SCORE_KEYS, Form, at_own_positions, known_input
 
 
 def records(results: Any, name: str) -> Any:
@@ -105,14 +105,11 @@ def _is_flow_grpo(names: Sequence[str], takes_all: bool, function: Callable[...,
     return first and set(names[3:]) <= {"only_strict", "ref_images"}
 
 
-OWN_POSITIONS = (("queries",), ("prompts", "prompt"), ("labels", "label", "references", "reference", "refs", "answers"))
-
-
 def _is_by_position(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> bool:
     """Three parameters, some with names of their own, and those with known names where LightRFT has them."""
     if takes_all or len(names) != len(OWN_POSITIONS) or all(map(known_input, names)):
         return False
-    return all(name in own or not known_input(name) for name, own in zip(names, OWN_POSITIONS))
+    return at_own_positions(names)
 
 
 BY_POSITION = Form(

@@ -49,6 +49,7 @@ class RewardActor:
         return os.getpid()
 
     def score(self, batch: RewardBatch, device: str | None) -> Scores:
+        """The source's; device: that it computes on, None for this process's accelerator."""
         if device is None:
             from deepspeed.accelerator import get_accelerator
 

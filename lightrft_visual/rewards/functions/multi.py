@@ -8,12 +8,12 @@ import torch
 
 from ...config.shared import RewardConfig
 from ...errors import ConfigError
-from ..batch import Call, Job, RewardBatch, Scores, named_components, run_jobs, weighted_sum
+from ..batch import Call, Job, RewardBatch, Scores, Source, named_components, run_jobs, weighted_sum
 from ..recipe import ANY_LABEL, recipe_from_components
 from ..registry import Catalogue
 
 
-class MultiScorer:
+class MultiScorer(Source):
     """components {name: weight} and kwargs {name: settings}, as in `reward.components` and `reward.kwargs`.
 
     The score is the weighted sum over the components that apply; the outputs are each component by name, and the sum

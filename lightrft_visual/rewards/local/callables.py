@@ -22,6 +22,7 @@ from ...experience.rollouts import Episode, Turn
 from ...runtime.usercode.calls import (
     LOG_EXTRA,
     LOG_METRIC,
+    POSITIONAL,
     SAMPLES,
     AsRewardError,
     LoadedFunction,
@@ -31,7 +32,7 @@ from ...runtime.usercode.calls import (
     defined_at,
 )
 from ...runtime.usercode.sandbox import signature_of
-from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, metric_name
+from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -112,14 +113,16 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
     within ±MAX_SCORE: that is a bug of the function and must not reach training.
 
     Args:
-        result: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS.
+        result: a list (None = not applicable), a tensor or array, (scores, metrics), or a dict with one of SCORE_KEYS;
+            metrics may be None.
         name: of the function, for the error.
         size: samples that it was given.
         lenient: a sample with such a score is failed instead.
     """
     scores, metrics = result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        scores, metrics = result
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | None):
+        one_each = not isinstance(result[0], list | tuple) and not getattr(result[0], "ndim", 0)  # of two samples
+        scores, metrics = (result, {}) if result[1] is None and one_each else (result[0], result[1] or {})
     elif isinstance(result, Mapping):
         key = next((k for k in SCORE_KEYS if k in result), None)
         if key is None:
@@ -205,7 +208,11 @@ def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
 
 
 class Signature:
-    """The keyword parameters of a callable. Raises ConfigError when it has none that can be read."""
+    """The keyword parameters of a callable. Raises ConfigError when it has none that can be read.
+
+    by_position: it has *args, and is called with queries, prompts and labels or references, as LightRFT's functions
+    are; names and required are then of what else it takes.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         try:
@@ -219,6 +226,11 @@ class Signature:
         self.names = [p.name for p in named]
         self.required = [p.name for p in named if p.default is p.empty]
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        first = [p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD]
+        spread = any(p.kind == p.VAR_POSITIONAL for p in parameters) and not self.takes_all
+        self.by_position = spread and at_own_positions(first)
+        if self.by_position:
+            self.names, self.required = ([n for n in own if n not in first] for own in (self.names, self.required))
 
 
 LIGHTRFT_INPUTS = ("model_reward_list", "labels", "queries", "refs", "label_map")
@@ -239,6 +251,15 @@ def aggregates(function: Callable[..., Any], beside: bool) -> bool:
         return True
     foreign = [n for n in signature.names if n not in LIGHTRFT_INPUTS and (n in INPUTS or n in signature.required)]
     return beside and signature.takes_all and not foreign
+
+
+OWN_POSITIONS = (("queries",), ("prompts", "prompt"), ("labels", "label", "references", "reference", "refs", "answers"))
+
+
+def at_own_positions(names: Sequence[str]) -> bool:
+    """Whether parameters may be (queries, prompts, labels or references): by names of their own, or by these."""
+    fitting = (name in own or not known_input(name) for name, own in zip(names, OWN_POSITIONS))
+    return len(names) <= len(OWN_POSITIONS) and all(fitting)
 
 
 def scores_parameter(signature: Signature) -> str:
@@ -398,7 +419,7 @@ def say_form(name: str, told: str) -> None:
     log.info("reward function %s: %s; reward_form chooses another", name, told)
 
 
-class CallableSource:
+class CallableSource(Source):
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
 
@@ -430,7 +451,8 @@ class CallableSource:
 
     def _made(self, function: Callable[..., Any], device: Any) -> Callable[..., Any]:
         signature = Signature(function, self.name)
-        if not isinstance(function, LoadedFunction) or signature.takes_all or set(signature.names) - {"device"}:
+        reads = signature.by_position or signature.takes_all or set(signature.names) - {"device"}
+        if reads or not isinstance(function, LoadedFunction):
             return function
         made = call(function, self.name, {"device": torch.device(device)} if signature.names else {})
         if not callable(made):
@@ -475,7 +497,9 @@ class CallableSource:
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
         arguments = _bind(self.signature, self.name, batch, given, form)
-        if form.each:  # what is given is the same for every sample
+        if self.signature.by_position:
+            arguments[POSITIONAL] = own([batch.queries, batch.prompts, batch.labels_or_references], {})
+        elif form.each:  # what is given is the same for every sample
             columns, size = arguments, len(batch)
             arguments = {SAMPLES: [{k: v if k in given else v[i] for k, v in columns.items()} for i in range(size)]}
         try:

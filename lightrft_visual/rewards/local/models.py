@@ -202,7 +202,7 @@ def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
     return batches
 
 
-class HeldModel:
+class HeldModel(Source):
     """A model that scores batches of samples. all_ranks: all ranks score at once, each with a part of the model."""
 
     def __init__(self, name: str, model: nn.Module, offload: bool, strategy: Any = None) -> None:
@@ -347,7 +347,7 @@ def read_output(output: Any, name: str) -> T:
     return found.detach().float().cpu()
 
 
-class EngineModel:
+class EngineModel(Source):
     """An engine-backed reward model (LightRFT): called once for all samples as `rm(None, None, prompt_and_outputs=,
     raw_images=, img_num=, references=, labels=)`; returns scores or {"score": T}. Unusable scores are failed."""
 

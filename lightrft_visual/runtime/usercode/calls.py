@@ -98,6 +98,7 @@ TERMINATED = 143  # exit code of a process that SIGTERM ended before it could sa
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
 LONGEST_MESSAGE = 1000
+POSITIONAL = "*"  # beside arguments: a list of those that stand before them
 SAMPLES = "*samples"  # instead of arguments: a list of them, one for each sample
 LOG_EXTRA, LOG_METRIC = "*log_extra", "*log_metric"
 SHOWN_LINES = 12  # of the first and of the last lines that an error went through
@@ -215,7 +216,7 @@ def call(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> 
     Args:
         function: of the user.
         name: of it, for messages.
-        arguments: by name; with SAMPLES, as of `invoke`.
+        arguments: by name; with POSITIONAL and SAMPLES, as of `invoke`.
     """
     what = f"reward function {name}"
     with AsRewardError(what), put_back(what), watched(what):
@@ -250,6 +251,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """What a call of the function returns; with SAMPLES, the list of what it returns for each sample's arguments.
+    Those of POSITIONAL are given by position.
 
     Awaitables are awaited. What it said by TRL's `log_extra` and `log_metric` is added to its metrics.
     """
@@ -258,7 +260,7 @@ def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     said = Said()
     samples = arguments.get(SAMPLES, [arguments])
     samples = [{k: said.by.get(v, v) if isinstance(v, str) else v for k, v in sample.items()} for sample in samples]
-    results = [function(**sample) for sample in samples]
+    results = [function(*sample.pop(POSITIONAL, ()), **sample) for sample in samples]
     if any(map(inspect.isawaitable, results)):
         results = awaited(results)
     return said.added_to(results if SAMPLES in arguments else results[0])

@@ -205,9 +205,16 @@ class Worker:
             self._process = None
 
 
+HANDED_ON = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # (*args, **kwargs)
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What a call takes; of a torch module, what its forward takes. Raises as `inspect.signature`."""
+    """What a call takes; of a torch module, what its forward takes; of a decorator's function that hands all on, what
+    the one function takes that it holds. Raises as `inspect.signature`."""
     inner, torch = inspect.unwrap(function), sys.modules.get("torch")
+    held = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if callable(cell.cell_contents)]
+    if len(held) == 1 and [p.kind for p in inspect.signature(inner).parameters.values()] == HANDED_ON:
+        return signature_of(held[0])
     return inspect.signature(inner.forward if torch and isinstance(inner, torch.nn.Module) else function)
 
 

@@ -9,9 +9,11 @@ import torch
 
 from ...algorithms.advantages import assign_advantages, get_advantage_calculator
 from ...algorithms.kl import compute_approx_kl
+from ...config.constraints import check_value, require
 from ...config.vl import AlgorithmConfig, RolloutConfig
 from ...errors import ConfigError
 from ...experience.rollouts import (
+    CONFIG_NAMES,
     PromptBatch,
     Rollouts,
     SamplingSettings,
@@ -224,6 +226,9 @@ class ExperienceMaker:
         self, actor: Any, critic: Any, reference: Any, tokenizer: Any, kl_controller: Any, device: torch.device,
         settings: MakerSettings, vision: bool,
     ) -> None:  # fmt: skip
+        check_sampling(settings.sampling)
+        size = "micro_rollout_batch_size"
+        check_value(RolloutConfig, size, settings.micro_batch_size, size)
         algorithm, self.engine, self.rewards = settings.algorithm, settings.engine, settings.rewards
         self.rollout_stage = settings.stage(settings.engine, settings.data_processor, settings.run_seed)
         self.forward_stage = ForwardStage(
@@ -364,11 +369,21 @@ class ExperienceMaker:
         unknown = sorted(set(generate_kwargs) - set(sampling) - set(estimator))
         if unknown:
             raise ConfigError(f"unknown generation argument(s): {', '.join(unknown)}")
-        for name in {"top_p", "gamma", "lambd"} & generate_kwargs.keys():
-            value = generate_kwargs[name]
-            if not isinstance(value, int | float) or not 0 <= value <= 1 or (name == "top_p" and value == 0):
-                raise ConfigError(f"{name} is {value!r}; it must lie in {'(0, 1]' if name == 'top_p' else '[0, 1]'}")
-        return replace(self.settings.sampling, **sampling), estimator
+        for name, value in estimator.items():
+            check_value(AlgorithmConfig, name, value, name)
+        settings = replace(self.settings.sampling, **sampling)
+        check_sampling(settings)
+        return settings, estimator
+
+
+def check_sampling(sampling: SamplingSettings) -> None:
+    """Raise ConfigError for what a run's configuration could not have; temperature 0, the likeliest tokens, is fine."""
+    for name, value in vars(sampling).items():
+        off = value is None and name == "first_token_temperature"
+        if not off and not (name == "temperature" and sampling.greedy):
+            check_value(RolloutConfig, CONFIG_NAMES.get(name, name), value, name)
+    least, most = sampling.min_new_tokens, sampling.max_new_tokens
+    require(least <= most, f"min_new_tokens {least} is above max_new_tokens {most}")
 
 
 def give_rewards(rollouts: Rollouts, output: RewardOutput) -> None:

@@ -65,6 +65,54 @@ def test_openrlhf_signature_and_reply():
     assert score(lambda queries, prompts, labels_or_references: [r == "y" for r in labels_or_references]).values[1] == 1
 
 
+def called(queries, prompts, labels):
+    assert (queries[0], prompts[0], labels) == ("prompt 0: a", "prompt 0: ", ["x", "y", None, "z"])
+    return [1.0] * len(queries)
+
+
+def handed_on(function):
+    """What a decorator without functools.wraps makes of it."""
+
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *rest: called(*rest),
+        lambda queries, *rest: called(queries, *rest),
+        lambda q, p, label, *rest: called(q, p, label),
+        lambda *rest, ids: called(*rest) if len(ids) == len(rest[0]) else None,
+    ],
+)
+def test_function_of_any_number_of_arguments_gets_queries_prompts_and_labels_by_position(function):
+    assert score(function).values.tolist() == [1] * 4
+
+
+def test_function_of_any_number_of_arguments_by_path_is_called_by_position_also_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(*args):\n    return [float(len(args))] * len(args[0])\n")
+    function = load_reward_fn(f"{tmp_path}/mine.py:f")
+    assert score(function).values.tolist() == [3] * 4
+    engine = RewardComputationEngine(custom_reward_func=function, config=RewardConfig(reward_fn_timeout=20.0))
+    try:
+        assert engine.compute_rewards([make_samples(["a", "b"])]).score.tolist() == [3, 3]
+    finally:
+        engine.close()
+
+
+def test_function_that_names_completions_gets_them_though_it_takes_any_number_of_arguments():
+    assert score(lambda completions, *rest: [float(len(each)) for each in completions]).values.tolist() == [1, 2, 3, 4]
+
+
+def test_decorated_functions_are_called_as_the_function_inside_asks():
+    assert score(handed_on(handed_on(called))).values.tolist() == [1] * 4
+    trl = score(handed_on(lambda completions, level, **columns: [float(len(each)) for each in completions]))
+    assert trl.values.tolist() == [1, 2, 3, 4]
+
+
 def test_completion_ids_are_the_sampled_tokens_only():
     rows = []
     score(lambda completion_ids: rows.extend(completion_ids) or [0.0] * 4)
@@ -194,6 +242,7 @@ def test_parameter_that_nothing_fills_is_named(function, error, words):
         [1.0, None, 3, True],
         torch.tensor([[1.0], [0], [3], [1]]),
         ([1, 0, 3, 1], {"m": [0, 0, 0, 0]}),
+        (torch.tensor([1.0, 0, 3, 1]), None),
         {"score": [1, 0, 3, 1]},
         [torch.tensor(1.0), np.float32(0), 3, 1],
     ],
@@ -201,6 +250,13 @@ def test_parameter_that_nothing_fills_is_named(function, error, words):
 def test_accepted_results(result):
     values = parse_result(result, "f", 4).values
     assert values[0] == 1 and values[2] == 3 and values[3] == 1
+
+
+@pytest.mark.parametrize("first", [1.0, torch.tensor(1.0), np.float32(1.0)])
+def test_two_scores_of_which_the_second_does_not_apply_are_no_scores_without_metrics(first):
+    assert (
+        parse_result((first, None), "f", 2).values[0] == 1 and parse_result((None, None), "f", 2).values.isnan().all()
+    )
 
 
 def test_none_is_not_applicable_and_failed_is_failed():

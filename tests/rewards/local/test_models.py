@@ -164,6 +164,35 @@ def test_engine_backed_model_is_called_once_with_the_contracts_names():
     assert result.score.tolist() == [1, 2, 3]
 
 
+class Judge:
+    """An engine-backed model with a name for its logs and a method of its own called score."""
+
+    name = "safety"
+
+    def score(self, texts):
+        return torch.tensor([float(len(text)) for text in texts])
+
+    def __call__(self, *_, prompt_and_outputs, **others):
+        return {"score": self.score(prompt_and_outputs)}
+
+
+class NamedHead(torch.nn.Module):
+    name = "value"
+
+    def __init__(self):
+        super().__init__()
+        self.score = torch.nn.Linear(1, 1)
+
+    def forward(self, sequences, attention_mask):
+        return attention_mask.sum(1).float()
+
+
+@pytest.mark.parametrize("model", [Judge(), NamedHead()])
+def test_a_model_with_a_name_and_a_score_of_its_own_is_called_as_models_are(model):
+    found = RewardComputationEngine(model).compute_rewards([make_samples(["a", "bcd"])])
+    assert found.valid.all() and found.score[0] < found.score[1]
+
+
 def test_unusable_scores_of_an_engine_backed_model_are_invalid_and_counted():
     def rm(sequences, mask, *, prompt_and_outputs, **inputs):
         return ["x", 1.0, None, [2.0], torch.ones(2), float("inf"), torch.tensor(3.0)]

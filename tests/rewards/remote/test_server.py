@@ -15,7 +15,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.data.video import MAX_FRAMES
 from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
-from lightrft_visual.rewards.batch import Scores, batch_from_media
+from lightrft_visual.rewards.batch import Scores, Source, batch_from_media
 from lightrft_visual.rewards.imaging import EncodedImages, encode_image
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
 from lightrft_visual.rewards.remote.wire import LIGHTRFT, decode_request, encode_reply, encode_request
@@ -258,7 +258,7 @@ class Panic(BaseException):
     """As extensions in Rust raise it."""
 
 
-class RawSource:
+class RawSource(Source):
     """A scorer that raises by itself, with nothing around it."""
 
     name = "raw"
