@@ -32,6 +32,7 @@ from .arguments import (
     refuse_both,
     reward_settings,
     saved,
+    split_of,
 )  # fmt: skip
 from .config.constraints import together
 from .config.given_files import missing_files
@@ -151,7 +152,7 @@ class _Trainer:
         if train_dataset is not None:
             given |= self._training_data(train_dataset, settings)
         if eval_dataset is not None:
-            given["eval_data"] = data_of(eval_dataset, "eval_dataset", settings.get("eval_split", "test"))
+            given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
         refuse_both(given, settings)
         return given
 
@@ -219,7 +220,7 @@ class _Trainer:
         return reward_settings(rewards, weights)
 
     def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {"prompt_data": data_of(data, "train_dataset", settings.get("prompt_split", "train"))}
+        return {"prompt_data": data_of(data, "train_dataset", split_of(settings, "prompt_split"))}
 
     @contextmanager
     def model_on_disk(self) -> Iterator[None]:
@@ -334,7 +335,7 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
     root, defaults = ALGORITHMS["dpo"]
 
     def _training_data(self, data: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-        split = settings.get("prompt_split", "train")
+        split = split_of(settings, "prompt_split")
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))

@@ -124,14 +124,17 @@ def data_of(data: Any, name: str, split: str) -> str:
         raise DataError(f"{name} {error}") from error
 
 
+def split_of(settings: Mapping[str, Any], name: str) -> str:
+    """What a setting of a split, by its name or path, says; without it the usual one."""
+    return settings.get(name, settings.get(f"data.{name}", {"eval_split": "test"}.get(name, "train")))
+
+
 def data_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Those of `settings` that name data and hold it in their place, as `data_of` says them."""
     names = [*ROWS, *(f"data.{name}" for name in ROWS)]
     held = {name: settings[name] for name in names if not isinstance(settings.get(name), str | os.PathLike | None)}
-    splits = {
-        name: ("eval_split", "test") if name.endswith("eval_data") else ("prompt_split", "train") for name in held
-    }
-    return {name: data_of(data, name, settings.get(*splits[name])) for name, data in held.items()}
+    splits = {name: "eval_split" if name.endswith("eval_data") else "prompt_split" for name in held}
+    return {name: data_of(data, name, split_of(settings, splits[name])) for name, data in held.items()}
 
 
 def name_of(function: Any) -> str:

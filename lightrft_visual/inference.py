@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
-from .arguments import data_of, saved
+from .arguments import data_of, saved, split_of
 from .config import registry
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import RewardConfig
@@ -182,7 +182,9 @@ def _configured(
             tree.pop("data", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
-            own |= dict.fromkeys(("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", "test"))
+            own |= dict.fromkeys(
+                ("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
+            )
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
         suite = None if suite is None else os.fspath(suite)

@@ -62,8 +62,8 @@ def _say_idle(algorithm: Any) -> None:
         logger.warning("%s: read by advantage_estimator gae, and does nothing here", told)
 
 
-def check_diffusion(config: Any, trajectory: str) -> None:
-    """Of a diffusion run: a `DiffusionAlgorithmConfig` and trajectory. Algorithms of one's own may read any setting.
+def check_diffusion(config: Any) -> None:
+    """Of a diffusion run: a `DiffusionAlgorithmConfig`. An algorithm of one's own may read the settings of any other.
 
     Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
     """
@@ -77,7 +77,7 @@ def check_diffusion(config: Any, trajectory: str) -> None:
         (("awm_weighting", "awm_power", "old_beta"), "awm", name == "awm"),
         (("rwr_temperature",), "rwr", name == "rwr"),
         (("dppo_threshold",), "flow_dppo", name == "flow_dppo"),
-        (("kl_form",), "steps of flow models by trajectory sde or dance", flow and trajectory in ("sde", "dance")),
+        (("kl_form",), "algorithms of SDE steps of flow models", flow),
         (("crd_beta",), "crd", name == "crd"),
         (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         (("decay_counts",), "algorithms with an old policy", old),

@@ -158,11 +158,12 @@ def _check_frames(count: int, sizes: list[tuple[int, int]], options: Mapping[str
 def _kept_of_list(count: int, options: Mapping[str, float]) -> list[int]:
     """Numbers of the frames of a list that are kept: all of them, unless fps, nframes or max_frames ask for fewer."""
     rate = options.get("sample_fps", LISTED_FPS)
-    fewer = options.get("fps", rate) < rate or options.get("max_frames", count) < count
-    if not fewer and "nframes" not in options:
+    asked = {name: value for name, value in options.items() if name != "nframes" or value < count}
+    fewer = "nframes" in asked or asked.get("fps", rate) < rate or asked.get("max_frames", count) < count
+    if count < 2 or not fewer:
         return list(range(count))
     with refused_as(DataError, f"{count} frames"):
-        return _kept({"fps": rate, **options} if "nframes" not in options else options, count, rate)
+        return _kept(asked if "nframes" in asked else {"fps": rate, **asked}, count, rate)
 
 
 def _kept(options: Mapping[str, float], total: int, fps: float) -> list[int]:

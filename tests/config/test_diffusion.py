@@ -57,10 +57,8 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--diffusion_algorithm", "awm", "--adv_clip_max", "0"], "must be positive"),
         ([*NFT, "--beta", "0.01"], "the KL of diffusion_nft is nft_kl_beta"),
         (["--nft_beta", "0.1"], "belongs to diffusion_nft; here 0.1 would do nothing"),
-        ([*NFT, "--kl_form", "published"], "steps of flow models by trajectory sde or dance"),
-        (["--diffusion_algorithm", "ddpo", "--kl_form", "published"], "kl_form belongs to steps of flow models"),
-        (["--trajectory", "sde_reflow", "--kl_form", "published"], "by trajectory sde or dance"),
-        (["--trajectory", "cps", "--kl_form", "published"], "by trajectory sde or dance"),
+        ([*NFT, "--kl_form", "published"], "algorithms of SDE steps of flow models"),
+        (["--diffusion_algorithm", "ddpo", "--kl_form", "published"], "kl_form belongs to algorithms of SDE steps"),
         ([*NFT, "--same_latent", "true"], "same_latent with trajectory ode draws one image many times"),
         (["--diffusion_algorithm", "diffusion_opd", "--pretrain", "m"], "learns from: give both, or none"),
         (["--min_sigma", "0.3"], "finished samples"),
@@ -95,6 +93,13 @@ def test_kl_form_published_is_taken_where_the_standard_deviation_holds_the_lengt
     teacher = ["--teacher_pretrain", "model"] if name == "diffusion_opd" else []
     config = load("--diffusion_algorithm", name, "--kl_form", "published", *teacher)
     assert registry.diffusion_algorithms.load(name)(config).kl_form == "published"
+
+
+@pytest.mark.parametrize("trajectory", ("cps", "sde_reflow"))
+def test_kl_form_of_a_recipe_is_full_by_trajectories_whose_standard_deviation_does_not(trajectory: str) -> None:
+    config = load("--config", "base/algorithm/diffusion/flow_grpo", "--trajectory", trajectory, "--noise_level", "1")
+    assert config.algorithm.kl_form == "published"
+    assert registry.diffusion_algorithms.load("flow_grpo")(config).kl_form == "full"
 
 
 def test_every_algorithm_is_built_from_its_name() -> None:

@@ -104,11 +104,13 @@ def test_options_choose_frames_of_lists_and_arrays(options, kept):
         assert (video.metadata["total_num_frames"], video.metadata["fps"]) == (7, options.get("sample_fps", 2.0))
 
 
-def test_more_frames_than_a_list_has_are_refused_also_at_the_start():
-    source = {"video": [Image.new("RGB", (32, 16))] * 3, "nframes": 8}
-    for read in (load_video, check_video):
-        with pytest.raises(DataError, match="3 frames: nframes should in interval"):
-            read(source)
+@pytest.mark.parametrize(
+    ("count", "options"), [(4, {"nframes": 8}), (1, {"fps": 1}), (1, {"nframes": 8}), (5, {"nframes": 5})]
+)
+def test_options_that_ask_for_no_fewer_frames_than_a_list_has_keep_all(count, options):
+    source = {"video": [Image.new("RGB", (32, 16))] * count} | options
+    check_video(source)
+    assert len(load_video(source).frames) == count
 
 
 @pytest.mark.parametrize(

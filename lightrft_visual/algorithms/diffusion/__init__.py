@@ -73,7 +73,7 @@ def _clipped(config: DiffusionRunConfig, kind: type[FlowGRPO], rule: str) -> Flo
         guidance_scale=training_guidance(config),
         clip_range=algorithm.clip_range,
         beta=algorithm.beta,
-        kl_form=algorithm.kl_form,
+        kl_form=algorithm.kl_form if config.trajectory in ("sde", "dance") else "full",  # else s² holds no |dt|
         guard=algorithm.grpo_guard,
     )
 

@@ -154,13 +154,14 @@ class _Refused(Exception):
 def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | None = None) -> FastAPI:
     """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source.
 
-    Raises ConfigError for a function that names what requests do not hold.
+    Raises ConfigError for a function that must be given what requests do not hold.
     """
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
-    missing = [name for name in NOT_SENT if isinstance(source, CallableSource) and name in source.signature.names]
-    if missing:
-        raise ConfigError(f"reward function {source.name} asks for {missing[0]!r}, which no request to a server holds")
+    if isinstance(source, CallableSource):
+        for name in (name for name in NOT_SENT if name in source.signature.required):
+            raise ConfigError(f"reward function {source.name} asks for {name!r}, which no request to a server holds")
+        source.signature.names = [name for name in source.signature.names if name not in NOT_SENT]
     batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager

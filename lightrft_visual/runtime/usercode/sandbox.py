@@ -7,7 +7,9 @@ the next call gets a fresh one. This bounds time. It is no jail: the function ru
 """
 
 import contextlib
+import dis
 import fcntl
+import functools
 import inspect
 import json
 import os
@@ -212,10 +214,19 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """What a call takes; of a torch module, what its forward takes; of a decorator's function that hands all on, what
     the one function takes that it holds. Raises as `inspect.signature`."""
     inner, torch = inspect.unwrap(function), sys.modules.get("torch")
-    held = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if callable(cell.cell_contents)]
-    if len(held) == 1 and [p.kind for p in inspect.signature(inner).parameters.values()] == HANDED_ON:
-        return signature_of(held[0])
+    if inspect.isfunction(inner) and [p.kind for p in inspect.signature(inner).parameters.values()] == HANDED_ON:
+        held = list(_held(inner))
+        if len(held) == 1 and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(inner)):
+            return signature_of(held[0])
     return inspect.signature(inner.forward if torch and isinstance(inner, torch.nn.Module) else function)
+
+
+def _held(function: Any) -> Iterator[Any]:
+    """The functions and methods in its closure."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            if inspect.isroutine(cell.cell_contents) or isinstance(cell.cell_contents, functools.partial):
+                yield cell.cell_contents
 
 
 class SandboxedCallable(RemoteCallable):

@@ -15,7 +15,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import Episode, Turn
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
-from lightrft_visual.rewards.local.callables import CallableSource, parse_result
+from lightrft_visual.rewards.local.callables import CallableSource, Signature, parse_result
 from lightrft_visual.runtime.usercode.calls import load_reward_fn
 
 BATCH = batch_from_samples(
@@ -111,6 +111,39 @@ def test_decorated_functions_are_called_as_the_function_inside_asks():
     assert score(handed_on(handed_on(called))).values.tolist() == [1] * 4
     trl = score(handed_on(lambda completions, level, **columns: [float(len(each)) for each in completions]))
     assert trl.values.tolist() == [1, 2, 3, 4]
+
+
+class Scaled:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def score(self, completions):
+        return [self.scale] * len(completions)
+
+
+class Doubled(Scaled):
+    def score(self, *args, **kwargs):
+        return [2 * each for each in super().score(*args, **kwargs)]
+
+
+def test_function_of_all_arguments_that_holds_another_is_asked_itself_unless_it_hands_all_on():
+    def each(scorer):
+        def reward(*args, **kwargs):
+            return [scorer(text) for text in kwargs["completions"]]
+
+        return reward
+
+    assert score(each(lambda text: float(len(text)))).values.tolist() == [1, 2, 3, 4]
+
+    def later(*args, **kwargs):
+        return other(kwargs)
+
+    for function in (Doubled().score, later):
+        signature = Signature(function, "own")
+        assert signature.takes_all and not signature.names
+
+    def other(columns):
+        return columns
 
 
 def test_completion_ids_are_the_sampled_tokens_only():

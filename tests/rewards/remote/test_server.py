@@ -72,6 +72,11 @@ def test_a_function_that_names_what_requests_do_not_hold_is_refused_at_the_start
         create_app(serve_reward.build(arguments))
 
 
+def test_a_function_with_a_default_for_what_requests_do_not_hold_is_served_without_it():
+    app = create_app(lambda completions, completion_ids=None, turns="none": [1.0 if completion_ids is None else 0.0])
+    assert post(app, {"queries": ["a"]}).json() == {"rewards": [1.0]}
+
+
 def test_none_and_failed_are_told_apart():
     app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
     reply = post(app, {"queries": ["a", "b", "c"]}).json()
