@@ -14,8 +14,9 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -48,6 +49,7 @@ _MEDIA_NAME = {
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNED_BY = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}  # what of a PNG's header may hold it
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*", b"P5", b"P6")
+_LOCKS = [Lock() for _ in range(64)]  # of PIL images
 
 
 def describe_source(source: Any) -> str:
@@ -87,8 +89,10 @@ def load_image(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     source = _pil_in(source)
     name = describe_source(source)
     with _as_data_error(f"image {name} is damaged"):
-        image = _open_image(source, name, allow_remote, max_pixels)
-        image.load()  # reads all pixels, and closes the file
+        with _lock_of(source):
+            image = _open_image(source, name, allow_remote, max_pixels)
+            image.load()  # reads all pixels, and closes the file
+            image.getexif()  # which the image keeps
         return image if _is_plain(image) else _to_rgb(ImageOps.exif_transpose(image), name)
 
 
@@ -99,7 +103,7 @@ def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     """
     source = _pil_in(source)
     name = describe_source(source)
-    with _as_data_error(f"image {name} is damaged"):
+    with _as_data_error(f"image {name} is damaged"), _lock_of(source):
         image = _open_image(source, name, allow_remote, max_pixels)
         # Pillow turns a TIFF's size itself. A PNG without EXIF or XMP in its header would be decoded in search of it.
         told = image.format == "TIFF" or (image.format == "PNG" and not _TURNED_BY & image.info.keys())
@@ -116,6 +120,11 @@ def _pil_in(source: Any) -> Any:
     if isinstance(held, np.ndarray) and held.dtype == np.uint8:
         return to_pil(held)
     return held if isinstance(held, Image.Image) else source
+
+
+def _lock_of(source: Any) -> AbstractContextManager:
+    """A PIL image reads its file when it is first asked for more than its size, by one thread at a time."""
+    return _LOCKS[id(source) // 64 % len(_LOCKS)] if isinstance(source, Image.Image) else nullcontext()
 
 
 @contextmanager

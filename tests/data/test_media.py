@@ -3,6 +3,7 @@
 import base64
 import io
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -66,6 +67,18 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
 
 XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
 <rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_a_pil_image_that_several_threads_load_at_once_is_read_once(format):
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    content = encode(Image.fromarray(noise), format)
+    wanted = Image.open(io.BytesIO(content))
+    wanted.load()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(10):
+            shared = Image.open(io.BytesIO(content))
+            assert all(same(image, wanted) for image in threads.map(load_image, [shared] * 8))
 
 
 def test_the_size_in_the_header_is_that_of_the_pixels_in_every_format(picture):
