@@ -94,7 +94,16 @@ class GivenRows:
         if self._table:  # images stay in their stored form
             return self._rows[index : index + 1].to_pylist()[0]
         with refused_as(DataError, self.name(index)):  # it may be code of the program
-            return self._rows[index]
+            return _with_lists(self._rows[index])
+
+
+def _with_lists(value: Any) -> Any:
+    """The same, with lists in place of arrays of objects or texts, as pandas holds lists; others may be media."""
+    if getattr(getattr(value, "dtype", None), "kind", None) in tuple("OUST"):
+        value = value.tolist()
+    if type(value) is dict:
+        return {key: _with_lists(each) for key, each in value.items()}
+    return [_with_lists(each) for each in value] if type(value) is list else value
 
 
 def _are_columns(cells: Sequence[Any]) -> bool:

@@ -191,6 +191,21 @@ def test_data_without_rows_are_refused_when_the_trainer_is_made_and_rows_that_ra
         given.source_of(Broken(ROWS), "train_dataset", "train")[3]
 
 
+def test_given_rows_have_lists_in_place_of_arrays_as_pandas_holds_lists_and_keep_arrays_that_are_media():
+    message = {"role": "user", "content": numpy.array([{"type": "text", "text": "q"}], dtype=object)}
+    frame = numpy.zeros((4, 4, 3), numpy.uint8)
+    row = {
+        "prompt": numpy.array([message], dtype=object),
+        "reference": numpy.array(["cat", "dog"], dtype=object),
+        "reward_model": {"ground_truth": numpy.array(["cat", "dog"])},
+        "images": [frame],
+    }
+    read = given.source_of([row], "train_dataset", "train")[0]
+    assert read["prompt"] == [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    assert read["reference"] == read["reward_model"]["ground_truth"] == ["cat", "dog"]
+    assert read["images"][0] is frame
+
+
 @pytest.mark.plugin("unified")
 def test_reward_of_ones_own_stands_in_place_of_that_of_the_embedded_task():
     assert UnifiedTrainer().config.reward.reward_recipe.startswith("{drawing")
