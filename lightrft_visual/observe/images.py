@@ -19,6 +19,7 @@ from ..runtime.packages import needed
 IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a rollout is stored
 PNG_PIXELS = 128 * 128  # up to this size lossless PNG is small enough
 STRIP_FRAMES = 8
+STRIP_FRAME_WIDTH = 512  # pixels at most: a JPEG has no more than 65,500 in a line
 
 
 def fit(image: Image.Image, side: int) -> Image.Image:
@@ -35,12 +36,13 @@ def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height:
     Args:
         frames: of a video, in order.
         count: frames that are shown at most.
-        height: of the strip, in pixels; widths follow from the first frame's shape.
+        height: of the strip, in pixels; widths follow from the first frame's shape. Wide frames are less high.
     """
     if not frames:
         raise DataError("a video without frames")
     shown = evenly_spaced(frames, count)
-    width = max(1, round(frames[0].width * height / frames[0].height))
+    scale = min(height / frames[0].height, STRIP_FRAME_WIDTH / frames[0].width)
+    width, height = max(1, round(frames[0].width * scale)), max(1, round(frames[0].height * scale))
     strip = Image.new("RGB", (len(shown) * (width + 2) - 2, height), "white")
     for column, frame in enumerate(shown):
         strip.paste(frame.resize((width, height), Image.LANCZOS), (column * (width + 2), 0))

@@ -14,6 +14,7 @@ from lightrft_visual.observe.images import (
     data_uri,
     film_strip,
     fit,
+    save_video,
     score_text,
     wrap,
     write_contact_sheet,
@@ -28,6 +29,13 @@ def test_a_strip_of_frames():
     assert strip.size == (3 * 12 + 4, 16) and [strip.getpixel((x, 0))[0] for x in (0, 14, 28)] == [0, 2, 4]
     with pytest.raises(DataError):
         film_strip([])
+
+
+@pytest.mark.parametrize("size", [(1960, 28), (200, 1), (1, 200)])
+def test_a_video_of_any_shape_is_stored_as_a_strip(size, tmp_path):
+    frames = np.zeros((8, size[1], size[0], 3), np.uint8)
+    with Image.open(tmp_path / save_video(tmp_path, frames)) as strip:
+        assert strip.width <= 8 * 514 and strip.height <= 128
 
 
 def test_fit_never_enlarges():
