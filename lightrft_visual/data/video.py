@@ -49,7 +49,7 @@ _OPTIONS: dict[str, tuple[bool, float, float]] = {
     "sample_fps": (False, 1e-3, 1000.0),
 }
 # Playlists and concatenations name further files and URLs; everything else is refused by not being listed.
-_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif", "flv", "ogg", "asf", "h264", "hevc")
+_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "gif", "flv", "ogg", "asf")
 
 
 def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX_IMAGE_PIXELS) -> Video:

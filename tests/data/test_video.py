@@ -137,6 +137,17 @@ def test_truncated_and_oversized_files_are_refused(clip, tmp_path):
         load_video(clip, max_pixels=1000)
 
 
+def test_a_stream_without_a_container_is_refused_by_its_format(tmp_path):
+    path = tmp_path / "raw.h264"
+    with av.open(str(path), "w", format="h264") as raw:
+        stream = raw.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for packet in [*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()]:
+            raw.mux(packet)
+    with pytest.raises(DataError, match="container format h264 is not supported"):
+        load_video(path)
+
+
 def test_playlists_are_refused_because_they_name_other_files(clip, tmp_path):
     listing = tmp_path / "list.ffconcat"
     listing.write_text(f"ffconcat version 1.0\nfile '{clip}'\n")
