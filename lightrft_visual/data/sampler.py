@@ -6,6 +6,7 @@ place to the next one of the order.
 
 import itertools
 import math
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -86,6 +87,12 @@ class PromptSampler:
         begun = self.consumed // self._order_length
         self._orders = {number: order for number, order in self._orders.items() if number >= begun}
         return batch
+
+    def behind(self, index: int) -> Iterator[int]:
+        """The other rows of its data set, from the next one on and around its end; then the rows of all."""
+        ends = [*itertools.accumulate(self.sizes, initial=0)]
+        part = bisect(ends, index)
+        yield from itertools.chain(range(index + 1, ends[part]), range(ends[part - 1], index), range(ends[-1]))
 
     @staticmethod
     def shard(batch: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -204,8 +211,8 @@ class PromptSupply:
 
     What no header tells (a truncated file, a remote image that is gone or makes the prompt too long) is found here. By
     the policy of the row it ends the run, or the row is counted in `dataset.bad` and replaced by the next index of the
-    sampler. All ranks replace the same rows in the same order, so their batches keep their size, and a resumed run
-    continues with the same rows.
+    sampler, or where data sets are mixed by batch by the next row of its own. All ranks replace the same rows in the
+    same order, so their batches keep their size, and a resumed run continues with the same rows.
     """
 
     def __init__(self, dataset: PromptDataset, sampler: PromptSampler) -> None:
@@ -276,8 +283,9 @@ class PromptSupply:
         return True
 
     def _replace_known(self, order: list[int], following: Iterator[int]) -> None:
-        """Put the indices that follow in the place of bad rows."""
+        """Put the indices that follow in the place of bad rows; batches that are mixed stay as they are cut."""
         for place, index in enumerate(order):
+            others = following if self.sampler.mixing == "shuffled" else self.sampler.behind(index)
             while index in self._known:
-                index = next(following)
+                index = next(others)
             order[place] = index

@@ -31,6 +31,22 @@ def test_a_bad_row_gives_its_place_to_the_next_of_the_order(path):
     assert all(row.images[0].size == (64, 64) for row in rows.next_rows(3))
 
 
+@pytest.mark.parametrize(("mixing", "of_the_first"), [("turns", {0, 4}), ("even", {2})])
+def test_a_bad_row_of_mixed_batches_gives_its_place_to_one_of_its_data_set(path, mixing, of_the_first):
+    good = path.with_name("good.jsonl")
+    good.write_text("".join(f'{{"prompt": "good {row}"}}\n' for row in range(12)))
+    rows = supply(f"{path},{good}")
+    rows.sampler = PromptSampler(rows.dataset.sizes, 4, seed=3, mixing=mixing)
+    for step in range(1, 13):
+        known = len(rows.dataset.bad.rows)
+        ahead = [row.result() for row in rows.look_ahead()]
+        batch = indices(rows.next_rows(step))
+        assert sum(index < 12 for index in batch) in of_the_first and not {*batch} & {*BAD}
+        assert rows.sampler.consumed == 4 * step
+        assert len(rows.dataset.bad.rows) > known or indices(ahead) == batch
+    assert len(rows.dataset.bad.rows) == len(BAD)
+
+
 def test_bad_rows_are_counted_once_with_the_step_that_met_them(path):
     rows = supply(path)
     for step in range(1, 9):
