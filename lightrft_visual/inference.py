@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved, split_of
 from .config import registry
+from .config.diffusion import lora_folders
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
-PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
+PIPELINE = "model_index.json"
 SETTINGS = "config.resolved.yaml"  # of a run
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 # Of a run's configuration, for its model alone.
@@ -75,8 +76,12 @@ class Checkpoint:
     @property
     def draws(self) -> bool:
         """Whether it is a diffusion model's."""
-        path = Path(self.path)
-        return "sampling" in self.run or (path / PIPELINE).is_file() or (path / ADAPTER).is_file()
+        return "sampling" in self.run or (Path(self.path) / PIPELINE).is_file() or self.adapted
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it holds adapters of a pipeline alone."""
+        return bool(lora_folders(self.path))
 
     @property
     def image_key(self) -> str:
@@ -86,7 +91,7 @@ class Checkpoint:
     @contextmanager
     def model(self, scratch: str) -> Iterator[str]:
         """The folder of the model; adapters of a pipeline are joined with their base in `scratch`."""
-        if not (Path(self.path) / ADAPTER).is_file():
+        if not self.adapted:
             yield self.path
             return
         from .models.diffusion.policy import save_text_length
@@ -107,16 +112,15 @@ class Checkpoint:
         from .models.diffusion.policy import adapter_of
 
         dtype = torch.bfloat16 if bf16 else torch.float32
-        adapted = (Path(self.path) / ADAPTER).is_file()
         load_plugins(self.run.get("plugins"))  # which may have the family
-        base = self._trained_on() if adapted else self.path
+        base = self._trained_on() if self.adapted else self.path
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
             with refused_as(ConfigError, f"model {base} cannot be loaded"):
                 pipeline = load_pipeline(base, dtype, parts)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
-        if adapted:
+        if self.adapted:
             join_lora(pipeline, Path(self.path))
         return pipeline
 
@@ -125,7 +129,7 @@ class Checkpoint:
         from .models.diffusion.policy import saved_text_length
 
         told = self.run.get("model", {}).get("max_sequence_length")
-        folder = self._trained_on() if (Path(self.path) / ADAPTER).is_file() else self.path
+        folder = self._trained_on() if self.adapted else self.path
         return told or (saved_text_length(folder) if isinstance(folder, str) else None)
 
     def _trained_on(self) -> Any:
