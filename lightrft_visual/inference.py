@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved, split_of
 from .config import registry
-from .config.diffusion import lora_folders
+from .config.diffusion import PARTS, lora_folders
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import RewardConfig
 from .config.vl import DataConfig
@@ -110,6 +110,7 @@ class Checkpoint:
         from .models.diffusion.families.base import join_lora
         from .models.diffusion.layers import load_pipeline
         from .models.diffusion.policy import adapter_of
+        from .models.diffusion.wan_parts import load_wan_parts
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         load_plugins(self.run.get("plugins"))  # which may have the family
@@ -117,7 +118,10 @@ class Checkpoint:
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
             with refused_as(ConfigError, f"model {base} cannot be loaded"):
-                pipeline = load_pipeline(base, dtype, parts)
+                if base.endswith(PARTS):
+                    pipeline = load_wan_parts(base, dtype, self.run.get("model", {}).get("tokenizer_path"))
+                else:
+                    pipeline = load_pipeline(base, dtype, parts)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
         if self.adapted:
@@ -141,7 +145,7 @@ class Checkpoint:
         if not isinstance(base, str | os.PathLike):
             return base
         path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
-        if os.path.isabs(path) and not os.path.isdir(path):
+        if os.path.isabs(path) and not os.path.exists(path):
             raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
         return path
 

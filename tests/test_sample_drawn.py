@@ -8,6 +8,7 @@ import diffusers
 import numpy as np
 import pytest
 import tiny_families
+import tiny_wan_parts
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
@@ -330,3 +331,17 @@ def test_adapters_of_either_expert_alone_are_sampled_and_evaluated_as_they_were_
     with Checkpoint.of(tmp_path / "checkpoint-final", asked["base"]).model(str(tmp_path)) as joined:
         read = evaluated(DiffusionPolicy.from_pretrained(joined), "flow_match_euler", 1.0, latents)
     torch.testing.assert_close(read, wanted, rtol=0, atol=1e-3)
+
+
+def test_adapters_of_a_model_given_by_its_parts_are_joined_with_them(tmp_path):
+    tiny_wan_parts.write_parts(tmp_path)
+    given = {"tokenizer": str(tmp_path / "umt5-xxl"), "lora": LoraSettings(rank=2)}
+    DiffusionPolicy.from_pretrained(str(tmp_path / "paths.json"), **given).save_lora(tmp_path / "checkpoint-final")
+    model = {"pretrain": str(tmp_path / "paths.json"), "tokenizer_path": given["tokenizer"]}
+    (tmp_path / "config.resolved.yaml").write_text(json.dumps({"sampling": {}, "model": model}))
+    with Checkpoint.of(tmp_path / "checkpoint-final").model(str(tmp_path / "scratch")) as joined:
+        found = DiffusionPipeline.from_pretrained(joined)
+    assert type(found).__name__ == "WanImageToVideoPipeline" and found.config.boundary_ratio == 0.9
+    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+    (videos,) = sample(tmp_path / "checkpoint-final", ["a"], images=[Image.new("RGB", (32, 32), "red")], **size)
+    assert len(videos[0]) == 5

@@ -404,8 +404,9 @@ def load_teacher(
     adapters = bool(lora_folders(folder)) and not (folder / DiffusionPipeline.config_name).is_file()
     path = registry.pipeline_folder(model.pretrain if adapters else model.teacher_pretrain, model.family)
     teacher = DiffusionPolicy.from_pretrained(
-        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family
-    )
+        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family,
+        tokenizer=model.tokenizer_path,
+    )  # fmt: skip
     if type(teacher.family) is not type(policy.family):
         raise ConfigError(
             f"teacher_pretrain {model.teacher_pretrain} is of family {type(teacher.family).__name__}, the model of "
