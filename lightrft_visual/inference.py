@@ -130,11 +130,16 @@ class Checkpoint:
 
     def text_length(self) -> int | None:
         """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
-        from .models.diffusion.policy import saved_text_length
+        from .models.diffusion.policy import adapter_of, named_family, saved_text_length
 
         told = self.run.get("model", {}).get("max_sequence_length")
         folder = self._trained_on() if self.adapted else self.path
-        return told or (saved_text_length(folder) if isinstance(folder, str) else None)
+        told = told or (saved_text_length(folder) if isinstance(folder, str) else None)
+        if told or not self.adapted:
+            return told
+        return (
+            adapter_of(folder) if isinstance(folder, str) else named_family(type(folder).__name__)
+        ).default_text_length
 
     def _trained_on(self) -> Any:
         """The folder or name of what adapters were trained on, or the pipeline that was given for it."""

@@ -345,3 +345,13 @@ def test_adapters_of_a_model_given_by_its_parts_are_joined_with_them(tmp_path):
     size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
     (videos,) = sample(tmp_path / "checkpoint-final", ["a"], images=[Image.new("RGB", (32, 32), "red")], **size)
     assert len(videos[0]) == 5
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_adapters_of_a_run_that_named_no_text_length_are_sampled_with_the_familys(tmp_path, loaded):
+    trained("qwen_image").save_lora(tmp_path / "checkpoint-final")
+    base = tiny_families.pipeline_of("qwen_image")
+    base.save_pretrained(tmp_path / "base")
+    base = base if loaded else str(tmp_path / "base")
+    assert Checkpoint.of(tmp_path / "checkpoint-final", base).text_length() == 1024
+    assert Checkpoint.of(tmp_path / "base").text_length() is None
