@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 from .api import FlowGRPOTrainer, GRPOTrainer
 from .arguments import data_of, saved, split_of
 from .config import registry
+from .config.diffusion import PARTS, lora_folders
 from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
-PIPELINE, ADAPTER = "model_index.json", "pytorch_lora_weights.safetensors"
+PIPELINE = "model_index.json"
 SETTINGS = "config.resolved.yaml"  # of a run
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 # Of a run's configuration, for its model alone.
@@ -75,8 +76,12 @@ class Checkpoint:
     @property
     def draws(self) -> bool:
         """Whether it is a diffusion model's."""
-        path = Path(self.path)
-        return "sampling" in self.run or (path / PIPELINE).is_file() or (path / ADAPTER).is_file()
+        return "sampling" in self.run or (Path(self.path) / PIPELINE).is_file() or self.adapted
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it holds adapters of a pipeline alone."""
+        return bool(lora_folders(self.path))
 
     @property
     def image_key(self) -> str:
@@ -86,7 +91,7 @@ class Checkpoint:
     @contextmanager
     def model(self, scratch: str) -> Iterator[str]:
         """The folder of the model; adapters of a pipeline are joined with their base in `scratch`."""
-        if not (Path(self.path) / ADAPTER).is_file():
+        if not self.adapted:
             yield self.path
             return
         from .models.diffusion.policy import save_text_length
@@ -105,28 +110,36 @@ class Checkpoint:
         from .models.diffusion.families.base import join_lora
         from .models.diffusion.layers import load_pipeline
         from .models.diffusion.policy import adapter_of
+        from .models.diffusion.wan_parts import load_wan_parts
 
         dtype = torch.bfloat16 if bf16 else torch.float32
-        adapted = (Path(self.path) / ADAPTER).is_file()
         load_plugins(self.run.get("plugins"))  # which may have the family
-        base = self._trained_on() if adapted else self.path
+        base = self._trained_on() if self.adapted else self.path
         if isinstance(base, str):
             parts = {} if complete else adapter_of(base).loading()
             with refused_as(ConfigError, f"model {base} cannot be loaded"):
-                pipeline = load_pipeline(base, dtype, parts)
+                if base.endswith(PARTS):
+                    pipeline = load_wan_parts(base, dtype, self.run.get("model", {}).get("tokenizer_path"))
+                else:
+                    pipeline = load_pipeline(base, dtype, parts)
         else:
             pipeline = copy.deepcopy(base).to(dtype)
-        if adapted:
+        if self.adapted:
             join_lora(pipeline, Path(self.path))
         return pipeline
 
     def text_length(self) -> int | None:
         """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
-        from .models.diffusion.policy import saved_text_length
+        from .models.diffusion.policy import adapter_of, named_family, saved_text_length
 
         told = self.run.get("model", {}).get("max_sequence_length")
-        folder = self._trained_on() if (Path(self.path) / ADAPTER).is_file() else self.path
-        return told or (saved_text_length(folder) if isinstance(folder, str) else None)
+        folder = self._trained_on() if self.adapted else self.path
+        told = told or (saved_text_length(folder) if isinstance(folder, str) else None)
+        if told or not self.adapted:
+            return told
+        return (
+            adapter_of(folder) if isinstance(folder, str) else named_family(type(folder).__name__)
+        ).default_text_length
 
     def _trained_on(self) -> Any:
         """The folder or name of what adapters were trained on, or the pipeline that was given for it."""
@@ -137,7 +150,7 @@ class Checkpoint:
         if not isinstance(base, str | os.PathLike):
             return base
         path = registry.pipeline_folder(os.fspath(base), run.get("family", "auto"))
-        if os.path.isabs(path) and not os.path.isdir(path):
+        if os.path.isabs(path) and not os.path.exists(path):
             raise ConfigError(f"{path}, on which the adapters of {self.path} were trained, is gone: give base")
         return path
 

@@ -8,6 +8,7 @@ import diffusers
 import numpy as np
 import pytest
 import tiny_families
+import tiny_wan_parts
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline
@@ -299,3 +300,58 @@ def test_a_run_without_guidance_is_sampled_without_it(name, unguided):
         found = _as_in_the_run(pipeline, {"guidance_scale": scale})
         own = found["guidance_scale"] if name == "z_image" else pipeline.guider.guidance_scale
         assert own == (scale if scale > 1 else unguided)
+
+
+def trained(name, trainable=None, text_length=5):
+    """The policy of a tiny pipeline, whose LoRA weights are no longer those of the start."""
+    pipeline = tiny_families.pipeline_of(name)
+    policy = DiffusionPolicy(family_of(pipeline, text_length), LoraSettings(rank=2, alpha=4), trainable)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.normal_(std=0.3, generator=generator)
+    return policy
+
+
+@pytest.mark.parametrize("expert", ["transformer", "transformer_2"])
+def test_adapters_of_either_expert_alone_are_sampled_and_evaluated_as_they_were_trained(tmp_path, expert):
+    policy = trained("wan_two_experts", (expert,))
+    policy.save_lora(tmp_path / "checkpoint-final")
+    base = tiny_families.pipeline_of("wan_two_experts")
+    base.save_pretrained(tmp_path / "base")
+    latents = torch.randn(1, *policy.latent_shape(32, 32, 5), generator=torch.Generator().manual_seed(3))
+    wanted = evaluated(policy, "flow_match_euler", 1.0, latents)
+    sampling = {"scheduler": "flow_match_euler", "flow_shift": 1.0, "guidance_scale": 1.0, "eval_num_steps": STEPS}
+    run = {"sampling": {**sampling, "height": 32, "width": 32, "num_frames": 5}, "model": {"max_sequence_length": 5}}
+    (tmp_path / "config.resolved.yaml").write_text(json.dumps(run))
+    asked = {"base": str(tmp_path / "base"), "latents": latents, "output_type": "pt"}
+    (found,) = sample(tmp_path / "checkpoint-final", ["a red ball"], **asked)[0]
+    untrained = evaluated(DiffusionPolicy(family_of(base, 5)), "flow_match_euler", 1.0, latents)
+    assert 3 * (found.transpose(0, 1) - wanted).abs().max() < (untrained - wanted).abs().max()
+    with Checkpoint.of(tmp_path / "checkpoint-final", asked["base"]).model(str(tmp_path)) as joined:
+        read = evaluated(DiffusionPolicy.from_pretrained(joined), "flow_match_euler", 1.0, latents)
+    torch.testing.assert_close(read, wanted, rtol=0, atol=1e-3)
+
+
+def test_adapters_of_a_model_given_by_its_parts_are_joined_with_them(tmp_path):
+    tiny_wan_parts.write_parts(tmp_path)
+    given = {"tokenizer": str(tmp_path / "umt5-xxl"), "lora": LoraSettings(rank=2)}
+    DiffusionPolicy.from_pretrained(str(tmp_path / "paths.json"), **given).save_lora(tmp_path / "checkpoint-final")
+    model = {"pretrain": str(tmp_path / "paths.json"), "tokenizer_path": given["tokenizer"]}
+    (tmp_path / "config.resolved.yaml").write_text(json.dumps({"sampling": {}, "model": model}))
+    with Checkpoint.of(tmp_path / "checkpoint-final").model(str(tmp_path / "scratch")) as joined:
+        found = DiffusionPipeline.from_pretrained(joined)
+    assert type(found).__name__ == "WanImageToVideoPipeline" and found.config.boundary_ratio == 0.9
+    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+    (videos,) = sample(tmp_path / "checkpoint-final", ["a"], images=[Image.new("RGB", (32, 32), "red")], **size)
+    assert len(videos[0]) == 5
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_adapters_of_a_run_that_named_no_text_length_are_sampled_with_the_familys(tmp_path, loaded):
+    trained("qwen_image").save_lora(tmp_path / "checkpoint-final")
+    base = tiny_families.pipeline_of("qwen_image")
+    base.save_pretrained(tmp_path / "base")
+    base = base if loaded else str(tmp_path / "base")
+    assert Checkpoint.of(tmp_path / "checkpoint-final", base).text_length() == 1024
+    assert Checkpoint.of(tmp_path / "base").text_length() is None

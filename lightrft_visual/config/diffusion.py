@@ -5,6 +5,7 @@ schedule's timesteps.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from ..experience.diffusion_sampling import (
@@ -61,6 +62,7 @@ from .shared import (
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 ROLL_DENOISERS = {"dit": "transformer", "dit2": "transformer_2"}
 PARTS = ".json"  # how `pretrain` ends where it names the parts of a model
+LORA = "pytorch_lora_weights.safetensors"
 # Settings by section whose default is the algorithm's.
 USUAL = {
     "sampling": ("num_steps", "sde_window_size", "sde_window_move", "same_latent", "n_samples_per_prompt"),
@@ -68,6 +70,11 @@ USUAL = {
     "train": ("learning_rate", "warmup_steps"),
 }
 MEANING = {"flow": "a velocity", "epsilon": "noise (DDIM)"}
+
+
+def lora_folders(folder: str | Path) -> list[Path]:
+    """Where LoRA weights of an export lie: in the folder itself, in one inside for Wan's second expert, or nowhere."""
+    return [path for path in (Path(folder), Path(folder, "transformer_2")) if (path / LORA).is_file()]
 
 
 def gradient_steps(num_steps: int, first: int, last: int) -> list[int]:

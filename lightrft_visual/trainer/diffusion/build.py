@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
-from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, rollout_noise, rollout_sampling
+from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, lora_folders, rollout_noise, rollout_sampling
 from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
 from ...config.shared import RECOMPUTES, RewardConfig
@@ -402,11 +401,12 @@ def load_teacher(
     if model.teacher_pretrain is None:
         return None
     folder = Path(model.teacher_pretrain)
-    adapters = (folder / LORA_WEIGHT_NAME_SAFE).is_file() and not (folder / DiffusionPipeline.config_name).is_file()
+    adapters = bool(lora_folders(folder)) and not (folder / DiffusionPipeline.config_name).is_file()
     path = registry.pipeline_folder(model.pretrain if adapters else model.teacher_pretrain, model.family)
     teacher = DiffusionPolicy.from_pretrained(
-        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family
-    )
+        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family,
+        tokenizer=model.tokenizer_path,
+    )  # fmt: skip
     if type(teacher.family) is not type(policy.family):
         raise ConfigError(
             f"teacher_pretrain {model.teacher_pretrain} is of family {type(teacher.family).__name__}, the model of "

@@ -56,3 +56,20 @@ def test_load_teacher_of_another_model_or_family_refused_by_folder_or_names(base
     tiny_families.z_image().save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="is of family ZImage, the model of Flux"):
         teacher_of(base, tmp_path / "other", policy)
+
+
+def test_load_teacher_lora_weights_of_the_second_expert_alone_are_joined(tmp_path):
+    base = tmp_path / "base"
+    tiny_families.wan_two_experts().save_pretrained(base)
+    policy = DiffusionPolicy.from_pretrained(str(base), lora=LoraSettings(4, 8), trainable=("transformer_2",))
+    with torch.no_grad():
+        for weight in policy.trainable_parameters():
+            weight.normal_(std=0.1)
+    policy.save_lora(tmp_path / "adapters")
+    latents, conditions = torch.randn(2, *policy.latent_shape(32, 32, 5)), policy.encode_prompts(["red circle", "a"])
+    with torch.no_grad():
+        wanted, found = (
+            each(latents, torch.tensor([700.0, 200.0]), conditions)
+            for each in (policy, teacher_of(base, tmp_path / "adapters", policy))
+        )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import nn
 
 from ....config import registry
-from ....config.diffusion import DiffusionRunConfig
+from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
 from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ....experience.vision import NEGATIVE, Conditions, joined
@@ -413,15 +412,14 @@ def join_lora(pipeline: Any, folder: Path) -> None:
     not fit it."""
     with refused_as(ConfigError, f"the LoRA weights in {folder} cannot be joined with their model"):
         if not hasattr(pipeline, "load_lora_weights"):
-            pipeline.transformer.load_lora_adapter(folder, weight_name=LORA_WEIGHT_NAME_SAFE)
+            pipeline.transformer.load_lora_adapter(folder, weight_name=LORA)
             pipeline.transformer.fuse_lora()
             pipeline.transformer.unload_lora()
             return
-        pipeline.load_lora_weights(folder)
-        second = folder / "transformer_2"
-        if second.is_dir():
-            pipeline.load_lora_weights(second, load_into_transformer_2=True)
-        pipeline.fuse_lora(**({"components": ["transformer", "transformer_2"]} if second.is_dir() else {}))
+        for found in lora_folders(folder):
+            second = found != folder
+            pipeline.load_lora_weights(found, **({"load_into_transformer_2": True} if second else {}))
+            pipeline.fuse_lora(**({"components": ["transformer_2"]} if second else {}))
         pipeline.unload_lora_weights()
 
 
