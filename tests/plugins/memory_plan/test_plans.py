@@ -116,7 +116,8 @@ def test_a_reward_model_is_counted_where_it_is(tmp_path) -> None:
         found = [item for phase in phases[1:3] for item in phase.items if item.name == name]
         return [(item.where, item.bytes) for item in found]
 
-    kept = judge("--engine_tp_size", "2", name="vLLM: weights while models judge")  # an evaluation goes on with them
+    engine = ("--engine_tp_size", "2", "--dynamic_sampling", "true")  # whose next round goes on with the weights
+    kept = judge(*engine, name="vLLM: weights while models judge")
     assert kept == [(HOST, whole / 2)]
 
     assert judge() == [(HOST, whole), ("device", whole)]
