@@ -121,7 +121,7 @@ class Connection:
 
 
 def started(module: str, argument: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A process that runs a module. It imports what this one does; what it prints goes to stderr.
+    """A process that runs a module, the first of a group. It imports what this one does; what it prints goes to stderr.
 
     Args:
         module: by its dotted name.
@@ -132,7 +132,7 @@ def started(module: str, argument: str, theirs: socket.socket) -> subprocess.Pop
     with theirs:
         command = [sys.executable, "-u", "-m", module, argument, str(theirs.fileno())]
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()]
+            command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[theirs.fileno()], process_group=0
         )
 
 
@@ -199,9 +199,10 @@ class Worker:
             return ""
 
     def close(self) -> None:
-        """End the child at once."""
+        """End the child at once, and what the function has started in it."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._connection.socket.close()
             self._process = None

@@ -49,7 +49,8 @@ class RolloutsAhead:
         return {**stood, "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s."""
+        """Go on from `state_dict`'s; what is begun is of what comes after it."""
+        self._begun.clear()
         self.source.load_state_dict(state)
         self.engine.load_state_dict(state.get("engine", {}))
 

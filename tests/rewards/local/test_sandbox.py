@@ -1,5 +1,6 @@
 import re
 import time
+from pathlib import Path
 
 import pytest
 from reward_rollouts import make_samples
@@ -90,3 +91,27 @@ def test_an_exception_or_leaving_the_process_is_an_error_with_the_users_own_line
 def test_failed_and_none_cross(engine):
     result = rewards(engine, "odd")
     assert not result.valid.any() and result.metrics["reward/score/failures"] == 1
+
+
+def test_what_a_function_has_started_ends_with_it_at_its_time_limit(tmp_path):
+    source = """
+import os, subprocess, sys, time
+
+def score(completions):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(completions[0], "w").write(str(child.pid))
+    time.sleep(600)
+"""
+    (tmp_path / "mine.py").write_text(source)
+    told = tmp_path / "pid"
+    config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:score", reward_fn_timeout=2.0, reward_max_invalid=1.0)
+    engine = RewardComputationEngine.from_config(config)
+    try:
+        assert not engine.compute_rewards([make_samples([str(told)])]).valid.any()
+        stat = Path(f"/proc/{told.read_text()}/stat")
+        end = time.monotonic() + 20
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+            time.sleep(0.05)
+        assert time.monotonic() < end
+    finally:
+        engine.close()

@@ -55,6 +55,15 @@ def test_batches_come_in_order_and_none_is_lost_by_a_resume():
     assert resumed.engine.state_dict() == "what is drawn" and resumed.next(1, 4) == 2 and again == [2, 3, 4]
 
 
+def test_a_state_that_is_gone_back_to_holds_no_batch_that_was_begun_later():
+    ahead = ahead_of([])
+    best = ahead.state_dict()
+    for step in range(4):
+        ahead.next(step, 9)
+    ahead.load_state_dict(best)
+    assert ahead.state_dict()["at"] == 0 and ahead.next(0, 9) == 1
+
+
 def test_settings():
     split = DistributedConfig(placement="split")
     config = RunConfig(distributed=split, asynchronous=AsyncConfig(max_staleness=2))

@@ -204,6 +204,7 @@ class RemoteEngine(RolloutEngine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The batches of `state_dict`, which are to be begun next, come from there."""
+        self._begun.clear()
         self._kept = list(state.get("begun", ()))
 
     def _submit(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings, urgent: bool) -> list[Future]:
