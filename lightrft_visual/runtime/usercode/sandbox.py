@@ -201,8 +201,9 @@ class Worker:
     def close(self) -> None:
         """End the child at once, and what the function has started in it."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it may have gone to another group
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
             self._connection.socket.close()
             self._process = None
