@@ -314,22 +314,25 @@ CODECS: dict[Kind, Codec] = {
 TENSORS = (Kind.TOKENS, Kind.ACTIONS, Kind.NUMBERS, Kind.SAMPLE, Kind.COUNTS)
 
 
-def _of_sample(value: Any, kind: Kind, what: str) -> Any:
-    """A field's value of one sample, `_checked`; a plain number may stand for a tensor ()."""
-    single = kind in (Kind.SAMPLE, Kind.COUNTS) and isinstance(value, Real)
-    return torch.tensor(value) if single else _checked(value, kind, what)
+def _checked(column: list[Any], kind: Kind, name: str, of_items: bool = False) -> list[Any]:
+    """The values of a field as they are, where all are of the type of its kind; else raises DataError. of_items: they
+    are of one sample each, and a plain number may stand for a tensor ()."""
+    usual = T if kind in TENSORS else Mapping if kind in (Kind.SAMPLES, Kind.INFO) else object
+    single = of_items and kind in (Kind.SAMPLE, Kind.COUNTS)
+    for index, value in enumerate(column):
+        if not isinstance(value, usual) and value is not None:
+            if not (single and isinstance(value, Real)):
+                raise _odd(value, name, index if of_items else None, "tensor" if usual is T else "dict")
+            column[index] = torch.tensor(value)
+        for key, own in (value or {}).items() if kind is Kind.SAMPLES else ():
+            if not isinstance(own, T):
+                raise _odd(own, f"{name}[{key}]", index if of_items else None, "tensor")
+    return column
 
 
-def _checked(value: Any, kind: Kind, what: str) -> Any:
-    """A field's value as it is. Raises DataError for one of another type than its kind has."""
-    if kind in TENSORS and not isinstance(value, T | None):
-        raise DataError(f"{what} is a {type(value).__name__}, not a tensor")
-    if kind in (Kind.SAMPLES, Kind.INFO) and not isinstance(value, Mapping | None):
-        raise DataError(f"{what} is a {type(value).__name__}, not a dict")
-    if kind is Kind.SAMPLES:
-        for key, own in (value or {}).items():
-            _checked(own, Kind.TOKENS, f"{what}[{key}]")
-    return value
+def _odd(value: Any, name: str, index: int | None, wanted: str) -> DataError:
+    where = "" if index is None else f"sample {index}: "
+    return DataError(f"{where}{name} is a {type(value).__name__}, not a {wanted}")
 
 
 def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
@@ -351,9 +354,7 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
             layout.spans = [(width - prompt, width + count) for prompt, count in zip(prompts, context.actions)]
     batch = {}
     for name, spec in specs.items():
-        column = [
-            _of_sample(getattr(item, name), spec.kind, f"sample {index}: {name}") for index, item in enumerate(items)
-        ]
+        column = _checked([getattr(item, name) for item in items], spec.kind, name, of_items=True)
         batch[name] = CODECS[spec.kind].make(column, name, spec, context)
         absent = [index for index, value in enumerate(column) if value is None]
         if absent and batch[name] is not None:
@@ -374,7 +375,7 @@ def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -
         raise DataError("a packed batch needs num_actions for each of its samples")
     columns: dict[str, list] = {}
     for name, spec in specs.items():
-        value = _checked(getattr(batch, name), spec.kind, name)
+        (value,) = _checked([getattr(batch, name)], spec.kind, name)
         column = [None] * context.size if value is None else CODECS[spec.kind].split(value, name, spec, context)
         if len(column) != context.size:
             raise DataError(f"{name} holds {len(column)} samples, the batch has {context.size}")
