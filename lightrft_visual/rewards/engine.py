@@ -149,6 +149,8 @@ class RewardComputationEngine:
         self._catalogue.check_placed()
         self._all = [*self._sources.values(), *self._by_identity.values()]
         self._together = {id(each): each for each in self._all if getattr(each, "all_ranks", False)}
+        # Whether a model of this process scores, or a function that asks for its device; alike on all ranks.
+        self.uses_device = any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
 
     @classmethod
     def from_config(
@@ -254,11 +256,6 @@ class RewardComputationEngine:
         for job in (job for label in labels for job in self._plan([label])):
             if not getattr(job.source, "reads_videos", True):
                 raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
-
-    @property
-    def uses_device(self) -> bool:
-        """Whether a model of this process scores, or a function that asks for its device; alike on all ranks."""
-        return any(getattr(source, "uses_device", False) for source in (*self._all, self.aggregator))
 
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
