@@ -13,6 +13,7 @@ from . import registry
 from .constraints import not_usual
 
 logger = logging.getLogger(__name__)
+CLIPPED = ("flow_grpo", "dance_grpo", "mix_grpo", "temp_flow_grpo", "ddpo", "awm")  # by clip_range
 REWARD_FL = (
     "mid_timestep", "final_timestep", "min_timestep_boundary", "max_timestep_boundary", "reward_fl_weight",
     "score_mean", "score_std", "score_target",
@@ -49,17 +50,17 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         (("overlong_buffer_len", "overlong_buffer_penalty_factor"), "--overlong_buffer", algorithm.overlong_buffer),
     ):
         _refuse_idle(algorithm, names, owner, read)
-    _say_idle(algorithm)
+    if algorithm.estimator.shipped and not algorithm.estimator.critic:  # beside any estimator in commands of others
+        _say_idle(algorithm, not_usual(algorithm, ("lambd", "value_clip")), "advantage_estimator gae")
     _refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 
 
-def _say_idle(algorithm: Any) -> None:
-    """Say which settings of a critic, that commands of other systems give beside any estimator, do nothing here."""
-    own = not_usual(algorithm, ("lambd", "value_clip"))
-    if own and algorithm.estimator.shipped and not algorithm.estimator.critic and os.environ.get("RANK", "0") == "0":
-        told = " and ".join(f"{name} {getattr(algorithm, name):g}" for name in own)
-        logger.warning("%s: read by advantage_estimator gae, and does nothing here", told)
+def _say_idle(section: Any, names: list[str], reader: str) -> None:
+    """Say which settings do nothing here, that commands of other systems give wherever they are read or not."""
+    if names and os.environ.get("RANK", "0") == "0":
+        told = " and ".join(f"{name} {getattr(section, name):g}" for name in names)
+        logger.warning("%s: read by %s, and does nothing here", told, reader)
 
 
 def check_diffusion(config: Any) -> None:
@@ -91,3 +92,5 @@ def check_diffusion(config: Any) -> None:
         ("decay_type", "algorithms with an old policy", old),
     ):
         _refuse_idle(config, (setting,), owner, read or getattr(config, setting) == getattr(entry, setting))
+    if name not in CLIPPED and config.clip_range != entry.clip_range:
+        _say_idle(config, ["clip_range"], f"algorithm {', '.join(CLIPPED)}")

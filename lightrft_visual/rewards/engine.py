@@ -338,7 +338,7 @@ class RewardComputationEngine:
                 score, valid = weighted_sum(columns, len(batch), may_be_empty)
                 named = named_components(columns)
         if self.recipe is not None and self.recipe.average:
-            named["avg"] = score
+            named.setdefault("avg", score)  # unless a component has this name
         metrics = self._check_invalid(valid, reasons, device)
         for column in columns:
             metrics |= component_metrics(column)

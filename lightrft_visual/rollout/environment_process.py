@@ -26,7 +26,7 @@ from PIL import Image
 from ..config.environment import EpisodeConfig
 from ..data.media import MAX_IMAGE_PIXELS, Video, load_image
 from ..errors import ConfigError, DataError
-from ..runtime.usercode.calls import describe_error
+from ..runtime.usercode.calls import describe_error, leave_signals
 from ..runtime.usercode.sandbox import READY, Pipe, answer_call
 from .environments import (
     LONGEST_TEXT,
@@ -187,8 +187,7 @@ def _serve_episode(pipe: Pipe, server: EpisodeServer) -> None:
 
 def _serve(config: EpisodeConfig, control: socket.socket) -> None:
     """Load the environment, say so, then make and end copies as asked for, until nobody asks any more."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # schedulers and terminals signal every process
-        signal.signal(number, signal.SIG_IGN)  # this one ends with its parent
+    leave_signals()
     try:
         make = environment_factory(config)
     except BaseException as error:
@@ -222,6 +221,7 @@ def _copy(control: socket.socket, file: int, make: EnvironmentFactory) -> int:
     if child == 0:
         try:
             os.setpgid(0, 0)  # what it starts ends with it
+            leave_signals()
             control.close()
             _serve_episode(Pipe(file), EpisodeServer(make))
         except BaseException:

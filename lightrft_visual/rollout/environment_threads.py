@@ -34,6 +34,7 @@ class ThreadHost(EnvironmentHost):
 
     def __init__(self, make: EnvironmentFactory, seconds: float) -> None:
         self.make, self.seconds = make, seconds
+        self._open: set[int] = set()  # episodes that are not ended
         self._environments: dict[int, HeldEnvironment] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._loops = [Loop() for _ in range(LOOPS)]
@@ -44,8 +45,12 @@ class ThreadHost(EnvironmentHost):
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         def begin() -> Observation | None:
             self._environments[episode] = held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
+            if episode not in self._open:  # given up while it was made
+                self._end(episode)
+                return None
             return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
 
+        self._open.add(episode)
         return self._call("reset", begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
@@ -56,11 +61,12 @@ class ThreadHost(EnvironmentHost):
         self._end(episode)
 
     def _end(self, episode: int) -> Future[None] | None:
+        self._open.discard(episode)
         held = self._environments.pop(episode, None)
         return None if held is None else self._call("close", held.close)
 
     def close(self) -> None:
-        wait(filter(None, [self._end(episode) for episode in list(self._environments)]), self.seconds)
+        wait(filter(None, [self._end(episode) for episode in list(self._open)]), self.seconds)
         for loop in self._loops:
             loop.close()
         if said := next(self._streams, None):

@@ -215,3 +215,11 @@ def test_variants_of_flow_grpo_bring_their_windows() -> None:
     assert (branching.window_size, branching.window_move) == (1, "anywhere")
     assert load("--diffusion_algorithm", "temp_flow_grpo").sampling.same_latent and not load().sampling.same_latent
     assert rollout_noise(load("--diffusion_algorithm", "flow_dppo")).keep_means
+
+
+def test_a_clip_range_that_nothing_reads_is_said_to_do_nothing(caplog):
+    load("--diffusion_algorithm", "rwr", "--clip_range", "0.2")
+    assert "clip_range 0.2: read by algorithm flow_grpo, dance_grpo" in caplog.text
+    caplog.clear()
+    load("--diffusion_algorithm", "awm", "--clip_range", "0.2")
+    assert not caplog.text

@@ -338,6 +338,12 @@ def test_one_scorer_under_two_names_stays_two_columns(counted):
     assert result.score == 3 and list(result.components) == ["x", "y", "avg"]
 
 
+def test_a_component_called_avg_keeps_its_scores():
+    recipe = recipe_from_components({"avg": 1.0, "y": 2.0}, {"avg": {"scorer": "exact"}, "y": {"scorer": "exact"}})
+    result = RewardComputationEngine(reward_recipe=recipe).compute_rewards([make_samples(["a"], ["a"])])
+    assert result.score == 3 and result.components["avg"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -211,6 +211,24 @@ def test_many_episodes_with_coroutines_share_few_loops_which_end_with_their_host
     assert loops() == before
 
 
+def test_an_environment_that_is_made_after_its_episode_was_given_up_is_closed():
+    made, closed = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self):
+            assert made.wait(20)
+
+        def close(self):
+            closed.set()
+
+    host = ThreadHost(Slow, 0.2)
+    with pytest.raises(EnvironmentFailure, match="longer than env_timeout"):
+        host.reset(0, {}).result(20)
+    host.end(0)
+    made.set()
+    assert closed.wait(20)
+
+
 def test_what_an_environment_does_to_its_row_reaches_no_other_episode():
     class Paints:
         def reset(self, row):

@@ -17,7 +17,7 @@ class MultiScorer(Source):
     """components {name: weight} and kwargs {name: settings}, as in `reward.components` and `reward.kwargs`.
 
     The score is the weighted sum over the components that apply; the outputs are each component by name, and the sum
-    again as `avg` (Flow-GRPO's name for it). A sample on which a component failed is failed.
+    again as `avg` (Flow-GRPO's name for it) unless one has this name. A sample on which a component failed is failed.
     """
 
     name = "multi"
@@ -42,7 +42,7 @@ class MultiScorer(Source):
         reasons = sum(by_name.values(), Counter())
         total, _ = weighted_sum(columns, size, torch.zeros(size, dtype=torch.bool))
         failed = torch.stack([column.failed for column in columns]).any(dim=0)
-        return Scores(total, failed, {**named_components(columns), "avg": total}, reasons)
+        return Scores(total, failed, {"avg": total, **named_components(columns)}, reasons)
 
     def close(self) -> None:
         """End what the components started."""

@@ -96,6 +96,9 @@ TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so tha
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
 TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
+ASKED_TO_END = {  # by what processes are asked to end, and what Python does then
+    signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL
+}  # fmt: skip
 ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
 LONGEST_MESSAGE = 1000
 POSITIONAL = "*"  # beside arguments: a list of those that stand before them
@@ -142,6 +145,26 @@ class Interrupt:
         elif now - self.first > ONE_SIGNAL:
             _say("error: ended at once by a second Ctrl-C; what was saved stays")
             os._exit(INTERRUPTED)
+
+
+def leave_signals() -> None:
+    """What schedulers and terminals send to every process does nothing here: this one ends with its parent."""
+    for number in ASKED_TO_END:
+        signal.signal(number, _leave)
+
+
+def _leave(*_: object) -> None:
+    """No ignored signal: that would stay so in what this process starts."""
+
+
+def _own_signals() -> None:
+    """A process that a user's code forks ends by signals as any other, whatever the run does with its own."""
+    for number, usual in ASKED_TO_END.items():
+        if str(getattr(signal.getsignal(number), "__module__", None)).startswith("lightrft_visual."):
+            signal.signal(number, usual)
+
+
+os.register_at_fork(after_in_child=_own_signals)
 
 
 def _say(line: str) -> None:

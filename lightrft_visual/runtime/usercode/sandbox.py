@@ -36,6 +36,7 @@ from .calls import (
     ScoringFailed,
     describe_error,
     invoke,
+    leave_signals,
     load_reward_fn,
     masked,
     source_line_now,
@@ -368,8 +369,7 @@ class Pipe:
 
 def _serve(spec: str, pipe: Pipe) -> None:
     """The child: load, say so, answer until the parent closes its end."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # schedulers and terminals signal every process
-        signal.signal(number, signal.SIG_IGN)  # this one ends with its parent
+    leave_signals()
     try:
         function = _load(spec)
     except BaseException as error:

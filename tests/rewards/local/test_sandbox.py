@@ -1,4 +1,5 @@
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from reward_rollouts import make_samples
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import RewardError
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.runtime.presence import handled
+from lightrft_visual.runtime.usercode.calls import StopRequest
 
 SOURCE = """
 import os
@@ -113,5 +116,33 @@ def score(completions):
         while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
             time.sleep(0.05)
         assert time.monotonic() < end
+    finally:
+        engine.close()
+
+
+ASKS_CHILDREN_TO_END = """
+import multiprocessing, os, subprocess, sys, time
+
+def score(completions):
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    forked.start()
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    forked.terminate(), started.terminate()
+    forked.join(20)
+    try:
+        return [float(forked.exitcode == -15 and started.wait(20) == -15)] * len(completions)
+    finally:
+        forked.kill(), started.kill()
+"""
+
+
+@pytest.mark.parametrize("seconds", [None, 120.0])
+def test_children_of_a_function_that_are_asked_to_end_do_so(tmp_path, seconds):
+    (tmp_path / "mine.py").write_text(ASKS_CHILDREN_TO_END)
+    config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:score", reward_fn_timeout=seconds)
+    engine = RewardComputationEngine.from_config(config)
+    try:
+        with handled(signal.SIGTERM, StopRequest()):  # as in a run
+            assert rewards(engine, "x").score.tolist() == [1.0, 1.0]
     finally:
         engine.close()
