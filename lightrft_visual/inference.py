@@ -452,8 +452,10 @@ def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
     names = ("height", "width", "num_frames", "frame_rate", "guidance_scale_2", "max_sequence_length")
     own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}
     own["output_type"] = "pil"
+    family = named_family(type(pipeline).__name__)
+    if family.text_length_at and own["max_sequence_length"] is not None:
+        setattr(pipeline, family.text_length_at, own["max_sequence_length"])
     if run.get("guidance_scale") is not None:
-        family = named_family(type(pipeline).__name__)
         own |= family.stock_guidance(pipeline, run["guidance_scale"], run.get("negative_prompt"))
         family.draw_as_evaluated(pipeline, run)
     taken = signature(pipeline.__call__).parameters

@@ -71,6 +71,7 @@ class DiffusionFamily(ABC):
     names_sigmas = False  # whether the pipeline always names the sigmas before their shift itself
     left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
+    text_length_at = ""  # attribute of the pipeline that holds it, where no argument of its call does
     texts_at_once = 1
     takes_first_frame = False
     frame_rate: float | None = None  # frames a second, where the model reads it

@@ -21,6 +21,7 @@ class HunyuanVideo15(DiffusionFamily):
     """
 
     default_text_length = 1000
+    text_length_at = "tokenizer_max_length"
     texts_at_once = 8
     evenly_spaced = True
     names_sigmas = True
