@@ -2,10 +2,9 @@
 edit; checked before any model loads."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
@@ -42,14 +41,14 @@ class DrawPrompts(PromptDataset):
         super().__init__(spec, config, split=split, max_rows=limit, checks=checks)
         self.columns |= {FIRST_FRAME} if most_images else set()  # rewards find an image without a path itself
 
-    @cached_property
-    def rows(self) -> list[PromptRow]:
-        """All rows, their images not yet decoded."""
-        return [super(DrawPrompts, self).__getitem__(index) for index in range(len(self))]
+    @property
+    def rows(self) -> Iterator[PromptRow]:
+        """One after the other, their images not yet decoded: they stay in their files, which may hold images too."""
+        return map(super().__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> PromptRow:
         """The row with its images decoded."""
-        return self._decoded(self.rows[index])
+        return self._decoded(super().__getitem__(index))
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         parsed = _parse(source[row], source.name(row), self._root(source), self.config, self.most_images)
@@ -198,11 +197,6 @@ class PreferencePairs(DrawPrompts):
     def __init__(self, spec: str, split: str, limit: int, config: DiffusionDataConfig):
         """spec, split, limit: as of PromptDataset. Raises DataError naming file and row for what cannot be used."""
         super().__init__(spec, split, limit, config, most_images=2)
-
-    def __getitem__(self, index: int) -> PromptRow:
-        """The row with its images decoded; rows stay in their file, as they may hold the images themselves."""
-        source, row = self._rows[index]
-        return self._decoded(self._parse(self._sources[source], row, index))
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         return replace(_pair(source[row], source.name(row), self._root(source), self.config), index=index)

@@ -294,12 +294,14 @@ class TrainingReward:
         knows = getattr(self.function, "knows", None)
         if knows is None:
             return
-        unknown = [own for own in prompts.rows if not knows(own.prompt, _with_first_frame(own.metadata, own.images))]
+        unknown = [
+            own.prompt for own in prompts.rows if not knows(own.prompt, _with_first_frame(own.metadata, own.images))
+        ]
         share = len(unknown) / len(prompts)
         if share >= 1 or share > most_invalid:
             raise ConfigError(
                 f"differentiable_reward {self.name} cannot score {len(unknown)} of {len(prompts)} prompts "
-                f"(the first is {ascii(unknown[0].prompt)[:80]}): it needs {self.function.needs}. {with_gradient()}"
+                f"(the first is {ascii(unknown[0])[:80]}): it needs {self.function.needs}. {with_gradient()}"
             )
 
     def check_gradient(self, sample: PromptRow, shape: tuple[int, ...], device: torch.device) -> None:
