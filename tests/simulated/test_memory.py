@@ -7,6 +7,7 @@ import pytest
 from launched import run_ranks
 
 SLACK = 64 * 1024  # bytes of buffers, numbers of steps and what a collective needs
+SMALL = 4096  # bytes of scalars that are yet to be collected
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,8 @@ def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
 def test_what_is_at_home_on_the_host_is_on_the_device_only_while_it_is_used(ranks):
     for number, rank in enumerate(ranks):
         guest, taken, exported = rank["guest"], rank["taken_along"], rank["exported"]
-        assert guest["home"] <= 1024 and guest["inside"] >= guest["size"] and guest["again"] <= 1024
-        assert taken["inside"] >= taken["size"] and taken["again"] <= 1024
+        assert guest["home"] <= SMALL and guest["inside"] >= guest["size"] and guest["again"] <= SMALL
+        assert taken["inside"] >= taken["size"] and taken["again"] <= SMALL
         assert taken["same"] == 2  # its weights are not copied back
         # A divided model is written from the host, and no device holds it whole.
         assert exported["peak"] <= 0.5 * exported["whole"]
