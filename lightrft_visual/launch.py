@@ -219,7 +219,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []
     say_last("\n".join([f"error: {first}{where}", *rest]))
     watchdog.report_failure(f"{text} (stage {stage})")
-    codes = {StoppedBySignal: TERMINATED, KeyboardInterrupt: INTERRUPTED}
+    codes = {StoppedBySignal: TERMINATED, KeyboardInterrupt: INTERRUPTED, FolderInUse: 1, ConfigError: 2}
     os._exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 

@@ -118,7 +118,7 @@ def harmless(body: str, tells: str = "", flags: str = "") -> Fault:
 
 def at_start(text: str, tells: str) -> Fault:
     """A file that cannot be used; nothing is made."""
-    return Fault(text, tells, steps=0, whole=True)
+    return Fault(text, tells, code=2, steps=0, whole=True)
 
 
 SKIP = "--on_reward_error skip --reward_max_invalid 0.9"

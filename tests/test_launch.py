@@ -136,6 +136,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.runtime.start_up import start_is_over
 import torch.distributed
 from transformers.utils import logging
@@ -161,6 +162,8 @@ def stays():
 
 def fit():
     start_is_over()
+    if "refused" in sys.argv:
+        raise ConfigError("this model does not fit this algorithm")
     if "thread" in sys.argv:
         threading.Thread(target=stays, name="telemetry").start()
     if "pool" in sys.argv:
@@ -186,22 +189,24 @@ CASES = {
     "stays": ["75", "thread", "pool"],
     "ends": ["0", "idle", "ends soon", "daemon"],
     "goes_on": ["0", "thread", "goes on"],
+    "refused": ["0", "refused"],
 }
 
 
 @pytest.mark.slow
-def test_threads_that_a_run_left_are_waited_for_or_named_and_a_program_that_goes_on_is_not_ended(tmp_path):
+def test_threads_that_a_run_left_are_waited_for_or_named_and_exit_codes_are_those_of_the_contract(tmp_path):
     (tmp_path / "leaves.py").write_text(LEAVES)
     command = [sys.executable, str(tmp_path / "leaves.py"), json.dumps(CASES)]
     done = finished(command, 300, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"stays": 75, "ends": 0, "goes_on": 0}
+    assert json.loads(done.stdout) == {"stays": 75, "ends": 0, "goes_on": 0, "refused": 2}
     told, errors = ({name: (tmp_path / f"{name}.{kind}").read_text() for name in CASES} for kind in ("out", "err"))
     assert told["stays"].endswith("written last")
     for name in ("telemetry", "pool_0"):
         assert re.search(rf"threads that it started go on: .*{name}, at .*leaves.py, line", errors["stays"])
     assert "go on" not in errors["ends"] and "atexit" in told["ends"] and "ended by itself" in told["ends"]
     assert "and on" in told["goes_on"] and "telemetry" in errors["goes_on"]
+    assert "error: ConfigError: this model does not fit" in errors["refused"]
 
 
 def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_aside():

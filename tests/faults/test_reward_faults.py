@@ -65,7 +65,7 @@ def test_the_users_line_is_named_and_the_run_keeps_what_is_its_own(name, tmp_pat
             samples = rollouts()
             give_rewards(samples, rewards.score_rollouts(samples, 8))
     except (RewardError, ConfigError) as error:
-        assert fault.code == 1
+        assert fault.code == (2 if isinstance(error, ConfigError) else 1)
         told = str(error)
     except KeyboardInterrupt as error:
         assert fault.code == 130
