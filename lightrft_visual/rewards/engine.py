@@ -357,10 +357,15 @@ class RewardComputationEngine:
             )
 
     @property
-    def penalties(self) -> set[str]:
-        """Names of the components that lower the score by rising, in some label."""
-        weighed = [entry for entries in self.recipe.entries.values() for entry in entries] if self.recipe else []
-        return {entry.name for entry in weighed if entry.weight < 0}
+    def paying(self) -> list[str]:
+        """Names of the components that raise the score by rising, in every label where they have a weight; of an
+        environment too, which adds to the score unless a recipe weighs it."""
+        if self.recipe is None:
+            return [*(self._sources | {ENVIRONMENT: None})]
+        lowest: dict[str, float] = {}
+        for entry in (entry for entries in self.recipe.entries.values() for entry in entries if entry.weight):
+            lowest[entry.name] = min(entry.weight, lowest.get(entry.name, entry.weight))
+        return [name for name, weight in ({ENVIRONMENT: 1.0} | lowest).items() if weight > 0]
 
     def _weights(self, columns: Sequence[Column], size: int, device: torch.device | str) -> dict[str, T]:
         if self.aggregator is not None:

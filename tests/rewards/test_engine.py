@@ -219,10 +219,24 @@ def test_label_recipes_with_rules_and_zero_weights():
     }  # fmt: skip
 
 
-def test_components_of_negative_weight_are_penalties():
-    recipe = {"a": [("rule", "exact", 1.0), ("rule", "format", -0.5)], "b": [("rule", "exact", 0.0)]}
-    assert RewardComputationEngine(reward_recipe=recipe).penalties == {"format"}
-    assert RewardComputationEngine({"rm": two}).penalties == set()
+def test_components_of_positive_weight_in_all_labels_pay_and_an_environment_beside_them():
+    recipe = {
+        "a": [("rule", "exact", 1.0), ("rule", "format", -0.5), ("rule", "numeric", 0.0)],
+        "b": [("rule", "exact", 0.0), ("rule", "format", 2.0), ("rule", "choice", 0.5)],
+    }
+    assert RewardComputationEngine(reward_recipe=recipe).paying == ["environment", "exact", "choice"]
+    assert RewardComputationEngine({"rm": two}).paying == ["rm", "environment"]
+    weighed = {"*": [("rule", "exact", 1.0), ("rule", "environment", -1.0)]}
+    assert RewardComputationEngine(reward_recipe=weighed).paying == ["exact"]
+
+
+def test_numbers_beside_the_score_do_not_pay():
+    def mine(completions):
+        return {"rewards": [1.0] * len(completions), "errors": [0.0] * len(completions)}
+
+    engine = RewardComputationEngine(custom_reward_func=mine)
+    assert set(engine.compute_rewards([make_samples(["a"])]).components) == {"mine", "errors"}
+    assert engine.paying == ["mine", "environment"]
 
 
 class Counted:

@@ -131,8 +131,14 @@ def test_the_question_says_the_schema_and_a_file_holds_a_template(tmp_path, fold
     (tmp_path / "ask.yaml").write_text("questions: x\n")
     with pytest.raises(ConfigError, match="may hold question"):
         Judge(folder, str(tmp_path / "ask.yaml"))
-    with pytest.raises(ConfigError, match="lowest, highest"):
-        Schema(reply={"good": [3, 1]})
+
+
+@pytest.mark.parametrize(
+    "reply", [{"good": [3, 1]}, {"good": [0, "high"]}, {"good": "ab"}, {"good": 5}, ["good", "looks"]]
+)
+def test_a_reply_that_is_no_mapping_of_names_to_two_numbers_is_refused(reply):
+    with pytest.raises(ConfigError, match="judge: reply.*lowest, highest"):
+        Schema(reply=reply)
 
 
 def test_marks_of_the_judged_text_are_left_out_of_the_question(folder):

@@ -89,6 +89,12 @@ def test_pattern_without_a_group_or_that_is_none_is_refused():
             Judging(pattern=pattern)
 
 
+@pytest.mark.parametrize("field", ["{picture}", "{}", "{prompt.x}", "{prompt[x]}", "{low[1]}", "{prompt:d}", "{"])
+def test_question_with_a_field_that_cannot_be_filled_is_refused(field):
+    with pytest.raises(ConfigError, match="judge: the question has an unknown field"):
+        Judging(f"q {field}")
+
+
 @pytest.mark.parametrize(
     ("judging", "reply", "value"),
     [

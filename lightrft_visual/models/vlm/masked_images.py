@@ -1,6 +1,7 @@
 """The same samples beside themselves with their images hidden: what the policy says without seeing.
 
-A hidden patch is zero in the model's input, which is the mean colour after the processor's normalisation.
+A hidden patch is zero in the model's input, which is the mean colour after the processor's normalisation. In whole
+images it is a little more: Idefics and SmolVLM leave out images that are all zero, which they take for padding.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from .actor import ActorOutput
 
 T = torch.Tensor
 TILE = 14  # pixels: side of the squares that are hidden in media which come as whole images
+HIDDEN = 1e-4  # value of their pixels; far below one step of 255
 
 
 def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> VisionTensors:
@@ -48,7 +50,7 @@ def _hidden(pixels: T, share: float, seed: int) -> T:
     grid = (len(pixels), -(-height // TILE), -(-width // TILE))
     kept = _kept(grid, share, seed).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :height, :width]
     between = [1] * (pixels.dim() - 3)
-    return pixels * to_device(kept.to(pixels.dtype), pixels.device).view(len(pixels), *between, height, width)
+    return pixels.where(to_device(kept, pixels.device).view(len(pixels), *between, height, width), HIDDEN)
 
 
 def _kept(shape: tuple[int, ...], share: float, seed: int) -> T:

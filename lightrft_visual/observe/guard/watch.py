@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -189,7 +189,6 @@ STEP_BANDS: dict[str, Bounds] = {
     "image_brightness": Bounds(share=0.2),
     "image_blank": Bounds(floor=0.1, low=False),
 }
-NO_COMPONENTS = ("reward/time", "reward/invalid_share")  # seconds, and how often scoring failed
 LEARN_STEPS = 5  # that bands are learnt from
 BAND_WIDTH = 6.0  # standard deviations of these steps that a band reaches at least
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
@@ -211,12 +210,12 @@ class Alarm:
 
 class Guard:
     """Bands over the metrics of steps, gains of reward and gold, partings of reward components; best: (gold, step) of
-    evaluations. penalties: components that lower the reward by rising. learn_steps: steps that bands are learnt from.
+    evaluations. paying: components that raise the reward by rising. learn_steps: steps that bands are learnt from.
     """
 
     def __init__(self, config: GuardConfig, learn_steps: int = LEARN_STEPS):
         self.config, self.learn_steps = config, learn_steps
-        self.penalties: Collection[str] = ()
+        self.paying: Sequence[str] = ()
         self.bands: dict[str, Band] = {}
         self.partings: dict[str, Parting] = {}
         self.tests = {"gold": DivergenceTest(paired=False, base=learn_steps), "eval_gold": DivergenceTest(paired=True)}
@@ -306,11 +305,10 @@ class Guard:
         return alarms
 
     def _component_partings(self, step: int, reward: float, metrics: Mapping[str, float]) -> list[Alarm]:
-        """A part of the reward that falls while the whole rises: another part pays for it. A penalty may fall."""
+        """A part of the reward that falls while the whole rises: another part pays for it. What does not pay may fall:
+        penalties, and what a reward reports beside its score."""
         alarms: list[Alarm] = []
-        names = [name for name in metrics if name.startswith("reward/") and name.count("/") == 1]
-        owns = {name: name.removeprefix("reward/") for name in names if name not in NO_COMPONENTS}
-        paying = [name for name, own in owns.items() if own not in self.penalties]
+        paying = [name for own in self.paying if (name := f"reward/{own}") in metrics]
         for name in paying if len(paying) > 1 else ():
             value = _finite(metrics, name)
             if value is not None:

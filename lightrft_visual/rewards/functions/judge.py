@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ class Schema(Judging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.reply, Mapping):
+            raise ConfigError(f"judge: reply is {self.reply!r}; it must be a mapping of name to [lowest, highest]")
         for name, ends in self.reply.items():
-            if not isinstance(ends, Sequence) or len(ends) != 2 or not ends[0] < ends[1]:
+            numbers = isinstance(ends, Sequence) and all(isinstance(end, Real) for end in ends)
+            if not numbers or len(ends) != 2 or not ends[0] < ends[1]:
                 raise ConfigError(f"judge: reply.{name} is {ends!r}; it must be [lowest, highest]")
 
     @property

@@ -57,7 +57,7 @@ class Judging:
             raise ConfigError("judge: the pattern needs a group (...) around the number")
         try:
             self._fill("", "", "", self.question or "")
-        except (KeyError, IndexError, ValueError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"judge: the question has an unknown field {error}") from error
 
     def _fill(self, prompt: str, response: str, reference: str, question: str) -> str:

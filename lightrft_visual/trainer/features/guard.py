@@ -1,6 +1,6 @@
 """The guard of a run as a hook: statistics of rollouts, gold that training never sees, alarms and what follows them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -51,16 +51,16 @@ class _BackToBest(StopRun):
 class GuardHook(StepHook):
     """Feeds a `Guard` with each step and each evaluation, and tells its alarms.
 
-    gold: whether there is a judge; then every `gold_every` steps it scores the rollouts. penalties: components of the
-    reward that lower it by rising.
+    gold: whether there is a judge; then every `gold_every` steps it scores the rollouts. paying: components of the
+    reward that raise it by rising.
     """
 
     name = "guard"
 
-    def __init__(self, config: GuardConfig, watched: Watched, gold: bool, penalties: Any) -> None:
+    def __init__(self, config: GuardConfig, watched: Watched, gold: bool, paying: Sequence[str]) -> None:
         self.config, self.watched, self.gold = config, watched, gold
         self.guard = Guard(config)
-        self.guard.penalties = penalties
+        self.guard.paying = paying
         self.scores: Any = None
         self.paired_scores: PairedScores | None = None
 
@@ -136,4 +136,4 @@ class GuardHook(StepHook):
 
 def build(parts: Any) -> GuardHook:
     """Always: evaluations have a best one also where nothing is watched."""
-    return GuardHook(parts.config.guard, parts.watched(), parts.has_gold, parts.maker.rewards.penalties)
+    return GuardHook(parts.config.guard, parts.watched(), parts.has_gold, parts.maker.rewards.paying)

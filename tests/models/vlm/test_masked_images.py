@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stock_families import stock_checkpoint, stock_prompts
 from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of
 
 from lightrft_visual.experience.rollouts import ScoringRule
 from lightrft_visual.experience.vision import VisionTensors
-from lightrft_visual.models.vlm.masked_images import beside_hidden, halves, hide_patches
+from lightrft_visual.models.vlm.masked_images import HIDDEN, beside_hidden, halves, hide_patches
 from lightrft_visual.runtime.host_copies import on_host
 
 
@@ -31,7 +32,7 @@ def test_whole_images_lose_squares_of_fourteen_pixels():
     hidden, everything = (hide_patches(images, share, [0]).samples[0]["pixel_values"] for share in (0.5, 1.0))
     squares = hidden[:, :, :28].reshape(2, 3, 2, 14, 2, 14)
     assert torch.equal(squares.amin(dim=(1, 3, 5)), squares.amax(dim=(1, 3, 5)))
-    assert 0 < hidden.mean() < 1 and not everything.any()
+    assert 0 < hidden.mean() < 1 and torch.equal(everything, torch.full_like(everything, HIDDEN))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -62,3 +63,13 @@ def test_one_forward_of_both_equals_two(root, kind, packed):
     torch.testing.assert_close(hidden.log_probs, blinded.log_probs, atol=1e-5, rtol=0)
     moved = (shown.log_probs - hidden.log_probs).abs().amax(dim=1)
     assert torch.equal(moved > 1e-5, torch.tensor([bool(rollout.prompt.images) for rollout in rollouts]))
+
+
+@pytest.mark.parametrize("kind", ["idefics2", "idefics3", "smolvlm"])
+def test_all_patches_can_be_hidden_from_models_that_leave_out_images_of_zeros(tmp_path, kind):
+    checkpoint = stock_checkpoint(tmp_path, kind)
+    rollouts = rollouts_of(checkpoint, stock_prompts(checkpoint))
+    inputs = inputs_of(checkpoint, rollouts)
+    shown, hidden = halves(actor_of(checkpoint)(beside_hidden(inputs, 1.0, seed=0), ScoringRule()))
+    moved = (shown.log_probs - hidden.log_probs).abs().amax(dim=1)
+    assert torch.equal(moved > 1e-3, torch.tensor([bool(rollout.prompt.images) for rollout in rollouts]))

@@ -70,16 +70,18 @@ def test_form_without_content_is_a_component_that_parts_from_the_whole():
         {"reward_mean": 0.3 + i / 50, "reward/form": 0.1 + i / 40, "reward/exact": 0.5 - max(0, i - 10) * 0.02}
         for i in range(30)
     ]
-    told = walk(Guard(GuardConfig(), learn_steps=8), steps)
+    guard = Guard(GuardConfig(), learn_steps=8)
+    guard.paying = ["form", "exact"]
+    told = walk(guard, steps)
     assert [signal for _, signal in told] == ["reward/exact"] and told[0][0] < 22
 
 
-@pytest.mark.parametrize("name", ["penalty", "time", "invalid_share", "format"])
-def test_penalties_times_and_failures_may_fall_and_components_may_not(name):
+@pytest.mark.parametrize("name", ["penalty", "time", "errors", "format/failures", "format", "host:80/reward"])
+def test_what_a_reward_reports_beside_its_score_may_fall_and_components_may_not(name):
     steps = [{"reward_mean": i / 30, "reward/exact": i / 30, f"reward/{name}": 1 - i / 40} for i in range(30)]
     guard = Guard(GuardConfig(), learn_steps=8)
-    guard.penalties = {"penalty"}
-    assert (walk(guard, steps) == []) == (name != "format")
+    guard.paying = ["exact", "format", "host:80/reward", "unseen"]
+    assert [signal for _, signal in walk(guard, steps)] == [f"reward/{name}"] * (name in guard.paying)
 
 
 def test_gold_between_evaluations_and_images_far_from_the_base():
