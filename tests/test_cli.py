@@ -153,12 +153,16 @@ def test_settings_reach_a_run_as_they_were_written_and_a_pipeline_as_numbers(tmp
     assert {name: seen[name] for name in NUMBERS} == {name: NUMBERS[name][name in read] for name in NUMBERS}
 
 
+ABSENT = ("torch", "wandb", "num2words")
+
+
 def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in ("torch", "wandb") else "1.0")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in ABSENT else "1.0")
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     lines = list(doctor.told())
     assert any(line.startswith("missing  torch: bash scripts/setup.sh") for line in lines)
     assert "without  wandb, for --use_wandb: pip install 'lightrft_visual[wandb]'" in lines
+    assert "without  num2words, for the processor of SmolVLM: pip install num2words" in lines
     assert any(line.startswith("device   ") for line in lines)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from ..config.vl import AlgorithmConfig
 from ..runtime.collectives import all_gather_object, all_reduce_sum
@@ -16,6 +17,7 @@ from ..runtime.seeding import derive_seed
 from .policy_losses import LossInputs, TokenLoss, old_log_ratio, ppo_loss
 
 T = torch.Tensor
+ROUNDING = 0.01  # log ratio that forwards in bf16 may differ by; its sign says nothing
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ def clip_cov_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
 
 def kl_cov_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """KL-Cov: -ratio * A without a clip; the chosen tokens pay kl_cov_coef * |log ratio|, as in the authors' code."""
+    """KL-Cov: -ratio * A without a clip; the chosen tokens pay kl_cov_coef * |log ratio|, smoothed below ROUNDING."""
     chosen, log_ratio = _chosen(inputs, "kl_cov"), old_log_ratio(inputs)
     values = -log_ratio.exp() * inputs.advantages
-    return TokenLoss(values + torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0.0), chosen)
+    moved = F.smooth_l1_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", beta=ROUNDING)
+    return TokenLoss(values + torch.where(chosen, config.kl_cov_coef * moved, 0.0), chosen)
 
 
 def clip_cov_tokens(inputs: ChoiceInputs, config: AlgorithmConfig) -> list[T]:

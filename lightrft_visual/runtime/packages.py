@@ -17,6 +17,7 @@ OPTIONAL = {
     "bokeh": ("report.html", "pip install bokeh"),
     "fastapi": ("serve-reward", "pip install fastapi uvicorn"),
     "imageio": ("videos that are drawn", "pip install 'imageio[ffmpeg]'"),
+    "num2words": ("the processor of SmolVLM", "pip install num2words"),
     "rapidocr": ("the scorer ocr", "pip install 'lightrft_visual[diffusion-rewards]'"),
     "mathruler": ("the scorer geometry3k", "pip install mathruler pylatexenc"),
     "scipy": ("the detector of the scorer geneval", "pip install 'lightrft_visual[diffusion-rewards]'"),

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft_visual.algorithms.covariance import ChoiceInputs, clip_cov_tokens, kl_cov_tokens
+from lightrft_visual.algorithms.covariance import ROUNDING, ChoiceInputs, clip_cov_tokens, kl_cov_tokens
 from lightrft_visual.algorithms.policy_losses import LossDenominators, LossInputs, policy_loss
 from lightrft_visual.config.vl import AlgorithmConfig
 
 
-def pair(name, advantage=1.0, **config):
-    """Two tokens of ratio 1.1, the second one chosen: (loss, gradients, clip fraction)."""
-    log_probs = torch.full((1, 2), math.log(1.1), requires_grad=True)
+def pair(name, advantage=1.0, ratio=1.1, **config):
+    """Two tokens of one ratio, the second one chosen: (loss, gradients, clip fraction)."""
+    log_probs = torch.full((1, 2), math.log(ratio), requires_grad=True)
     chosen = torch.tensor([[False, True]])
     inputs = LossInputs(log_probs, torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2).bool())
     outputs = policy_loss(
@@ -31,8 +31,13 @@ def test_clip_cov_by_hand():
 
 def test_kl_cov_by_hand():
     loss, slopes, clipped = pair("kl_cov", 2.0, kl_cov_coef=3.0)
-    assert loss == pytest.approx((-2.2 + (-2.2 + 3 * math.log(1.1))) / 2)
+    assert loss == pytest.approx((-2.2 + (-2.2 + 3 * (math.log(1.1) - ROUNDING / 2))) / 2)
     assert slopes == pytest.approx([-1.1, (-2.2 + 3) / 2]) and clipped == 0.5
+
+
+@pytest.mark.parametrize("rounding", [0.0, 2.4e-7, -2.4e-7])
+def test_kl_cov_of_samples_of_the_policy_itself_is_the_policy_gradient_whatever_the_rounding(rounding):
+    assert pair("kl_cov", 2.0, 1 + rounding)[1] == pytest.approx([-1.0, -1.0], abs=1e-4)
 
 
 def choices(size=8, junk=0.0):

@@ -180,9 +180,10 @@ def through_active_experts(model: PreTrainedModel) -> None:
 
     Kernels that group tokens by expert do not run on meta tensors of every type. A dense model is left as it is.
     """
-    if count_experts(model.config) and model._can_set_experts_implementation():
+    decoder = model.get_decoder()  # a class around it need not know of experts
+    if count_experts(model.config) and decoder._can_set_experts_implementation():
         ALL_EXPERTS_FUNCTIONS["active"] = _active_experts
-        model.set_experts_implementation("active")
+        decoder.set_experts_implementation("active")
 
 
 def _active_experts(self: Any, hidden: T, chosen: T, weights: T) -> T:

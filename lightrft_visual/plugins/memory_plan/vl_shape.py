@@ -105,7 +105,7 @@ class VLShape:
         if self.tower is None:
             return 0.0, 0.0, 0.0
         vision = self.model_config.vision_config
-        per_token = _merged(vision)
+        per_token = _merged(self.model_config)
         if per_token is None:  # tiles of one size, each with a number of tokens of its own
             tokens = self.family.tokens_per_image or 256
             size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
@@ -295,8 +295,11 @@ def _side(vision) -> int:
     return vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
 
 
-def _merged(vision) -> int | None:
+def _merged(config) -> int | None:
     """Patches along a side that are one token; None where images are tiles of one size."""
+    vision = config.vision_config
     names = ("spatial_merge_size", "pooling_kernel_size", "merge_kernel_size")
     found = next((size for name in names if (size := getattr(vision, name, None)) is not None), None)
+    if found is None and (vision.model_type == "pixtral" or getattr(vision, "image_size", None) is None):
+        return getattr(config, "spatial_merge_size", getattr(config, "downsample_factor", 1))
     return found if found is None or isinstance(found, int) else found[0]

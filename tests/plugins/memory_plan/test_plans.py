@@ -6,7 +6,7 @@ import pytest
 import tiny_families
 import torch
 from shipped import EXPERIMENTS, parsed
-from stock_families import STOCK
+from stock_families import PLAIN, STOCK
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -259,13 +259,23 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "embedded"), [("internvl", True), ("qwen2", True), ("gemma4", False), ("smolvlm", False)]
+    ("family", "embedded"),
+    [
+        ("internvl", True),
+        ("qwen2", True),
+        ("gemma4", False),
+        ("smolvlm", False),
+        ("kimi_k25", False),
+        ("lfm2_vl", False),
+        ("video_llama_3", False),
+    ],
 )
 def test_a_family_is_planned_and_fits(family: str, embedded: bool, tmp_path) -> None:
-    """With tiles and no grid, with text alone; without an adapter, with patches of a size and with tiles."""
+    """With tiles and no grid, with text alone; without an adapter, with patches of a size and with tiles; with experts
+    in a class that does not know of them; with towers that name no size."""
     named = ["--embedded_family", family]
     if not embedded:
-        STOCK[family]()[0].save_pretrained(tmp_path)
+        (STOCK | PLAIN)[family]()[0].save_pretrained(tmp_path)
         named = ["--pretrain", str(tmp_path)]
     assert plan_of(*named, "--plan_device", "cpu").fits
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from moe import KIND
-from stock_families import STOCK
+from stock_families import PLAIN, STOCK
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
@@ -145,3 +145,20 @@ def test_activations_are_those_of_the_active_experts():
     one = tokens * width * (64 + 4 * 48)  # what a token's way through an expert keeps at least: input, gate, up, both
     assert kept[8, 4] - kept[8, 2] >= 2 * layers * one
     assert kept[24, 2] - kept[8, 2] <= layers * tokens * 16 * 16  # scores of the routers alone
+
+
+@pytest.mark.parametrize("kind", ["kimi_k25", "qwen3_vl_moe"])
+def test_experts_hold_what_they_do_whatever_class_is_around_them(kind: str) -> None:
+    """In float32 too, where grouped products do not run on meta tensors."""
+    shape = VLShape(RunConfig(model=ModelConfig(bf16=False)), STOCK[kind]()[0])
+    assert shape.whole.get_decoder().config._experts_implementation == "active"
+    assert shape._decoded(BATCH, backward=True).kept > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"), [("lfm2_vl", 2), ("video_llama_3", 1), ("mistral3", 2), ("pixtral", 1), ("qwen2_5_vl", 2)]
+)
+def test_images_of_any_size_have_as_many_patches_as_their_tokens_merge(kind: str, side: int) -> None:
+    shape = VLShape(RunConfig(), (STOCK | PLAIN)[kind]()[0])
+    longest = shape.config.rollout.prompt_max_len
+    assert shape.media_bytes()[:2] == (longest, longest * side**2)
