@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from ..config.vl import AlgorithmConfig
 from ..runtime.collectives import all_gather_object, all_reduce_sum
@@ -17,7 +16,7 @@ from ..runtime.seeding import derive_seed
 from .policy_losses import LossInputs, TokenLoss, old_log_ratio, ppo_loss
 
 T = torch.Tensor
-ROUNDING = 0.01  # log ratio that forwards in bf16 may differ by; its sign says nothing
+ROUNDING = 1e-3  # log ratio whose sign may say nothing
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,12 @@ def clip_cov_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
 
 
 def kl_cov_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
-    """KL-Cov: -ratio * A without a clip; the chosen tokens pay kl_cov_coef * |log ratio|, smoothed below ROUNDING."""
+    """KL-Cov: -ratio * A without a clip; the chosen tokens pay kl_cov_coef * |log ratio|, below ROUNDING its square
+    over that: else the sign of rounding would decide the first update."""
     chosen, log_ratio = _chosen(inputs, "kl_cov"), old_log_ratio(inputs)
     values = -log_ratio.exp() * inputs.advantages
-    moved = F.smooth_l1_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", beta=ROUNDING)
+    moved = log_ratio.abs()
+    moved = torch.where(moved < ROUNDING, moved.square() / ROUNDING, moved)
     return TokenLoss(values + torch.where(chosen, config.kl_cov_coef * moved, 0.0), chosen)
 
 
