@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, DeepseekVLHybridImageProcessor, DeepseekVLHybridProcessor
+from stock_families import PLAIN
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    DeepseekVLHybridImageProcessor,
+    DeepseekVLHybridProcessor,
+)
 
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -117,3 +123,14 @@ def test_plain_types_and_layers_of_other_kinds_pass_as_they_are_compared_at_star
 def test_other_layers_with_a_state_are_not_packed(model_type):
     with pytest.raises(ConfigError, match=f"packing_samples is not proven for model type '{model_type}'; train it"):
         family_of(config_of(model_type)).require_packing()
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_tower_and_projector_of_a_type_that_the_plain_adapter_runs_are_known_by_name(model_type):
+    """They are frozen, have learning rates of their own, and are counted by the memory plan by these names."""
+    config = PLAIN[model_type]()[0]
+    family = family_of(config)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    assert len(modules & {*family.towers}) == 1 and modules & {*family.projectors}

@@ -48,10 +48,10 @@ class VLMFamily(MediaConventions):
     draws: ClassVar[bool] = False
     packed: ClassVar[tuple[str, ...]] = ()
     texts: ClassVar[tuple[str, ...]] = ()
-    towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model")
+    towers: ClassVar[tuple[str, ...]] = ("visual", "vision_tower", "vision_model", "vision_encoder")
     projectors: ClassVar[tuple[str, ...]] = (
         "merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "mm_projector",
-        "embed_vision",
+        "embed_vision", "projector", "vision_projection", "visual_embeddings_table",
     )  # fmt: skip
     vision_tokens: ClassVar[tuple[str, ...]] = ()
     served: ClassVar[bool] = True
