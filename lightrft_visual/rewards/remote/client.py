@@ -243,12 +243,17 @@ def _read(data: bytes | None, decode: Callable[[Any], Any]) -> Any:
 
 
 def token_from_env(variable: str | None) -> str | None:
-    """The token in an environment variable; ConfigError when a variable is named and not set."""
+    """The token in an environment variable, without white space around it; ConfigError when a variable is named and
+    not set, or holds what no header can."""
     if variable is None:
         return None
-    if not os.environ.get(variable):
-        raise ConfigError(f"the environment variable {variable}, which should hold the reward token, is not set")
-    return os.environ[variable]
+    told = f"the environment variable {variable}, which should hold the reward token,"
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ConfigError(f"{told} is not set")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{told} holds characters that no HTTP header can: give a token of printable ASCII")
+    return token
 
 
 def _said(data: bytes | None, token: str | None) -> str:

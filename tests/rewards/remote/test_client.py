@@ -15,6 +15,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer, Handler, closed_port
 
+from lightrft_visual import serve_reward
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -237,6 +238,24 @@ def test_bearer_token_from_the_environment(monkeypatch):
     monkeypatch.delenv("MY_TOKEN")
     with pytest.raises(ConfigError, match="MY_TOKEN"):
         run("http://127.0.0.1:1/x", [make_samples(["a"])], reward_token_env="MY_TOKEN")
+
+
+def test_white_space_around_a_token_is_no_part_of_it(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", " s3cret\r\n")
+    with FaultyServer() as server:
+        assert run(f"{server.base}/good", [make_samples(["a"])], reward_token_env="MY_TOKEN").valid.all()
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("token", ["s3cret-\u00e9", "s3cret\nX-Other: 1", "s3cret\x7f"])
+def test_a_token_that_no_header_can_hold_is_refused_by_client_and_server_and_not_shown(token, monkeypatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", token)
+    with pytest.raises(ConfigError, match="MY_TOKEN.*printable ASCII") as caught:
+        check_reward_config(RewardConfig(remote_rm_url="http://h/r", reward_token_env="MY_TOKEN"))
+    monkeypatch.setattr("lightrft_visual.rewards.remote.server.serve", lambda *_: pytest.fail("it was served"))
+    assert serve_reward.main(["--token_env", "MY_TOKEN"]) == 2
+    told = capsys.readouterr().err
+    assert "MY_TOKEN" in told and "s3cret" not in told + str(caught.value)
 
 
 @pytest.mark.parametrize(
