@@ -148,6 +148,21 @@ def test_queued_requests_to_a_dead_server_or_a_gateway_without_its_server_fail_a
     assert not result.valid.any() and server.calls[kind] in ((2,) if kind == "hang" else range(10))
 
 
+def test_a_server_that_hangs_after_answers_is_given_up_and_one_that_is_slow_for_some_requests_is_not(monkeypatch):
+    monkeypatch.setattr("lightrft_visual.rewards.remote.client.SILENCE", 1)
+
+    def answer(handler, kind, body, call):
+        if call not in (1, 5):
+            handler.server.owner.released.wait(30)
+        handler.reply(200, {"rewards": [1.0]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    outputs = [make_samples(["a"], first_id=i) for i in range(20)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=2, reward_timeout=1.0)
+    assert int(result.valid.sum()) == 2 and server.calls["any"] < 13  # three in a row cost nobody else an answer
+
+
 def test_images_arrive_byte_equal_or_as_jpeg_in_order_with_missing_ones_in_place_and_encoded_once(monkeypatch):
     from lightrft_visual.rewards import imaging
 
