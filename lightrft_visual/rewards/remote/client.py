@@ -40,7 +40,8 @@ def check_url(url: str) -> None:
     """Raise ConfigError unless the URL is http(s) with a host, and holds no secret: URLs are written to files."""
     if web_address(url) is None:
         raise ConfigError(f"reward URL {shown_url(url)!r}: write it as http://host:port/path")
-    if mask_urls(url) != url:
+    whole = url.replace(",", "%2C")  # in other texts a comma ends a URL
+    if mask_urls(whole) != whole:
         raise ConfigError(
             f"reward URL {shown_url(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
