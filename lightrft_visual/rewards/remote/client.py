@@ -32,6 +32,7 @@ LONGEST_SAID = 2000
 SHOWN_ANSWER = 200  # characters of the answer of a server that is not ours
 ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{60,}")  # base64
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
+OF_THE_REQUEST = (400, 413, 422)  # another replica would say the same
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
 SILENCE = 8  # requests in a row, beyond those in flight at once, without an answer of a server that gave some: it hangs
 
@@ -221,7 +222,7 @@ class RemoteClient:
         raise RequestFailed(
             f"{name}: HTTP {status}{_said(data, self._token)}",
             retry=busy,
-            move=busy,
+            move=status not in OF_THE_REQUEST,
             wait=float(wait) if wait.isascii() and wait.isdigit() else 0.0,
             answered=status not in GATEWAY_ALONE,
         )

@@ -129,13 +129,20 @@ def test_a_server_killed_and_restarted_is_waited_for():
     assert result.score.tolist() == [0.25, 1.25] and revived[0].calls["good"] == 1
 
 
-@pytest.mark.parametrize("broken", ["refused", "hang", "html"])
+@pytest.mark.parametrize("broken", ["refused", "hang", "html", "302", "401", "404"])
 def test_failover_to_another_replica(broken):
     with FaultyServer() as server:
         base = f"http://127.0.0.1:{closed_port()}" if broken == "refused" else server.base
         outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(4)]
         result = run(f"{base}/{broken}|{server.base}/good", outputs, reward_timeout=4.0, reward_retries=0)
     assert result.valid.all() and result.score.tolist() == [0.25, 1.25] * 4
+
+
+@pytest.mark.parametrize("kind", ["400", "413", "422"])
+def test_a_request_that_one_replica_calls_wrong_is_not_sent_to_another(kind):
+    with FaultyServer() as server:
+        result = run(f"{server.base}/{kind}|{server.base}/good", [make_samples(["a"])])
+    assert not result.valid.any() and server.calls == {kind: 1}
 
 
 @pytest.mark.parametrize("kind", ["hang", "504"])
