@@ -98,6 +98,10 @@ def test_numbers_that_json_lacks_are_null():
         (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
         (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
         (["--host", "0.0.0.0"], "set a token"),
+        (["--max_batch", "0"], "--max_batch is 0; give a number of at least 1"),
+        (["--max_wait", "-1"], "--max_wait is -1.0; give a number of at least 0"),
+        (["--max_wait", "nan"], "--max_wait is nan"),
+        (["--max_body_mb", "-1"], "--max_body_mb is -1; give a number of at least 1"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
