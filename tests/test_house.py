@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2286, "experience": 3164, "config": 4878, "runtime": 5646, "data": 3304,
-    "models": 5879, "rollout": 5100, "rewards": 4169, "algorithms": 1818, "trainer": 7317, "observe": 3520,
+    "models": 5879, "rollout": 5100, "rewards": 4172, "algorithms": 1818, "trainer": 7317, "observe": 3520,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
