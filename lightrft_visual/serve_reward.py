@@ -9,6 +9,7 @@ It prints `serving on http://HOST:PORT/reward`; give that address to a run as --
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the process is ended; the exit code is 2 where the settings are wrong."""
     arguments = build_parser().parse_args(argv)
     try:
+        for name, least in (("max_batch", 1), ("max_wait", 0), ("max_body_mb", 1)):
+            if not least <= (given := getattr(arguments, name)) < math.inf:
+                raise ConfigError(f"--{name} is {given}; give a number of at least {least}")
         _ = registry.scorers[arguments.scorer]  # names are checked before torch is loaded
         from .rewards.remote.client import token_from_env
         from .rewards.remote.server import ServerSettings, create_app, serve

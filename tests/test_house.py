@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2282, "experience": 3164, "config": 4862, "runtime": 5646, "data": 3304,
-    "models": 5881, "rollout": 5099, "rewards": 4158, "algorithms": 1822, "trainer": 7317, "observe": 3518,
+    "": 2286, "experience": 3164, "config": 4878, "runtime": 5647, "data": 3304,
+    "models": 5881, "rollout": 5100, "rewards": 4177, "algorithms": 1822, "trainer": 7317, "observe": 3518,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

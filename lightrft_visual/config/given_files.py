@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,23 @@ NO_REWARD = (
     "--reward_recipe"
 )
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
+QUERY = re.compile(r"://[^|]*\?[^|]*$")  # a URL, or the last of replicas, with a query
+ENTRY = re.compile(r"\s|([A-Za-z_][\w-]*=)?([A-Za-z][\w+.-]*://|\S*\.py\s*$)")  # a URL or a file, named or not
 NAMED = re.compile(r"([^,=:]+\.py):(\w+)")
+
+
+def split_list(value: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Entries of a comma-separated string or of a list, without empty ones. In the query of a URL a comma separates
+    only before what is an entry by itself."""
+    if not isinstance(value, str | Path):
+        return [name for entry in value or () if (name := str(entry).strip())]
+    entries: list[str] = []
+    for part in filter(str.strip, str(value).split(",")):
+        if entries and QUERY.search(entries[-1]) and not ENTRY.match(part):
+            entries[-1] += f",{part.rstrip()}"
+        else:
+            entries.append(part.strip())
+    return entries
 
 
 def located(path: str | Path) -> Path:
@@ -117,7 +133,7 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
     folder = given(config.output, "resume_from") or "auto"
     if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
-    for url in filter(None, re.split(r"[,|]", given(config.reward, "remote_rm_url") or "")):
+    for url in filter(None, "|".join(split_list(given(config.reward, "remote_rm_url"))).split("|")):
         if "://" not in url and "=" not in url and not url.strip().endswith(".py"):
             yield f"--remote_rm_url: {shown_url(url.strip())!r}: write it as http://host:port/path"
     if given(config.reward, "reward_recipe") or given(config.reward, "components"):

@@ -308,7 +308,7 @@ class Scores:
 class Source(ABC):
     """Scores a batch. `name` is what errors and metrics call it. A source may also have `all_ranks`: each rank may hold
     a part of it, so all run it at once, one without samples for it too; `reads_images`: it asks for the prompts'
-    images; and `uses_device`: it computes on this process's accelerator."""
+    images; `uses_device`: it computes on this process's accelerator; and `parts`: the sources that it is made of."""
 
     name: str
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from ..config.given_files import split_list
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
-from .registry import Catalogue, check_scorer, find_scorer, split_list
+from .registry import Catalogue, check_scorer, find_scorer
 from .remote.client import check_url, token_from_env
 
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}

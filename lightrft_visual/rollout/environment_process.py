@@ -149,7 +149,10 @@ class EpisodeServer:
                 self._begin(given)
             if self._held is None:
                 raise EnvironmentFailure("it was never reset")
-            return {"done": pack(getattr(self._held, what)(*(() if what == "close" else (given,))))}
+            answer = {"done": pack(getattr(self._held, what)(*(() if what == "close" else (given,))))}
+            if len(json.dumps(answer)) > MOST_BYTES:
+                raise EnvironmentFailure("its answer is too large")
+            return answer
         except EnvironmentFailure as failure:
             return {"failure": f"{what}: {failure}"}
         except BaseException as error:
@@ -172,8 +175,6 @@ def _serve_episode(pipe: Pipe, server: EpisodeServer) -> None:
         except (EOFError, OSError):
             return
         answer = answer_call(server, payload, pipe.send)
-        if len(json.dumps(answer)) > MOST_BYTES:
-            answer = {"result": {"failure": "its answer is too large"}}
         try:
             pipe.send(answer)
         except OSError:  # the other side has given up

@@ -35,6 +35,7 @@ GIVEN = {  # what is no answer
     "endless_text": lambda: ("a" * 5_000_000, 0.0, False, {}),
     "many_images": lambda: ([Image.new("RGB", (4_000, 4_000))] * 10, 0.0, False, {}),
     "deep": lambda: ("a", 0.0, False, {"deep": _deep()}),
+    "long_number": lambda: ("a", 0.0, False, {"n": 10**5000}),
 }
 
 
@@ -174,7 +175,8 @@ TOLD = {
     "error_of_error": "cannot be had", "async_raises": "raised ValueError: later", "holds_every_thread": LATE,
     "ignores_signals": LATE, "stops_itself": LATE, "segfault": ENDED, "kills_group": ENDED, "nan": "finite",
     "info_object": "a object cannot leave", "huge_image": "too large", "endless_text": "too long",
-    "many_images": "too large", "deep": "raised RecursionError", "writes_on_its_socket": "no answer", "prints": None,
+    "many_images": "too large", "deep": "raised RecursionError", "long_number": "raised ValueError: Exceeds the limit",
+    "writes_on_its_socket": "no answer", "prints": None,
     "closes_streams": None, "changes_folder": None, "changes_past": None, "forks": None, "leaves_a_child": None,
     "alarm": None, "numpy": None, "close_hangs": None,
 }  # fmt: skip

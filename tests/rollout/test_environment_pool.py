@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bad_environment import SECONDS, TOLD, kinds
+from bad_environment import SECONDS, TOLD, Bad, kinds
 from episode_rig import batch_of, rig_of, stage_of
 from PIL import Image
 from tiny_models import checkpoint_of
@@ -22,7 +22,7 @@ from lightrft_visual.data.media import Video, load_image
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import Rollout, SamplingSettings
 from lightrft_visual.rollout.environment_pool import ProcessHost, runs_apart
-from lightrft_visual.rollout.environment_process import pack, unpack
+from lightrft_visual.rollout.environment_process import EpisodeServer, pack, unpack
 from lightrft_visual.rollout.environments import Action, EnvironmentFailure, Observation, StepResult, ToolCall
 from lightrft_visual.rollout.episodes import EpisodeLimits
 
@@ -273,6 +273,22 @@ def test_row_that_cannot_go_to_a_process_fails_its_episode_alone():
                 host.reset(episode, {**row_of("good"), "column": column}).result(timeout=60)
         host.reset(2, row_of("good")).result(timeout=60)
         assert host.step(2, Action("go on")).result(timeout=60).reward == 0.5
+
+
+def test_answer_that_json_cannot_hold_fails_its_step_with_the_cause_alone(capfd):
+    with closing(ProcessHost(EpisodeConfig(environment=f"{FILE}:Bad", env_timeout=10.0))) as host:
+        host.reset(0, row_of("long_number")).result(timeout=60)
+        with pytest.raises(EnvironmentFailure, match="step raised ValueError: Exceeds the limit"):
+            host.step(0, Action("go on")).result(timeout=60)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_answer_of_too_many_bytes_fails_its_step(monkeypatch):
+    server = EpisodeServer(Bad)
+    server("reset", row_of("good"))
+    assert server("step", Action("go on"))["done"]
+    monkeypatch.setattr("lightrft_visual.rollout.environment_process.MOST_BYTES", 100)
+    assert server("step", Action("go on")) == {"failure": "step: its answer is too large"}
 
 
 def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_the_limit_of_files_fails():

@@ -29,7 +29,8 @@ class MultiScorer(Source):
         if not entries:
             raise ConfigError("multi: every component has weight 0")
         self._sources = [(entry, self._catalogue.resolve(entry, {})) for entry in entries]
-        self.uses_device = any(getattr(source, "uses_device", False) for _, source in self._sources)
+        self.parts = [source for _, source in self._sources]
+        self.uses_device = any(getattr(part, "uses_device", False) for part in self.parts)
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """The weighted sum, with every component beside it."""

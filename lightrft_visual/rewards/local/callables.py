@@ -304,8 +304,10 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "turns": lambda batch: [turns_of(episode) for episode in batch.episodes] or [[] for _ in range(len(batch))],
     "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
-# Given to a signature that names them, not to **kwargs; what is of edits and episodes also to **kwargs there.
-ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images", "turns", "environment_rewards")
+# Given to a signature that names them, not to **kwargs; what is of tokens, edits and episodes also to **kwargs there.
+ON_DEMAND = (
+    "frames", "labels_or_references", "prompt", "completion_ids", "source_images", "turns", "environment_rewards",
+)  # fmt: skip
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
@@ -373,6 +375,7 @@ def _bind(
         usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
         more = ["source_images"] if any(batch.source_images) else []
         more += ["turns", "environment_rewards"] if batch.episodes else []
+        more += ["completion_ids"] if batch.completion_tokens else []
         wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
         wanted |= dict.fromkeys(given)

@@ -32,14 +32,17 @@ LONGEST_SAID = 2000
 SHOWN_ANSWER = 200  # characters of the answer of a server that is not ours
 ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{60,}")  # base64
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
+OF_THE_REQUEST = (400, 413, 422)  # another replica would say the same
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
+SILENCE = 8  # requests in a row, beyond those in flight at once, without an answer of a server that gave some: it hangs
 
 
 def check_url(url: str) -> None:
     """Raise ConfigError unless the URL is http(s) with a host, and holds no secret: URLs are written to files."""
     if web_address(url) is None:
         raise ConfigError(f"reward URL {shown_url(url)!r}: write it as http://host:port/path")
-    if mask_urls(url) != url:
+    whole = url.replace(",", "%2C")  # in other texts a comma ends a URL
+    if mask_urls(whole) != whole:
         raise ConfigError(
             f"reward URL {shown_url(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
@@ -69,10 +72,19 @@ class RequestFailed(Exception):
 class Phase:
     """What one scoring call has learned about one reward: queued requests to a dead server fail at once.
 
-    answered: there was an answer of any kind, so the server is not dead. gave_up: why a request got none at all."""
+    answered: there was an answer of any kind. silent: requests that got none since the last one, and why, gave_up."""
 
     answered: bool = False
-    gave_up: str | None = None
+    silent: int = 0
+    gave_up: str = ""
+
+    def heard(self) -> None:
+        """There is an answer."""
+        self.answered, self.silent = True, 0
+
+    def dead(self, slots: int) -> bool:
+        """Whether the server gives no answers any more, though it may be slow: never one, or none to many requests."""
+        return self.silent > (slots + SILENCE if self.answered else 0)
 
 
 @dataclass
@@ -88,12 +100,13 @@ class Exchange:
     deadline: float | None = None
     replied: tuple[int, bytes | None] | None = None
 
-    def start(self, seconds: float) -> None:
-        """Begin the time limit, once. Raises RequestFailed when requests before this one found the server dead."""
+    def start(self, seconds: float, slots: int) -> None:
+        """Begin the time limit, once. Raises RequestFailed when requests before this one found the server dead.
+        slots: requests in flight at once."""
         if self.deadline is not None:
             return
         self.deadline = time.monotonic() + seconds
-        if self.phase.gave_up is not None and not self.phase.answered:
+        if self.phase.dead(slots):
             raise RequestFailed(self.phase.gave_up, retry=False, answered=False)
 
 
@@ -148,6 +161,7 @@ class RemoteClient:
                 ):
                     told = f"{failure} (asked {attempt} times)" if attempt > 1 else str(failure)
                     if not failure.answered:
+                        exchange.phase.silent += 1
                         exchange.phase.gave_up = told
                     raise RequestFailed(told, retry=False, answered=failure.answered) from None
             await asyncio.sleep(wait)
@@ -163,19 +177,20 @@ class RemoteClient:
         failures: list[RequestFailed] = []
         for position, url in enumerate(order):
             async with self._slots:
-                exchange.start(self.config.reward_timeout)
+                exchange.start(self.config.reward_timeout, self.config.reward_concurrency)
                 left = max(0.0, exchange.deadline - time.monotonic()) / (len(order) - position)
                 try:
                     result = await self._attempt(url, exchange, left)
                 except RequestFailed as failure:
                     self._failed_at[url] = time.monotonic()
-                    exchange.phase.answered |= failure.answered
+                    if failure.answered:
+                        exchange.phase.heard()
                     failures.append(failure)
                     if failure.move:
                         continue
                     break
             self._failed_at.pop(url, None)
-            exchange.phase.answered = True
+            exchange.phase.heard()
             return result
         raise next((f for f in failures if f.retry), failures[-1])
 
@@ -207,7 +222,7 @@ class RemoteClient:
         raise RequestFailed(
             f"{name}: HTTP {status}{_said(data, self._token)}",
             retry=busy,
-            move=busy,
+            move=status not in OF_THE_REQUEST,
             wait=float(wait) if wait.isascii() and wait.isdigit() else 0.0,
             answered=status not in GATEWAY_ALONE,
         )
@@ -243,12 +258,17 @@ def _read(data: bytes | None, decode: Callable[[Any], Any]) -> Any:
 
 
 def token_from_env(variable: str | None) -> str | None:
-    """The token in an environment variable; ConfigError when a variable is named and not set."""
+    """The token in an environment variable, without white space around it; ConfigError when a variable is named and
+    not set, or holds what no header can."""
     if variable is None:
         return None
-    if not os.environ.get(variable):
-        raise ConfigError(f"the environment variable {variable}, which should hold the reward token, is not set")
-    return os.environ[variable]
+    told = f"the environment variable {variable}, which should hold the reward token,"
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ConfigError(f"{told} is not set")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{told} holds characters that no HTTP header can: give a token of printable ASCII")
+    return token
 
 
 def _said(data: bytes | None, token: str | None) -> str:

@@ -158,10 +158,10 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
     """
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
-    if isinstance(source, CallableSource):
-        for name in (name for name in NOT_SENT if name in source.signature.required):
-            raise ConfigError(f"reward function {source.name} asks for {name!r}, which no request to a server holds")
-        source.signature.names = [name for name in source.signature.names if name not in NOT_SENT]
+    for part in (part for part in getattr(source, "parts", [source]) if isinstance(part, CallableSource)):
+        for name in (name for name in NOT_SENT if name in part.signature.required):
+            raise ConfigError(f"reward function {part.name} asks for {name!r}, which no request to a server holds")
+        part.signature.names = [name for name in part.signature.names if name not in NOT_SENT]
     batchers: list[Batcher] = []  # one while the application runs; it belongs to that run's event loop
 
     @asynccontextmanager

@@ -15,6 +15,8 @@ from PIL import Image
 from reward_rollouts import make_samples
 from reward_servers import FaultyServer, Handler, closed_port
 
+from lightrft_visual import serve_reward
+from lightrft_visual.config.given_files import split_list
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -127,13 +129,20 @@ def test_a_server_killed_and_restarted_is_waited_for():
     assert result.score.tolist() == [0.25, 1.25] and revived[0].calls["good"] == 1
 
 
-@pytest.mark.parametrize("broken", ["refused", "hang", "html"])
+@pytest.mark.parametrize("broken", ["refused", "hang", "html", "302", "401", "404"])
 def test_failover_to_another_replica(broken):
     with FaultyServer() as server:
         base = f"http://127.0.0.1:{closed_port()}" if broken == "refused" else server.base
         outputs = [make_samples(["a", "b"], first_id=2 * i) for i in range(4)]
         result = run(f"{base}/{broken}|{server.base}/good", outputs, reward_timeout=4.0, reward_retries=0)
     assert result.valid.all() and result.score.tolist() == [0.25, 1.25] * 4
+
+
+@pytest.mark.parametrize("kind", ["400", "413", "422"])
+def test_a_request_that_one_replica_calls_wrong_is_not_sent_to_another(kind):
+    with FaultyServer() as server:
+        result = run(f"{server.base}/{kind}|{server.base}/good", [make_samples(["a"])])
+    assert not result.valid.any() and server.calls == {kind: 1}
 
 
 @pytest.mark.parametrize("kind", ["hang", "504"])
@@ -145,6 +154,21 @@ def test_queued_requests_to_a_dead_server_or_a_gateway_without_its_server_fail_a
         result = run(f"{server.base}/{kind}", outputs, reward_concurrency=2, **limits)
         assert time.monotonic() - started < 9  # not 10 / 2 deadlines of 2 s
     assert not result.valid.any() and server.calls[kind] in ((2,) if kind == "hang" else range(10))
+
+
+def test_a_server_that_hangs_after_answers_is_given_up_and_one_that_is_slow_for_some_requests_is_not(monkeypatch):
+    monkeypatch.setattr("lightrft_visual.rewards.remote.client.SILENCE", 1)
+
+    def answer(handler, kind, body, call):
+        if call not in (1, 5):
+            handler.server.owner.released.wait(30)
+        handler.reply(200, {"rewards": [1.0]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    outputs = [make_samples(["a"], first_id=i) for i in range(20)]
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", outputs, reward_concurrency=2, reward_timeout=1.0)
+    assert int(result.valid.sum()) == 2 and server.calls["any"] < 13  # three in a row cost nobody else an answer
 
 
 def test_images_arrive_byte_equal_or_as_jpeg_in_order_with_missing_ones_in_place_and_encoded_once(monkeypatch):
@@ -239,6 +263,24 @@ def test_bearer_token_from_the_environment(monkeypatch):
         run("http://127.0.0.1:1/x", [make_samples(["a"])], reward_token_env="MY_TOKEN")
 
 
+def test_white_space_around_a_token_is_no_part_of_it(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", " s3cret\r\n")
+    with FaultyServer() as server:
+        assert run(f"{server.base}/good", [make_samples(["a"])], reward_token_env="MY_TOKEN").valid.all()
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("token", ["s3cret-\u00e9", "s3cret\nX-Other: 1", "s3cret\x7f"])
+def test_a_token_that_no_header_can_hold_is_refused_by_client_and_server_and_not_shown(token, monkeypatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", token)
+    with pytest.raises(ConfigError, match="MY_TOKEN.*printable ASCII") as caught:
+        check_reward_config(RewardConfig(remote_rm_url="http://h/r", reward_token_env="MY_TOKEN"))
+    monkeypatch.setattr("lightrft_visual.rewards.remote.server.serve", lambda *_: pytest.fail("it was served"))
+    assert serve_reward.main(["--token_env", "MY_TOKEN"]) == 2
+    told = capsys.readouterr().err
+    assert "MY_TOKEN" in told and "s3cret" not in told + str(caught.value)
+
+
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "ftp://host/x", "http://", "/reward", "http://h:99999/", "http://a b/c"]
 )
@@ -247,6 +289,32 @@ def test_bad_urls(url):
         check_url(url)
     for good in ("http://h/design?signal=1", "http://hf_space:80/r", "http://h/r?author=me"):
         check_url(good)
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("http://h/r?k=1,2", ["http://h/r?k=1,2"]),
+        ("judge=http://h/r?k=1,b=2|http://g/r?k=1,2 , other=http://i/r,j.py", None),
+        ("http://h/r?k=1,other=j.py", ["http://h/r?k=1", "other=j.py"]),
+        ("http://h/r?k=1,2,http://g/r?k=3,4,", ["http://h/r?k=1,2", "http://g/r?k=3,4"]),
+        ("http://h/r,localhost:80", ["http://h/r", "localhost:80"]),
+        ("http://h/r?k=1, localhost:80", ["http://h/r?k=1", "localhost:80"]),
+        ("a.py:f,b.py:g", ["a.py:f", "b.py:g"]),
+    ],
+)
+def test_a_comma_in_the_query_of_a_url_separates_only_before_another_url_or_file(text, entries):
+    several = ["judge=http://h/r?k=1,b=2|http://g/r?k=1,2", "other=http://i/r", "j.py"]
+    assert split_list(text) == (entries or several)
+
+
+def test_a_url_with_a_comma_in_its_query_is_asked_and_a_secret_behind_one_is_refused():
+    with FaultyServer() as server:
+        assert run(f"{server.base}/good/r?k=1,2&metrics=looks,3", [make_samples(["a"])]).valid.all()
+    for url in ("http://h/r?k=1,2&x=hunter2", "http://h/r?k=1,hunter2", "http://h/r?k=1,2|http://g/r?k=1,hunter2"):
+        with pytest.raises(ConfigError, match="reward_token_env") as caught:
+            check_reward_config(RewardConfig(remote_rm_url=url))
+        assert "hunter2" not in str(caught.value)
 
 
 def test_shown_url_holds_no_secret():

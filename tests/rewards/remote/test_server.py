@@ -77,6 +77,17 @@ def test_a_function_with_a_default_for_what_requests_do_not_hold_is_served_witho
     assert post(app, {"queries": ["a"]}).json() == {"rewards": [1.0]}
 
 
+def test_a_function_that_takes_everything_is_not_given_what_requests_do_not_hold():
+    app = create_app(lambda completions, **others: [float("completion_ids" in others)])
+    assert post(app, {"queries": ["a"]}).json() == {"rewards": [0.0]}
+
+
+def test_a_component_that_reads_what_requests_do_not_hold_is_refused_at_the_start():
+    arguments = serve_reward.build_parser().parse_args(["--components", "exact=1", "--components", "environment=1"])
+    with pytest.raises(ConfigError, match="environment asks for 'environment_rewards', which no request"):
+        create_app(serve_reward.build(arguments))
+
+
 def test_none_and_failed_are_told_apart():
     app = create_app(lambda completions: ([1.0, None, Failed("late")], {"m": [1.0, 2.0, 3.0]}))
     reply = post(app, {"queries": ["a", "b", "c"]}).json()
@@ -98,6 +109,10 @@ def test_numbers_that_json_lacks_are_null():
         (["--components", "ocr=abc"], "component 'ocr': weight 'abc' is not a finite number"),
         (["--kwargs", "a=1", "--kwargs", "a.b=2"], "'a.b=2': a has a value already"),
         (["--host", "0.0.0.0"], "set a token"),
+        (["--max_batch", "0"], "--max_batch is 0; give a number of at least 1"),
+        (["--max_wait", "-1"], "--max_wait is -1.0; give a number of at least 0"),
+        (["--max_wait", "nan"], "--max_wait is nan"),
+        (["--max_body_mb", "-1"], "--max_body_mb is -1; give a number of at least 1"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
