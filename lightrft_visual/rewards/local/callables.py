@@ -32,12 +32,11 @@ from ...runtime.usercode.calls import (
     defined_at,
 )
 from ...runtime.usercode.sandbox import signature_of
-from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
+from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
 SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
-MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]
 
 
@@ -131,9 +130,9 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
-    read.extras = {
-        metric_name(key): _read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()
-    }
+    for key, value in metrics.items():
+        numbers, broken = _read_metric(value, f"{name}: metric {key!r}", size)
+        read.extras[metric_name(key)], read.broken[metric_name(key)] = numbers, broken
     return read
 
 
@@ -193,8 +192,9 @@ def problem_of(entry: Any) -> str | None:
     return None
 
 
-def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
-    """(size) float64 from one number a sample or one for all; None and NaN mean no value."""
+def _read_metric(value: Any, what: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(size) float64 from one number a sample or one for all; None and NaN mean no value. (size) bool: which are a NaN
+    that was given, and so no score."""
     one_for_all = isinstance(value, (bool, int, float)) or (
         isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
     )
@@ -202,9 +202,11 @@ def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
     if len(entries) != size:
         raise RewardError(f"reward function {what} has {len(entries)} values for {size} samples")
     try:
-        return torch.tensor([math.nan if entry is None else float(entry) for entry in entries], dtype=torch.float64)
+        numbers = [math.nan if entry is None else float(entry) for entry in entries]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(f"reward function {what} holds something that is not a number") from error
+    broken = [entry is not None and number != number for entry, number in zip(entries, numbers)]
+    return torch.tensor(numbers, dtype=torch.float64), torch.tensor(broken, dtype=torch.bool)
 
 
 class Signature:
