@@ -307,13 +307,15 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
 # Given to a signature that names them, not to **kwargs; what is of edits and episodes also to **kwargs there.
-ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images", "turns", "environment_rewards")
+OF_EPISODES = ("turns", "environment_rewards")
+ON_DEMAND = ("frames", "labels_or_references", "prompt", "source_images", *OF_EPISODES)
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
     "label": lambda batch: batch.labels,
     **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
 }
+ROLES = ("prompts", "labels", "references", "refs")  # a column of such a name may be the one that is read as that
 RESERVED = ("model_reward_list", "label_map", "batch", "device")
 
 
@@ -324,7 +326,8 @@ def check_inputs(
     columns: Collection[str] | None,
     form: str = AUTO,
 ) -> None:
-    """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills.
+    """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills. A
+    warning for one that is filled by the run's own input in place of a column.
 
     Args:
         function: a reward function.
@@ -340,8 +343,11 @@ def check_inputs(
             raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
-    own = _choose(form, function, signature).inputs
-    known = [*INPUTS, *RESERVED, *FALLBACKS, *own, *columns, *settings]
+    chosen = _choose(form, function, signature)
+    own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
+    if taken := [parameter for parameter in signature.names if parameter in own.intersection(columns)]:
+        say_taken(name, ", ".join(taken))
+    known = [*INPUTS, *RESERVED, *FALLBACKS, *chosen.inputs, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
             raise ConfigError(_unknown_input(name, parameter, known))
@@ -374,7 +380,7 @@ def _bind(
     if signature.takes_all and not form.closed:
         usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
         more = ["source_images"] if any(batch.source_images) else []
-        more += ["turns", "environment_rewards"] if batch.episodes else []
+        more += OF_EPISODES if batch.episodes else []
         wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
         wanted |= dict.fromkeys(given)
@@ -382,6 +388,7 @@ def _bind(
         **FALLBACKS,
         **_columns(columns),
         **INPUTS,
+        **_columns(() if batch.episodes else columns.intersection(OF_EPISODES)),
         "batch": lambda batch: batch.select(range(len(batch))),
         **form.inputs,
         **{key: lambda batch, value=value: value for key, value in given.items()},
@@ -413,6 +420,12 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, RewardBatch):
         return RewardBatch(**{name: own(entry, copies) for name, entry in vars(value).items()})
     return value
+
+
+@cache
+def say_taken(name: str, inputs: str) -> None:
+    """Once, though functions are checked more often."""
+    log.warning("reward function %s gets the run's own %s; the columns of these names are in metadata", name, inputs)
 
 
 @cache
