@@ -31,8 +31,8 @@ from lightrft_visual.models.loading import load_transformer, open_checkpoint
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.page import write_report
+from lightrft_visual.rewards.batch import MAX_SCORE
 from lightrft_visual.rewards.imaging import encode_image
-from lightrft_visual.rewards.local.callables import MAX_SCORE
 from lightrft_visual.rewards.remote.client import Exchange, RemoteClient, RequestFailed
 from lightrft_visual.rewards.remote.server import create_app
 from lightrft_visual.rewards.remote.wire import decode_reply

@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2286, "experience": 3164, "config": 4878, "runtime": 5647, "data": 3304,
-    "models": 5881, "rollout": 5100, "rewards": 4177, "algorithms": 1822, "trainer": 7317, "observe": 3518,
+    "models": 5881, "rollout": 5100, "rewards": 4217, "algorithms": 1822, "trainer": 7317, "observe": 3518,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -29,6 +29,7 @@ T = torch.Tensor
 NAN = float("nan")
 VIDEO_FRAMES = 8  # frames of a video that image scorers and judges look at
 LONGEST_NAME = 100
+MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 __all__ = ["Call", "Failed", "RewardBatch", "RewardOutput", "Scores", "ScoringFailed", "batch_from_samples"]
 
 
@@ -261,12 +262,14 @@ class Call:
 @dataclass
 class Scores:
     """One scorer's result for n samples. values (n) float64, NaN where there is no score; failed (n) bool, true where
-    the scorer tried and could not; NaN without `failed` means not applicable. extras: further numbers by name, (n)."""
+    the scorer tried and could not; NaN without `failed` means not applicable. extras: further numbers by name, (n);
+    broken (n) bool by name: where one of them was given and is no number."""
 
     values: T
     failed: T
     extras: dict[str, T] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    broken: dict[str, T] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outcomes: Sequence[float | Failed | None]) -> Scores:
@@ -285,23 +288,30 @@ class Scores:
     def split(self, sizes: Sequence[int]) -> list[Scores]:
         """Consecutive parts of these sizes; `reasons`, which belong to the whole, stay behind."""
         values, failed = self.values.split(list(sizes)), self.failed.split(list(sizes))
-        extras = {name: extra.split(list(sizes)) for name, extra in self.extras.items()}
-        return [
-            Scores(v, f, {name: e[i] for name, e in extras.items()}) for i, (v, f) in enumerate(zip(values, failed))
-        ]
+        named = [{n: e.split(list(sizes)) for n, e in own.items()} for own in (self.extras, self.broken)]
+        parts = [[{n: e[i] for n, e in own.items()} for own in named] for i in range(len(sizes))]
+        return [Scores(v, f, extras, broken=broken) for v, f, (extras, broken) in zip(values, failed, parts)]
+
+    def unusable(self, name: str) -> T:
+        """(n) bool: where this further number could be no score: missing, no number, or beyond ±MAX_SCORE."""
+        if name not in self.extras:
+            return torch.ones_like(self.failed)
+        return self.broken.get(name, torch.zeros_like(self.failed)) | (self.extras[name].abs() > MAX_SCORE)
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """Concatenate; an extra that a part lacks is NaN there."""
+        """Concatenate; an extra that a part lacks is NaN there, and broken."""
         names = {name: None for part in parts for name in part.extras}
         missing = [torch.full_like(part.values, NAN) for part in parts]
         extras = {n: torch.cat([p.extras.get(n, m) for p, m in zip(parts, missing)]) for n in names}
+        broken = {n: torch.cat([p.unusable(n) for p in parts]) for n in names}
         empty = torch.zeros(0)
         return cls(
             torch.cat([part.values for part in parts] or [empty.double()]),
             torch.cat([part.failed for part in parts] or [empty.bool()]),
             extras,
             sum((part.reasons for part in parts), Counter()),
+            broken,
         )
 
 
@@ -455,9 +465,10 @@ def run_jobs(
     columns: dict[int, Column] = {}
     reasons: dict[str, Counter[str]] = {}
     for group, indices, scores in zip(groups, needed, results):
-        reasons[", ".join(dict.fromkeys(job.name for job in group))] = scores.reasons
+        told = reasons.setdefault(", ".join(dict.fromkeys(job.name for job in group)), Counter())
         for job in group:
-            own = pick_output(scores, job.name, job.score_key)
+            own = pick_output(scores, job, indices)
+            told |= own.reasons
             values, failed = scatter(own.values, indices, len(batch)), scatter(own.failed, indices, len(batch), False)
             asked = scatter(torch.ones(len(job.indices), dtype=torch.bool), job.indices, len(batch), False)
             columns[id(job)] = Column(job, values.where(asked & ~failed, NAN), failed & asked, {})
@@ -488,19 +499,30 @@ def _run_all(
     return [pending[i].result() if i in pending else local[i] for i in range(len(jobs))]
 
 
-def pick_output(scores: Scores, name: str, key: str | None) -> Scores:
-    """The output that counts. Raises RewardError when it is not there.
+def pick_output(scores: Scores, job: Job, indices: Sequence[int]) -> Scores:
+    """The output that counts; its samples fail where it is no score. Raises RewardError for that where the source is a
+    function that may not fail, and when the output is not there, but in a server's reply.
 
     Args:
-        scores: of one run of a source.
-        name: of the component, for the error.
-        key: which of the extras counts; None: the main output.
+        scores: of one run of the source.
+        job: whose `score_key` says which of the extras counts; None: the main output.
+        indices: of the samples of `scores`.
     """
-    if key is None or (key not in scores.extras and bool(scores.failed.all())):
+    key, known = job.score_key, job.score_key in scores.extras
+    if key is None or (not known and bool(scores.failed.all())):
         return scores
-    if key not in scores.extras:
-        raise RewardError(f"reward {name} has no output {key!r}; it has: {', '.join(scores.extras) or 'none'}")
-    return Scores(scores.extras[key], scores.failed, scores.extras, scores.reasons)
+    if not known and not isinstance(job.source, StreamingSource):
+        raise RewardError(f"reward {job.name} has no output {key!r}; it has: {', '.join(scores.extras) or 'none'}")
+    asked = torch.isin(torch.tensor(indices), torch.tensor(job.indices))
+    broken = scores.unusable(key) & asked & ~scores.failed
+    reasons, count = Counter(scores.reasons), int(broken.sum())
+    if count:
+        reason = f"output {key!r} is missing, no finite number, or beyond ±{MAX_SCORE:.0e}"
+        if getattr(job.source, "lenient", True) is False:
+            raise RewardError(f"reward {job.name}: {reason}, for {count} of {len(job.indices)} samples")
+        reasons[reason] = count
+    values = scores.extras.get(key, torch.full_like(scores.values, NAN))
+    return Scores(values, scores.failed | broken, scores.extras, reasons)
 
 
 def weighted_sum(columns: Sequence[Column], size: int, may_be_empty: T) -> tuple[T, T]:

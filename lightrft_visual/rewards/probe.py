@@ -235,7 +235,7 @@ class _Probe:
 
     def _take(self, job: Job, scores: Scores) -> str | None:
         """Keep the score. Why there is none, as of `_score`."""
-        scores = pick_output(scores, job.name, job.score_key)
+        scores = pick_output(scores, job, [0])
         reasons = [reason for reason in scores.reasons if not reason.endswith(NOT_SCORED)]
         if bool(scores.failed.any()) and reasons:
             return f"reward {job.name}: {reasons[0]}"

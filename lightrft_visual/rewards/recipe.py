@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from ..config import registry
-from ..config.recipes import SUFFIXES, load_yaml
+from ..config.recipes import SUFFIXES, load_yaml, yaml_value
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
 from ..runtime.files import compose_yaml
@@ -205,7 +205,7 @@ def load_recipe(source: str) -> Recipe:
         raw = load_yaml(file, quote_keys)[0]
     else:
         with refused_as(ConfigError, "the inline reward recipe is not valid YAML"):
-            raw, where = yaml.safe_load(quote_keys(source)), "inline"
+            raw, where = yaml_value(quote_keys(source)), "inline"
         if isinstance(raw, str):
             raise ConfigError(
                 f"reward recipe {source!r}: give a {', '.join(SUFFIXES)} file, or a mapping as inline YAML"

@@ -31,6 +31,19 @@ def test_a_parameter_that_no_column_fills(rewards_file):
         RewardComputationEngine.from_config(recipe, columns={"other"})
 
 
+def test_a_parameter_named_like_an_input_and_a_column_is_told_once(tmp_path, caplog):
+    path = tmp_path / "scores.py"
+    path.write_text(
+        "def mine(completions, ids, labels, device, frames, turns, level):\n    return [0.0] * len(completions)\n"
+    )
+    config = RewardConfig(reward_fn=f"{path}:mine")
+    for _ in range(2):
+        engine_arguments(config, columns={"ids", "labels", "device", "turns", "level", "batch"})
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
+        "reward function mine gets the run's own ids, device; the columns of these names are in metadata"
+    ]
+
+
 def test_a_setting_that_the_function_does_not_take(rewards_file):
     def recipe(function, settings):
         return RewardConfig(reward_recipe=f'{{"*": [[func, "{rewards_file}:{function}", 1.0, {settings}]]}}')

@@ -301,6 +301,39 @@ def test_a_failure_of_a_shared_scorer_is_told_once_with_all_its_objectives(count
     assert caplog.text.count("late") == 1 and "reward x, y: 1 of 2 samples failed" in caplog.text
 
 
+PICKED = {"*": [{"type": "func", "key": "f", "weight": 1.0, "score_key": "quality"}]}
+
+
+@pytest.mark.parametrize("broken", [1e30, float("inf"), float("nan")])
+def test_a_picked_output_that_is_no_score_is_an_error_of_its_function(broken):
+    def f(completions):
+        return {"rewards": [0.0] * 3, "quality": [broken, None, 0.5]}
+
+    engine = RewardComputationEngine(custom_reward_func=f, reward_recipe=PICKED)
+    with pytest.raises(RewardError, match="reward f: output 'quality' is .* for 1 of 3 samples"):
+        engine.compute_rewards([make_samples(["a"] * 3)])
+
+
+def test_a_picked_output_that_is_no_score_is_invalid_where_functions_may_fail_and_none_does_not_apply():
+    def f(completions):
+        return {"rewards": [0.0] * 4, "quality": [float("nan"), None, 0.5, 0.25]}
+
+    config = RewardConfig(on_reward_error="skip", reward_max_invalid=1.0)
+    engine = RewardComputationEngine(custom_reward_func=f, reward_recipe=PICKED, config=config)
+    result = engine.compute_rewards([make_samples(["a"] * 4)])
+    assert result.valid.tolist() == [False, False, True, True] and result.score[2:].tolist() == [0.5, 0.25]
+    assert result.metrics["reward/f/failures"] == result.metrics["reward/f/not_applicable"] == 1
+
+
+def test_a_picked_output_counts_for_samples_of_its_own_labels_only():
+    def f(completions):
+        return {"rewards": [1.0, 1.0], "quality": [0.5, float("nan")]}
+
+    recipe = {"a": PICKED["*"], "b": [("func", "f", 1.0)]}
+    engine = RewardComputationEngine(custom_reward_func=f, reward_recipe=recipe)
+    assert engine.compute_rewards([make_samples(["x", "y"], labels=["a", "b"])]).score.tolist() == [0.5, 1]
+
+
 def test_two_names_of_one_model_are_one_model():
     calls = []
 

@@ -16,6 +16,10 @@ from lightrft_visual.runtime.usercode.calls import Failed
         ("b", ["a", "b"], 1),
         ("anything", None, None),
         ("3", 3, 1),
+        ("", "?", 0),
+        ("!!", "*", 0),
+        ("<answer></answer>", "()", 0),
+        ("<answer> ?\n</answer>", "?", 1),
     ],
 )
 def test_exact(response, reference, wanted):

@@ -26,6 +26,16 @@ def test_yaml_file_and_inline(tmp_path):
         assert recipe.for_label("anything")[0].name == "mine" == recipe.for_label(None)[0].name
 
 
+def test_inline_recipe_is_read_as_a_file_would_be(tmp_path):
+    text = "{a: [[rule, numeric, 1e-1, {tolerance: 1e-2}]]}"
+    (tmp_path / "recipe.yaml").write_text(text)
+    inline, file = load_recipe(text), load_recipe(str(tmp_path / "recipe.yaml"))
+    entry = inline.for_label("a")[0]
+    assert inline == file and (entry.weight, entry.kwargs) == (0.1, {"tolerance": 0.01})
+    with pytest.raises(ConfigError, match="(?s)inline reward recipe is not valid YAML.*duplicate key a"):
+        load_recipe("{a: [[rule, exact, 1]], a: [[rule, numeric, 1]]}")
+
+
 COLOUR = {"colour": [("rule", "exact", 1)]}
 CONUT = {"conut": [("rule", "numeric", 1)], "*": [("rule", "exact", 1)]}
 

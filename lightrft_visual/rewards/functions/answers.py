@@ -41,8 +41,9 @@ def final_answer(response: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Case, repeated spaces and punctuation at the ends do not count."""
-    return " ".join(text.casefold().split()).strip(_EDGE)
+    """Case, repeated spaces and punctuation at the ends do not count, but of a text that is nothing else it does."""
+    plain = " ".join(text.casefold().split())
+    return plain.strip(_EDGE) or plain
 
 
 def references_in(reference: Any) -> list[str]:

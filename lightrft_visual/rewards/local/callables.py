@@ -32,12 +32,11 @@ from ...runtime.usercode.calls import (
     defined_at,
 )
 from ...runtime.usercode.sandbox import signature_of
-from ..batch import Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
+from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
 SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
-MAX_SCORE = 1e6  # no sane reward is larger; beyond it a server or function is broken
 Inputs = Mapping[str, Callable[[RewardBatch], Any]]
 
 
@@ -131,9 +130,9 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
         metrics = {k: v for k, v in result.items() if k not in SCORE_KEYS and k != "extra_logs" and v is not None}
         metrics |= result.get("extra_logs") or {}
     read = _read_scores(scores, name, size, lenient)
-    read.extras = {
-        metric_name(key): _read_metric(value, f"{name}: metric {key!r}", size) for key, value in metrics.items()
-    }
+    for key, value in metrics.items():
+        numbers, broken = _read_metric(value, f"{name}: metric {key!r}", size)
+        read.extras[metric_name(key)], read.broken[metric_name(key)] = numbers, broken
     return read
 
 
@@ -193,8 +192,9 @@ def problem_of(entry: Any) -> str | None:
     return None
 
 
-def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
-    """(size) float64 from one number a sample or one for all; None and NaN mean no value."""
+def _read_metric(value: Any, what: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(size) float64 from one number a sample or one for all; None and NaN mean no value. (size) bool: which are a NaN
+    that was given, and so no score."""
     one_for_all = isinstance(value, (bool, int, float)) or (
         isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
     )
@@ -202,9 +202,11 @@ def _read_metric(value: Any, what: str, size: int) -> torch.Tensor:
     if len(entries) != size:
         raise RewardError(f"reward function {what} has {len(entries)} values for {size} samples")
     try:
-        return torch.tensor([math.nan if entry is None else float(entry) for entry in entries], dtype=torch.float64)
+        numbers = [math.nan if entry is None else float(entry) for entry in entries]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(f"reward function {what} holds something that is not a number") from error
+    broken = [entry is not None and number != number for entry, number in zip(entries, numbers)]
+    return torch.tensor(numbers, dtype=torch.float64), torch.tensor(broken, dtype=torch.bool)
 
 
 class Signature:
@@ -305,15 +307,15 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
 # Given to a signature that names them, not to **kwargs; what is of tokens, edits and episodes also to **kwargs there.
-ON_DEMAND = (
-    "frames", "labels_or_references", "prompt", "completion_ids", "source_images", "turns", "environment_rewards",
-)  # fmt: skip
+OF_EPISODES = ("turns", "environment_rewards")
+ON_DEMAND = ("frames", "labels_or_references", "prompt", "completion_ids", "source_images", *OF_EPISODES)
 # Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
     "label": lambda batch: batch.labels,
     **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
 }
+ROLES = ("prompts", "labels", "references", "refs")  # a column of such a name may be the one that is read as that
 RESERVED = ("model_reward_list", "label_map", "batch", "device")
 
 
@@ -324,7 +326,8 @@ def check_inputs(
     columns: Collection[str] | None,
     form: str = AUTO,
 ) -> None:
-    """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills.
+    """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills. A
+    warning for one that is filled by the run's own input in place of a column.
 
     Args:
         function: a reward function.
@@ -340,8 +343,11 @@ def check_inputs(
             raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
-    own = _choose(form, function, signature).inputs
-    known = [*INPUTS, *RESERVED, *FALLBACKS, *own, *columns, *settings]
+    chosen = _choose(form, function, signature)
+    own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
+    if taken := [parameter for parameter in signature.names if parameter in own.intersection(columns)]:
+        say_taken(name, ", ".join(taken))
+    known = [*INPUTS, *RESERVED, *FALLBACKS, *chosen.inputs, *columns, *settings]
     for parameter in signature.required:
         if parameter not in known:
             raise ConfigError(_unknown_input(name, parameter, known))
@@ -374,7 +380,7 @@ def _bind(
     if signature.takes_all and not form.closed:
         usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
         more = ["source_images"] if any(batch.source_images) else []
-        more += ["turns", "environment_rewards"] if batch.episodes else []
+        more += OF_EPISODES if batch.episodes else []
         more += ["completion_ids"] if batch.completion_tokens else []
         wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
@@ -383,6 +389,7 @@ def _bind(
         **FALLBACKS,
         **_columns(columns),
         **INPUTS,
+        **_columns(() if batch.episodes else columns.intersection(OF_EPISODES)),
         "batch": lambda batch: batch.select(range(len(batch))),
         **form.inputs,
         **{key: lambda batch, value=value: value for key, value in given.items()},
@@ -414,6 +421,12 @@ def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, RewardBatch):
         return RewardBatch(**{name: own(entry, copies) for name, entry in vars(value).items()})
     return value
+
+
+@cache
+def say_taken(name: str, inputs: str) -> None:
+    """Once, though functions are checked more often."""
+    log.warning("reward function %s gets the run's own %s; the columns of these names are in metadata", name, inputs)
 
 
 @cache

@@ -26,8 +26,8 @@ from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
 from ...runtime.usercode.calls import AsRewardError, callable_name
-from ..batch import Call, Failed, RewardBatch, Scores, Source
-from .callables import MAX_SCORE, as_list
+from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
+from .callables import as_list
 
 T = torch.Tensor
 

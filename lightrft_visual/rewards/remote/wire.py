@@ -11,12 +11,13 @@ import torch
 
 from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
-from ..batch import Failed, RewardBatch, Scores, metric_name
+from ..batch import MAX_SCORE, Failed, RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, EncodedImages, decode_image
-from ..local.callables import MAX_SCORE, SCORE_KEYS
+from ..local.callables import SCORE_KEYS
 
 LIGHTRFT, OPENRLHF, AUTO = "lightrft", "openrlhf", "auto"
 NOT_SCORED = "the server could not score it"
+BROKEN = "no finite number"  # stands for one in `components`
 MAX_EXTRAS = 200  # further numbers by name that one reply may bring
 
 
@@ -115,7 +116,7 @@ def decode_reply(reply: Any, size: int) -> Scores:
         raise BadReply('"failed" of the reply is no list of positions of samples')
     problems = [NOT_SCORED if index in told else _problem(entry) for index, entry in enumerate(reply[key])]
     scores = Scores.of([entry if problem is None else Failed(problem) for entry, problem in zip(reply[key], problems)])
-    scores.extras = _extras(reply, size)
+    _read_extras(scores, reply)
     return scores
 
 
@@ -129,16 +130,16 @@ def _problem(entry: Any) -> str | None:
     return f"a score is beyond ±{MAX_SCORE:.0e}" if abs(entry) > MAX_SCORE else None  # of an integer of any length
 
 
-def _extras(reply: Mapping[str, Any], size: int) -> dict[str, torch.Tensor]:
+def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
     """`components` of our wire, `extra_logs` of OpenRLHF's. Numbers that are none become NaN; they do not count."""
-    extras: dict[str, torch.Tensor] = {}
     for group in ("components", "extra_logs"):
         named = reply.get(group)
         for name, entries in list(named.items())[:MAX_EXTRAS] if isinstance(named, Mapping) else ():
-            if isinstance(entries, list) and len(entries) == size:
-                usable = [float(e) if e is not None and _problem(e) is None else float("nan") for e in entries]
-                extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
-    return extras
+            if isinstance(entries, list) and len(entries) == len(scores.values):
+                broken = [_problem(e) is not None for e in entries]
+                usable = [math.nan if bad or e is None else float(e) for e, bad in zip(entries, broken)]
+                scores.extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
+                scores.broken[metric_name(name)] = torch.tensor(broken, dtype=torch.bool)
 
 
 def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS) -> RewardBatch:
@@ -213,10 +214,14 @@ def _is_strings(values: Any) -> bool:
 def encode_reply(scores: Scores) -> dict[str, Any]:
     """The server's reply: null where there is no score, and the positions of failed samples in "failed".
 
-    JSON has no infinity: an infinite score is failed, an infinite number beside it is null."""
+    JSON has no infinity: an infinite score is failed, an infinite or broken number beside it is a text."""
     reply: dict[str, Any] = {"rewards": _numbers(scores.values)}
     if scores.extras:
-        reply["components"] = {name: _numbers(values) for name, values in scores.extras.items()}
+        reply["components"] = {
+            name: [BROKEN if bad and each is None else each for each, bad in zip(_numbers(values), unusable)]
+            for name, values in scores.extras.items()
+            for unusable in [scores.unusable(name).tolist()]
+        }
     failed = scores.failed | scores.values.isinf()
     if failed.any():
         reply["failed"] = failed.nonzero().flatten().tolist()

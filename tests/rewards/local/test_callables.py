@@ -353,6 +353,18 @@ def test_keywords_hold_what_an_episode_gave_only_where_there_are_episodes():
     assert score(lambda **given: [float("turns" in given or "environment_rewards" in given)] * 4).values.sum() == 0
 
 
+def test_columns_named_turns_and_environment_rewards_are_given_where_there_are_no_episodes():
+    own = batch_from_samples([make_samples(["a"], metadata=[{"turns": 3, "environment_rewards": 0.5}])])
+
+    def named(turns, environment_rewards):
+        return [number + reward for number, reward in zip(turns, environment_rewards)]
+
+    assert CallableSource(named).score(own).values.tolist() == [3.5]
+    assert CallableSource(lambda **given: named(given["turns"], given["environment_rewards"])).score(own).values == 3.5
+    talked = replace(own, episodes=[Episode([Turn("a", 0.25)])])
+    assert CallableSource(lambda turns, environment_rewards: environment_rewards).score(talked).values == 0.25
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

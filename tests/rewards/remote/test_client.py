@@ -89,6 +89,26 @@ def test_only_the_bad_entries_of_a_reply_are_invalid(monkeypatch):
     assert result.metrics["reward/r/failures"] == 3 and result.metrics["reward/r/not_applicable"] == 1
 
 
+def test_only_samples_without_a_number_in_the_picked_output_are_invalid_and_null_does_not_apply(monkeypatch, caplog):
+    def answer(handler, kind, body, call):
+        quality = [0.5, float("nan"), None, "0.5", 1e30]
+        whole = {"rewards": [0.0] * 5, "components": {"quality": quality}}
+        handler.reply(200, whole if len(body["queries"]) == 5 else {"rewards": [0.0]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    recipe = {"*": [{"type": "remote", "key": "r", "weight": 1.0, "score_key": "quality"}]}
+    with FaultyServer() as server:
+        config = RewardConfig(**NEVER_STOP)
+        engine = RewardComputationEngine(None, f"r={server.base}/any", reward_recipe=recipe, config=config)
+        result = engine.compute_rewards([make_samples(["a"] * 5), make_samples(["b"])])
+        alone = engine.compute_rewards([make_samples(["b"])])
+        engine.close()
+    assert result.valid.tolist() == [True] + [False] * 5 and result.score[0] == 0.5
+    assert result.metrics["reward/r/failures"] == 4 and result.metrics["reward/r/not_applicable"] == 1
+    assert "reward r: 4 of 6 samples failed: output 'quality' is missing" in caplog.text
+    assert not alone.valid.any() and alone.metrics["reward/r/failures"] == 1
+
+
 @pytest.mark.parametrize(("kind", "calls"), [("flaky", 3), ("429", 4), ("404", 1)])
 def test_retries_only_where_they_can_help(kind, calls):
     with FaultyServer() as server:

@@ -18,7 +18,7 @@ from lightrft_visual.rewards import Failed, RewardComputationEngine, build_score
 from lightrft_visual.rewards.batch import Scores, Source, batch_from_media
 from lightrft_visual.rewards.imaging import EncodedImages, encode_image
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
-from lightrft_visual.rewards.remote.wire import LIGHTRFT, decode_request, encode_reply, encode_request
+from lightrft_visual.rewards.remote.wire import LIGHTRFT, decode_reply, decode_request, encode_reply, encode_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,11 +94,13 @@ def test_none_and_failed_are_told_apart():
     assert reply == {"rewards": [1.0, None, None], "components": {"m": [1.0, 2.0, 3.0]}, "failed": [2]}
 
 
-def test_numbers_that_json_lacks_are_null():
+def test_numbers_that_json_lacks_are_null_or_a_text_where_they_could_be_taken_for_not_applicable():
     inf, nan = float("inf"), float("nan")
-    reply = post(create_app(lambda completions: ([1.0, None], {"m": [inf, nan]})), {"queries": ["a", "b"]})
+    given = [1.0, None, 1.0], {"m": [inf, nan, None]}
+    reply = post(create_app(lambda completions: given), {"queries": ["a", "b", "c"]})
     read = json.loads(reply.text, parse_constant=lambda name: pytest.fail(name))
-    assert (reply.status_code, read) == (200, {"rewards": [1.0, None], "components": {"m": [None, None]}})
+    assert reply.status_code == 200 and read["components"] == {"m": ["no finite number"] * 2 + [None]}
+    assert read["rewards"] == given[0] and decode_reply(read, 3).unusable("m").tolist() == [True, True, False]
     scores = Scores(torch.tensor([1.0, inf, -inf, nan]), torch.tensor([False, False, False, False]))
     assert encode_reply(scores) == {"rewards": [1.0, None, None, None], "failed": [1, 2]}
 
