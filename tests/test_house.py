@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2301, "experience": 3164, "config": 4862, "runtime": 5645, "data": 3304,
+    "": 2301, "experience": 3164, "config": 4866, "runtime": 5645, "data": 3306,
     "models": 5879, "rollout": 5099, "rewards": 4167, "algorithms": 1818, "trainer": 7321, "observe": 3527,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
