@@ -20,7 +20,7 @@ from .arguments import data_of, saved, split_of
 from .config import registry
 from .config.diffusion import PARTS, lora_folders
 from .config.recipes import SUFFIXES, load_plugins
-from .config.shared import RewardConfig
+from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
 
@@ -28,7 +28,8 @@ PIPELINE = "model_index.json"
 SETTINGS = "config.resolved.yaml"  # of a run
 STATE = "run_state_rank0.safetensors"  # of a checkpoint of a run
 # Of a run's configuration, for its model alone.
-KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "plugins")
+KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "guard", "plugins")
+MEASURED = {"train": ("seed",), "output": ("eval_seed", "eval_samples_per_prompt")}  # and this, without a suite
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
     "data": ("response_key", "prompt_data_probs", "pair_data"),
@@ -46,6 +47,7 @@ LEFT_OUT = {
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
                "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
+UNJUDGED: dict[str, Any] = {"gold_recipe": None, "gold_fn": None}
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,15 @@ class _RunsRewards(RewardConfig):
     every_label: ClassVar[bool] = False
 
 
+@dataclass
+class _RunsGuard(GuardConfig):
+    """Likewise, of its gold."""
+
+    def gold(self, reward: RewardConfig) -> RewardConfig | None:
+        """By rewards of a run."""
+        return super().gold(_RunsRewards(**vars(reward)))
+
+
 @contextmanager
 def _configured(
     checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None
@@ -184,6 +195,8 @@ def _configured(
             own |= {"pretrain": named} if named in registry.checkpoint_resolvers else {}  # its folder is not its name
         else:
             tree = {name: checkpoint.run[name] or {} for name in KEPT if name in checkpoint.run}
+            for section, names in MEASURED.items() if suite is None else ():
+                tree[section] = {k: v for k, v in (checkpoint.run.get(section) or {}).items() if k in names}
             for section, names in LEFT_OUT.items():
                 tree[section] = {k: v for k, v in tree.get(section, {}).items() if k not in names}
             if (checkpoint.run.get("data") or {}).get("pair_data") and tree["data"].get("eval_data"):
@@ -193,6 +206,9 @@ def _configured(
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
+        runs_gold = suite is None and not settings.keys() & UNJUDGED.keys()
+        if not runs_gold:
+            tree.pop("guard", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             own |= dict.fromkeys(
@@ -211,6 +227,8 @@ def _configured(
         trainer = kind(base, rewards, config=recipes, **own | settings)
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
+        if runs_gold:
+            trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         with trainer.model_on_disk():
             yield trainer.config
 
@@ -356,7 +374,7 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
         scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on
         unscored = None if scored else [lambda images: [0.0] * len(images)]
-        with _configured(checkpoint, None, unscored, own) as config, started(config) as trainer:
+        with _configured(checkpoint, None, unscored, UNJUDGED | own) as config, started(config) as trainer:
             trainer.export(Path(folder))
         base = checkpoint.base or checkpoint.run["model"]["pretrain"]
         yield replace(checkpoint, path=folder, base=base, resumable=False)
@@ -370,7 +388,8 @@ def _answered(
     temperature = settings.pop("temperature", None)
     if temperature is not None and not (isinstance(temperature, Real) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
-    own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"} | settings
+    own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"}
+    own |= UNJUDGED | settings
     unscored = [lambda completions: [0.0] * len(completions)]
     with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:
         parts = trainer.parts

@@ -36,6 +36,7 @@ def configured(checkpoint, rows=ROWS, rewards=None, **settings):
 
 
 # What stands beside a setting that cannot stand alone, and values of those of which none can be made up.
+RECIPE = "{'*': [[rule, exact, 1.0]]}"
 EPISODES = ("tools", "max_turns", "max_episode_tokens", "env_timeout", "max_environments", "on_environment_error",
             "turn_gamma", "observation_max_tokens")  # fmt: skip
 BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
@@ -46,15 +47,16 @@ BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "kwargs": {"components": {"format": 1.0}}, "rollout_batch_size": {"train_batch_size": 0},
     "n_samples_per_prompt": {"train_batch_size": 0}, "pair_data": {"diffusion_algorithm": "diffusion_dpo"},
     "sde_window_range": {"sde_window_size": 1},
+    **dict.fromkeys(("policy", "keep_best"), {"gold_recipe": RECIPE, "prompt_data": "org/a", "eval_data": "org/b"}),
 }  # fmt: skip
 VALUES = {
     "prompt_data_probs": "0.7,0.3", "kwargs": {"format": {"tags": ["a"]}}, "top_k": 20, "environment": "click",
     "engine_kwargs": {"max_logprobs": 3}, "timesteps": [900.0, 500.0], "sigmas": [1.0, 0.5], "noise_level": 0.5,
     "sde_window_range": [0, 3], "components": {"format": 1.0}, "engine_type": "hf", "trajectory": "cps",
-    "remote_rm_url": "http://host/reward", "reward_recipe": "{'*': [[rule, exact, 1.0]]}", "family": "wan",
-    "engine_kv_cache_dtype": "fp8",
+    "remote_rm_url": "http://host/reward", "reward_recipe": RECIPE, "gold_recipe": RECIPE,
+    "family": "wan", "engine_kv_cache_dtype": "fp8",
 }  # fmt: skip
-OF_FILES = ("pretrain", "reward_fn", "prompt_data", "plugins")
+OF_FILES = ("pretrain", "reward_fn", "gold_fn", "prompt_data", "plugins")
 
 
 def another(leaf):
@@ -112,6 +114,55 @@ def test_a_checkpoint_of_a_run_on_pairs_is_evaluated_on_the_held_out_prompts_of_
 def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(tmp_path):
     own = {"engine_quantization": "fp8", "policy_loss": "dppo_tv", "output_dir": tmp_path}
     assert configured(left_by(GRPOTrainer("org/model", "exact", ROWS, **own))).rollout.engine_quantization == "fp8"
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("kind", [GRPOTrainer, FlowGRPOTrainer])
+def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_and_a_suite_with_its_own(
+    tmp_path, monkeypatch, kind, numbered
+):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    draws = kind is FlowGRPOTrainer
+    own = {"seed": 3, "eval_seed": 5, "gold_recipe": RECIPE} | ({} if draws else {"eval_samples_per_prompt": 8})
+    trainer = kind("org/model", SCORER[draws], prompt_data="org/rows", output_dir=tmp_path / "run", **own)
+    checkpoint = left_by(trainer, numbered)
+
+    def found(config):
+        output, judged = config.output, config.guard.gold(config.reward)
+        n = output.eval_samples_per_prompt
+        return config.train.seed, output.eval_seed, n, judged and (judged.reward_recipe, judged.reward_fn)
+
+    assert found(configured(checkpoint)) == (3, 5, 4 if draws else 8, (RECIPE, None))
+    (tmp_path / "gold.py").write_text("def judge(completions): ...")
+    other = f"{tmp_path}/gold.py:judge"
+    assert found(configured(checkpoint, seed=1, gold_fn=other))[::3] == (1, (None, other))
+    (tmp_path / "suite.yaml").write_text("data: {prompt_data: org/suite, eval_data: org/suite}")
+    with inference._configured(checkpoint, None, SCORER[draws], {}, tmp_path / "suite.yaml") as config:
+        assert found(config)[3] is None and (numbered or found(config)[:3] == (42, None, 4))
+
+
+def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_given(tmp_path):
+    recipe = json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b")})
+    trainer = GRPOTrainer("org/model", "exact", ROWS, gold_recipe=recipe, output_dir=tmp_path)
+    assert engine_arguments(configured(left_by(trainer)).gold, ["a"])["reward_recipe"]
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_what_is_sampled_has_no_gold_of_the_run(tmp_path, monkeypatch, numbered):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    trainer, judged = GRPOTrainer("org/model", "exact", ROWS, gold_recipe=RECIPE, output_dir=tmp_path), []
+    checkpoint = left_by(trainer, numbered)
+
+    @contextmanager
+    def started(config):
+        judged.append(config.gold)
+        raise Seen
+        yield
+
+    monkeypatch.setattr("lightrft_visual.launch.started", started)
+    with pytest.raises(Seen):
+        inference.sample(checkpoint.path, "what?")
+    assert judged == [None]
 
 
 def test_plugins_of_the_run_are_there_in_its_evaluation(tmp_path):

@@ -49,7 +49,11 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
 
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:
     """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError for
-    another task's."""
+    another task's, and for a task beside data sets."""
+    for name in ("prompt_data", "eval_data"):
+        parts = [part.strip() for part in (getattr(data, name) or "").split(",")]
+        alone = next((part for part in parts if part in tasks and len(parts) > 1), None)
+        require(alone is None, f"{name}: the built-in task {alone} stands alone: leave it out, or what is beside it")
     if data.eval_data is not None and data.eval_data in tasks:
         told = f"eval_data {data.eval_data} is a built-in task, whose held-out prompts go with prompt_data of that name"
         require(data.eval_data == data.prompt_data, f"{told}: name a file of prompts")

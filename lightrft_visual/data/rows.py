@@ -281,6 +281,8 @@ def _parts(content: Any) -> Iterator[tuple[str, Any]]:
             yield from _parts(part["text"])
         elif kind in ("image", "image_url", "video", "video_url"):
             yield kind.removesuffix("_url"), _own_source(part, kind.removesuffix("_url"))
+        elif kind == "text":
+            raise DataError("a content part 'text' has no text: give it a string under the key text", "prompt form")
         else:
             known = "text, image, image_url, video, video_url"
             raise DataError(f"unknown content part {kind!r}; known: {known}", "prompt form")

@@ -44,7 +44,7 @@ from .batch import (
 from .local.callables import Signature, aggregates, scores_parameter
 from .recipe import Recipe, parse_recipe
 from .registry import Catalogue
-from .settings import DEFAULT_RECIPE, engine_arguments
+from .settings import DEFAULT_RECIPE, REFERENCE_COLUMN, compares, engine_arguments
 
 T = torch.Tensor
 log = logging.getLogger(__name__)
@@ -256,6 +256,15 @@ class RewardComputationEngine:
         for job in (job for label in labels for job in self._plan([label])):
             if not getattr(job.source, "reads_videos", True):
                 raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
+
+    def check_held_out(self, sets: Iterable[Any]) -> None:
+        """Raise ConfigError where a held-out sample would reach a scorer that compares with a reference, which no row
+        of its set has. sets: with `labels` and `has_references`."""
+        labels = {label for each in sets if not each.has_references for label in each.labels}
+        for entry in (entry for label in labels if self.recipe for entry in self.recipe.for_label(label)):
+            if compares(entry):
+                told = f"the scorer {entry.key} compares with the reference, but no row of eval_data has one"
+                raise ConfigError(f"{told}: {REFERENCE_COLUMN}")
 
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.

@@ -13,6 +13,9 @@ from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe,
 from .registry import Catalogue, check_scorer, find_scorer
 from .remote.client import check_url, token_from_env
 
+REFERENCE_COLUMN = (
+    "it is read from the column 'reference' (or answer, ground_truth, solution); --reference_key names another column"
+)
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
@@ -127,10 +130,12 @@ def _check_references(config: RewardConfig, functions: list[LoadedFunction], rec
     if recipe is None and (functions or config.reward_pretrain or config.remote_rm_url):
         return
     for entry in (recipe or parse_recipe(DEFAULT_RECIPE)).components():
-        if entry.type == "rule" and getattr(find_scorer(entry.key), "needs_reference", False):
+        if compares(entry):
             chosen = "is the reward when none is named, and" if recipe is None else "is in the reward and"
-            raise ConfigError(
-                f"the scorer {entry.key} {chosen} compares with the reference, but no row of the data has one: it is "
-                "read from the column 'reference' (or answer, ground_truth, solution); --reference_key names another "
-                "column, --reward_fn path.py:function another reward"
-            )
+            told = f"the scorer {entry.key} {chosen} compares with the reference, but no row of the data has one"
+            raise ConfigError(f"{told}: {REFERENCE_COLUMN}, --reward_fn path.py:function another reward")
+
+
+def compares(entry: RecipeEntry) -> bool:
+    """Whether a component of a recipe scores no sample without a reference."""
+    return entry.type == "rule" and getattr(find_scorer(entry.key), "needs_reference", False)

@@ -186,9 +186,12 @@ def test_what_cannot_resume_is_refused_by_the_manifests(tmp_path):
 
 
 @pytest.mark.parametrize("schema, options", [(None, {}), (DiffusionRunConfig, {"preset": DIFFUSION_PRESET})])
-def test_held_out_prompts_of_a_built_in_task_are_the_default_and_of_another_are_refused(schema, options):
+def test_held_out_prompts_of_a_built_in_task_are_the_default_and_of_another_or_beside_rows_are_refused(schema, options):
     read = [schema] if schema else []
     run = parse_run(*read, argv=["--prompt_data", "embedded", "--eval_data", "embedded"], **options)
     assert run.config.data.eval_data is None
     with pytest.raises(ConfigError, match="eval_data embedded is a built-in task"):
         parse_run(*read, argv=["--prompt_data", "mine.jsonl", "--eval_data", "embedded"], **options)
+    for name in ("prompt_data", "eval_data"):
+        with pytest.raises(ConfigError, match=f"{name}: the built-in task embedded stands alone"):
+            parse_run(*read, argv=["--prompt_data", "a.jsonl", f"--{name}", "b.jsonl, embedded"], **options)

@@ -125,6 +125,8 @@ def test_a_prompt_column_of_messages_keeps_its_text_and_not_its_media():
         ({"prompt": "hi", "image": "a", "image_path": "b"}, "'image' and 'image_path' holds images that are not"),
         ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "last message"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "unknown content part 'audio'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "a content part 'text' has no text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "part 'text' has no text"),
         ({"prompt": [{"role": "system", "content": "x"}], "images": ["a"]}, "no user message"),
     ],
 )

@@ -30,6 +30,7 @@ QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Points = list[tuple[float, float]]
 Band = list[tuple[float, float, float]]  # (step, low, high)
 MAX_PIXELS = 40_000_000
+MADE = ("config.resolved.yaml", "env.json", "metrics.csv", "eval_metrics.csv", "rollouts")
 EVAL_FILE = re.compile(r"eval_step_(\d+)\.jsonl$")
 
 
@@ -119,11 +120,17 @@ def numbered(paths: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Pat
     return sorted((int(match.group(1)), path) for match, path in matched if match)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether there is any of what a run writes at its start, or as it goes on."""
+    return any((folder / name).exists() for name in MADE)
+
+
 def load_run(folder: str | Path, name: str | None = None) -> RunData:
-    """Read a run's folder. DataError when there is no such folder."""
+    """Read a run's folder. DataError when there is no such folder, or none of a run's files in it."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not the folder of a run")
+    if not is_run(folder):
+        inside = folder.resolve().parent
+        raise DataError(f"{folder} is not the folder of a run" + (f"; {inside} is" if is_run(inside) else ""))
     rollouts = list((folder / "rollouts").glob("*.jsonl"))
     evaluated = numbered(rollouts, EVAL_FILE)
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]

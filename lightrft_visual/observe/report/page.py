@@ -287,7 +287,7 @@ def write_report(
         title: default: the names of the runs.
         by_seed: whether runs that differ in the seed alone are one line with a band; default: where they are three.
 
-    Raises DataError when a folder does not exist. Runs that have only begun, or lost files, give the parts they have.
+    Raises DataError for a folder that is no run. Runs that have only begun, or lost files, give the parts they have.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:

@@ -156,6 +156,7 @@ def _scorer(
         **more,
     )
     scorer.check_videos(set().union(*(each.video_labels for each in sets)))
+    scorer.check_held_out(sets[1:])
     return scorer
 
 

@@ -126,6 +126,7 @@ def test_text_cannot_inject_markup(tmp_path):
 def test_partial_and_damaged_runs(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
+    (empty / "env.json").write_text("{}")
     assert "Nothing has been recorded yet" in write_report([empty], tmp_path / "e.html").read_text()
     (empty / "metrics.csv").write_text("step,loss\n1,0.5\n2,na")
     (empty / "env.json").write_text("{torn")
@@ -315,12 +316,17 @@ def test_groups_of_other_settings_stay_apart(tmp_path):
     assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]
 
 
-def test_runs_that_are_not_there_and_a_page_that_cannot_be_written_are_named(tmp_path):
+def test_folders_that_are_no_run_and_a_page_that_cannot_be_written_are_named(tmp_path):
     with pytest.raises(DataError, match="absent is not the folder of a run"):
         write_report([tmp_path / "absent"], tmp_path / "x.html")
     with pytest.raises(DataError):
         write_report([], tmp_path / "x.html")
     make_run(tmp_path / "run")
+    for folder, told in (("other", "other is not the folder of a run$"), ("run/checkpoint-final", r"; \S+/run is$")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        with pytest.raises(DataError, match=told):
+            write_report([tmp_path / "run", tmp_path / folder], tmp_path / "x.html")
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/page.html cannot be written: \w+"):
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")

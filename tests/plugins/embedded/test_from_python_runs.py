@@ -77,7 +77,7 @@ def redness(images):
 small = dict(num_steps=2, eval_num_steps=2, height=32, width=32, n_samples_per_prompt=2, rollout_batch_size=2)
 rows = [{"prompt": "a red circle"}, {"prompt": "a blue square"}]
 result = FlowGRPOTrainer(
-    sys.argv[1], redness, rows, rows, train_batch_size=4, max_steps=1, save_steps=1, report=False,
+    sys.argv[1], redness, rows, rows, seed=3, train_batch_size=4, max_steps=1, save_steps=1, report=False,
     output_dir=sys.argv[2], **small
 ).fit()
 for each in (result.output_dir / "checkpoint-000001", result.checkpoint):

@@ -1,16 +1,19 @@
 """Which reward a diffusion run is trained on: the user's where there is one, the drawing task's own otherwise."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards.settings import engine_arguments
+from lightrft_visual.trainer.diffusion import build
 from lightrft_visual.trainer.diffusion.build import with_reward
 from lightrft_visual.trainer.diffusion.maker import TrainingReward
 from lightrft_visual.trainer.diffusion.stages import drawing_batch
@@ -74,3 +77,23 @@ def test_marks_that_are_numbers_say_which_scores_are_valid():
     assert scored.valid.dtype == torch.bool and scored.valid.tolist() == [False, True]
     alone = TrainingReward("mine", lambda *given: S)(torch.zeros(2, 3, 8, 8), REQUESTS)
     assert alone.scores is S and alone.valid.tolist() == [True, True]
+
+
+def test_held_out_prompts_without_the_reference_that_their_reward_or_gold_compares_with_are_refused():
+    given, lacking = (
+        SimpleNamespace(labels={None}, columns=set(), has_references=has, labels_cut_away=set) for has in (True, False)
+    )
+    told = "exact compares with the reference, but no row of eval_data has one"
+    config = DiffusionRunConfig(reward=RewardConfig(components={"exact": 1.0}))
+    for asked in (True, False):  # Reward FL asks for evaluations only
+        build._rewards(config, None, [given], asked)
+        build._rewards(config, None, [given, given], asked)
+        with pytest.raises(ConfigError, match=told):
+            build._rewards(config, None, [given, lacking], asked)
+    build._rewards(config, None, [lacking, given], False)
+    with pytest.raises(ConfigError, match="no row of the data has one"):
+        build._rewards(config, None, [lacking, given], True)
+    config.guard.gold_recipe = '{"*": [[rule, exact, 1.0]]}'
+    build._gold(config, None, given, None)
+    with pytest.raises(ConfigError, match=told):
+        build._gold(config, None, lacking, None)

@@ -13,6 +13,7 @@ import torch
 from tiny_models import actor_of, checkpoint_of, inputs_of, load, rollouts_of, text_prompts
 from transformers import Gemma3Config, Qwen2Config
 
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
@@ -167,13 +168,34 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
 
 def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(monkeypatch):
     seen = []
-    engine = SimpleNamespace(check_videos=seen.append)
+    engine = SimpleNamespace(check_videos=seen.append, check_held_out=len)
     monkeypatch.setattr(build.RewardComputationEngine, "from_config", lambda *_, **__: engine)
     sets = [
         SimpleNamespace(labels={"a", "b"}, video_labels=own, columns=set(), has_references=True)
         for own in ({"a"}, {"b"})
     ]
     assert build._scorer(None, None, SimpleNamespace(tokenizer=None), sets) is engine and seen == [{"a", "b"}]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "labels", "told"),
+    [
+        (None, {None}, "exact compares with the reference, but no row of eval_data has one.*--reference_key"),
+        ({"a": "exact", "*": "format"}, {"a", "b"}, "exact compares .* no row of eval_data"),
+        ({"a": "exact", "*": "format"}, {None}, None),
+        ({"*": "format"}, {"a"}, None),
+    ],
+)
+def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are_refused(recipe, labels, told):
+    rules = {label: [["rule", name, 1.0]] for label, name in (recipe or {}).items()}
+    trained, held_out = (
+        SimpleNamespace(labels=own, video_labels=set(), columns=set(), has_references=own is not labels)
+        for own in ({"a"}, labels)
+    )
+    scorer = partial(build._scorer, RewardConfig(reward_recipe=json.dumps(rules) if rules else None), None)
+    scorer(SimpleNamespace(tokenizer=None), [trained])
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        scorer(SimpleNamespace(tokenizer=None), [trained, held_out])
 
 
 @pytest.mark.parametrize(
