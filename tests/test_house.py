@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2305, "experience": 3164, "config": 4882, "runtime": 5647, "data": 3306,
-    "models": 5881, "rollout": 5100, "rewards": 4231, "algorithms": 1822, "trainer": 7321, "observe": 3525,
+    "models": 5881, "rollout": 5100, "rewards": 4240, "algorithms": 1822, "trainer": 7321, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -160,7 +160,7 @@ class RewardComputationEngine:
         tokenizer: Any = None,
         strategy: Any = None,
         packing_samples: bool = False,
-        labels: Iterable[str | None] = (),
+        labels: Collection[str | None] = (),
         columns: Collection[str] | None = None,
         references: bool | None = None,
         labels_cut_away: Callable[[], Collection[str | None]] = frozenset,

@@ -1,6 +1,6 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..config.given_files import split_list
@@ -53,7 +53,7 @@ class Checking(Catalogue):
 
 def engine_arguments(
     config: RewardConfig,
-    labels: Iterable[str | None] = (),
+    labels: Collection[str | None] = (),
     columns: Collection[str] | None = None,
     references: bool | None = None,
     labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
@@ -83,7 +83,7 @@ def engine_arguments(
         known = recipe.entries
         recipe.check_labels(labels, labels_cut_away if config.every_label else lambda: known)
     if references is False:
-        _check_references(config, functions, recipe)
+        _check_references(config, functions, recipe, labels)
     last = by_hand or (functions if len(functions) == 1 else [])
     return {
         "reward_model": config.reward_pretrain,
@@ -104,7 +104,7 @@ def scored_labels(config: RewardConfig) -> frozenset[str] | None:
     return None if recipe is None or ANY_LABEL in recipe.entries else frozenset(recipe.entries)
 
 
-def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ()) -> None:
+def check_reward_config(config: RewardConfig, labels: Collection[str | None] = ()) -> None:
     """Raise ConfigError for a missing file or function, a bad URL, an unknown rule, label or model name, or a token
     variable that is not set. Loads no model and opens no connection."""
     engine_arguments(config, labels)
@@ -125,11 +125,20 @@ def _check_parts(
     return list(sources)
 
 
-def _check_references(config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None) -> None:
-    """For data in which no row has a reference: nothing may be compared with one."""
+def _check_references(
+    config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, labels: Collection[str | None]
+) -> None:
+    """For data in which no row has a reference: nothing that a row reaches may be compared with one.
+
+    Args:
+        config, functions, recipe: what scores.
+        labels: of the data; empty where they are not known.
+    """
     if recipe is None and (functions or config.reward_pretrain or config.remote_rm_url):
         return
-    for entry in (recipe or parse_recipe(DEFAULT_RECIPE)).components():
+    scoring = recipe or parse_recipe(DEFAULT_RECIPE)
+    reached = [entry for label in sorted(labels, key=str) for entry in scoring.for_label(label)]
+    for entry in reached or scoring.components():
         if compares(entry):
             chosen = "is the reward when none is named, and" if recipe is None else "is in the reward and"
             told = f"the scorer {entry.key} {chosen} compares with the reference, but no row of the data has one"

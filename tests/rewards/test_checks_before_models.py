@@ -72,6 +72,14 @@ def test_a_reward_that_compares_needs_references_and_no_other_one(settings, word
         engine_arguments(other, references=False)
 
 
+def test_a_recipe_that_compares_for_labels_that_no_row_has_needs_no_references():
+    config = RewardConfig(reward_recipe='{drawing: [[rule, format, 1.0]], "*": [[rule, exact, 1.0]]}')
+    engine_arguments(config, labels={"drawing"}, references=False)
+    for labels in ({"drawing", "count"}, {None, "drawing"}):
+        with pytest.raises(ConfigError, match="no row of the data has one"):
+            engine_arguments(config, labels=labels, references=False)
+
+
 def test_which_labels_a_configuration_scores():
     rule = [["rule", "exact", 1]]
     recipes = {None: "", frozenset("ab"): json.dumps({"a": rule, "b": rule})}
