@@ -45,7 +45,7 @@ BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "offload_reference": {"init_kl_coef": 0.1}, "tokenizer_path": {"pretrain": "parts.json", "family": "wan"},
     "kwargs": {"components": {"format": 1.0}}, "rollout_batch_size": {"train_batch_size": 0},
     "n_samples_per_prompt": {"train_batch_size": 0}, "pair_data": {"diffusion_algorithm": "diffusion_dpo"},
-    "sde_window_range": {"sde_window_size": 1},
+    "sde_window_range": {"sde_window_size": 1}, "prompt_data_probs": {"prompt_data": "org/one,org/other"},
 }  # fmt: skip
 VALUES = {
     "prompt_data_probs": "0.7,0.3", "kwargs": {"format": {"tags": ["a"]}}, "top_k": 20, "environment": "click",

@@ -29,8 +29,8 @@ NO_REWARD = (
     "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, reward.components.NAME=WEIGHT or "
     "--reward_recipe"
 )
-FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
-NAMED = re.compile(r"([^,=:]+\.py):(\w+)")
+FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools", "differentiable_reward")
+NAMED = re.compile(r"([^,=:]+\.py):(\w*)")
 
 
 def located(path: str | Path) -> Path:
@@ -58,8 +58,8 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
-    sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
-    for section in filter(None, sections):
+    sections = config.model, config.data, config.reward, config.guard, config.algorithm
+    for section in filter(None, (*sections, getattr(config, "episodes", None))):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
             if not isinstance(value, str) or not (names is None or name in names):
@@ -67,16 +67,16 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             if name in FUNCTIONS[:2]:
                 bad = [part for part in value.split(",") if not FUNCTION.fullmatch(part)]
                 found += [f"--{name}: {part!r} names no function of a file: write path.py:function" for part in bad]
-            parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
-            wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
-            known = rows if wanted is DATA else models if name in MODELS[:3] else ()
-            for part in parts:
+            if name in FUNCTIONS:
+                found += [f"--{name}: {told}" for told in missing_functions(value)]
+                continue
+            wanted, known = (DATA, rows) if name in ROWS else (FOLDER, models if name in MODELS[:3] else ())
+            for part in map(str.strip, value.split(",")):
                 near = None if part in known else nearest(part, known)
                 if near and not located(part).exists():
                     found.append(f"--{name}: there is no {part}; did you mean {near!r}?")
-                elif (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
-                    seen_from = "" if part.startswith(("/", "~")) else f" in {Path.cwd()}"
-                    found.append(f"--{name}: {part} does not exist{seen_from}")
+                elif (wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
+                    found.append(f"--{name}: {_absent(part)}")
                 elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
                     found.append(f"--{name}: {part} is a file; a model is a folder, or a name of the hub")
                 elif name in MODELS[:3] and hasattr(section, "embedded_family") and os.path.isdir(part):
@@ -84,15 +84,19 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                     told = "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
                     told = told if "adapter_config.json" in kept else "has no config.json: name the model's own folder"
                     found += [] if kept == {"config.json"} else [f"--{name}: {part} {told}"]
-            found += [] if name not in FUNCTIONS else [f"--{name}: {told}" for told in _unknown_functions(value)]
     return list(dict.fromkeys([*found, *_missing_besides(config, names)]))
 
 
-def _unknown_functions(value: str) -> Iterator[str]:
-    """What files of functions, which are read and not run, do not define. A file that may define names as it runs is
-    left to the run."""
+def _absent(path: str) -> str:
+    return f"{path} does not exist" + ("" if path.startswith(("/", "~")) else f" in {Path.cwd()}")
+
+
+def missing_functions(value: str) -> Iterator[str]:
+    """What is not there of the functions that a text names as path.py:function: files, and what these, which are read
+    and not run, do not define. A file that may define names as it runs is left to the run."""
     for path, name in NAMED.findall(value):
-        if not (file := Path(path).expanduser()).is_file():
+        if not (file := located(path.strip())).is_file():
+            yield _absent(path.strip())
             continue
         try:
             tree = ast.parse(file.read_bytes())
@@ -117,9 +121,11 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
     folder = given(config.output, "resume_from") or "auto"
     if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
-    for url in filter(None, re.split(r"[,|]", given(config.reward, "remote_rm_url") or "")):
-        if "://" not in url and "=" not in url and not url.strip().endswith(".py"):
-            yield f"--remote_rm_url: {shown_url(url.strip())!r}: write it as http://host:port/path"
+    for url in map(str.strip, re.split(r"[,|]", given(config.reward, "remote_rm_url") or "")):
+        if url.endswith(".py"):
+            yield from (f"--remote_rm_url: {told}" for told in missing_functions(f"{url}:reward_func"))
+        elif url and "://" not in url and "=" not in url:
+            yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
     if given(config.reward, "reward_recipe") or given(config.reward, "components"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
     if given(config.guard, "gold_recipe"):
