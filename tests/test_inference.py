@@ -13,7 +13,7 @@ from lightrft_visual.config import recipes
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards.settings import engine_arguments
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
@@ -187,6 +187,13 @@ def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_ro
     own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
     data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
     assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
+
+
+def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
+    assert data_of_sample(checkpoint.path, ["a"]).eval_data.startswith("python:prompts")
+    with pytest.raises(DataError, match="^prompts has no rows"):
+        inference.sample(checkpoint.path, [])
 
 
 def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):
