@@ -123,6 +123,7 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
         ({"output_dir": score}, "output_dir is score, of the program"),
         ({"model": 3}, "model is a int: give a hub name, a folder"),
         ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
+        ({"model": "/nowhere/model", "top_p": 3}, "top_p is 3(.|\n)*--pretrain: /nowhere/model does not exist"),
         ({"reward_funcs": "none.py"}, "--remote_rm_url: none.py does not exist"),
         ({"reward_funcs": {"*": [["func", "none.py:f", 1.0]]}}, "reward recipe: none.py does not exist"),
         ({"reward_funcs": {"*": [["model", "./none", 1.0]]}}, "no reward_pretrain .* the model './none'"),

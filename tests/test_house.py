@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2283, "experience": 3164, "config": 4873, "runtime": 5647, "data": 3304,
+    "": 2285, "experience": 3164, "config": 4885, "runtime": 5647, "data": 3304,
     "models": 5879, "rollout": 5099, "rewards": 4159, "algorithms": 1818, "trainer": 7317, "observe": 3520,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

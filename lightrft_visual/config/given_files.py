@@ -47,10 +47,11 @@ def located(path: str | Path) -> Path:
 def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
     there, for a built-in name with a slip, for a file in place of an output folder, and for a reward that is lacking.
-    Names that may be anything else, such as a hub's, are not looked for. names: of the settings that are looked at,
-    default all."""
+    Names that may be anything else, such as a hub's, are not looked for. config: with all its sections, or with some.
+    names: of the settings that are looked at, default all."""
     looked_at = [name for name in OUTPUTS if names is None or name in names]
-    outputs = {name: each for name in looked_at if (each := getattr(config.output, name))}  # else it is in output_dir
+    output = getattr(config, "output", None)
+    outputs = {name: each for name in looked_at if (each := getattr(output, name, None))}  # else it is in output_dir
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
     for name, each in outputs.items():
         there = next(folder for folder in Path(each, "_").absolute().parents if folder.exists())
@@ -58,8 +59,8 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
-    sections = config.model, config.data, config.reward, config.guard, config.algorithm
-    for section in filter(None, (*sections, getattr(config, "episodes", None))):
+    sections = [getattr(config, name, None) for name in ("model", "data", "reward", "guard", "algorithm", "episodes")]
+    for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
             if not isinstance(value, str) or not (names is None or name in names):
@@ -115,27 +116,27 @@ def missing_functions(value: str) -> Iterator[str]:
 def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]:
     """A checkpoint, a URL that is none, what recipes name, and packages that are not installed."""
 
-    def given(section: Any, name: str) -> Any:
-        return getattr(section, name, None) if names is None or name in names else None
+    def given(section: str, name: str) -> Any:
+        return getattr(getattr(config, section, None), name, None) if names is None or name in names else None
 
-    folder = given(config.output, "resume_from") or "auto"
+    folder = given("output", "resume_from") or "auto"
     if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
-    for url in map(str.strip, re.split(r"[,|]", given(config.reward, "remote_rm_url") or "")):
+    for url in map(str.strip, re.split(r"[,|]", given("reward", "remote_rm_url") or "")):
         if url.endswith(".py"):
             yield from (f"--remote_rm_url: {told}" for told in missing_functions(f"{url}:reward_func"))
         elif url and "://" not in url and "=" not in url:
             yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
-    if given(config.reward, "reward_recipe") or given(config.reward, "components"):
+    if given("reward", "reward_recipe") or given("reward", "components"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
-    if given(config.guard, "gold_recipe"):
+    if given("guard", "gold_recipe") and hasattr(config, "reward"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold(config.reward))
     packages = {
-        given(config.rollout if hasattr(config, "rollout") else None, "engine_type"): True,
-        "liger_kernel": given(config.model, "use_liger_kernel"),
-        "wandb": given(config.output, "use_wandb"),
-        "tensorboard": given(config.output, "use_tensorboard"),
-        "ray": config.distributed.split,
+        given("rollout", "engine_type"): True,
+        "liger_kernel": given("model", "use_liger_kernel"),
+        "wandb": given("output", "use_wandb"),
+        "tensorboard": given("output", "use_tensorboard"),
+        "ray": hasattr(config, "distributed") and config.distributed.split,
     }
     for package, used in packages.items():
         if used and package in OPTIONAL and package not in sys.modules and find_spec(package) is None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.given_files import missing_files, refused_resume
-from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 
@@ -69,6 +69,29 @@ def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
         "--pretrain: /no/model", "--prompt_data: other.jsonl", "--reward_fn: mine.py", "--environment: look.py",
     ]  # fmt: skip
     assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("wrong", ["--top_q", "--top_p", "--zero_stage", "--train_batch_size"])
+def test_wrong_settings_and_missing_files_are_said_in_one_error(wrong, capsys):
+    """Of an unknown name, of one section, of two, and of what several sections must agree on."""
+    argv = ["--pretrain", "/no/model", "--reward_recipe", "none.yaml", wrong, "7"]
+    argv += ["--temperature", "0"] if wrong == "--zero_stage" else []
+    with pytest.raises(SystemExit):
+        config_or_exit(argv=argv)
+    told = capsys.readouterr().err
+    assert wrong.strip("-") in told and ("temperature" in told) == (wrong == "--zero_stage")
+    assert "--pretrain: /no/model does not exist" in told and "reward recipe none.yaml does not exist" in told
+    with pytest.raises(SystemExit):
+        config_or_exit(argv=[*argv, "--dry_run"])
+    assert "does not exist" not in capsys.readouterr().err
+
+
+def test_wrong_settings_beside_a_plug_in_the_names_that_it_adds_are_not_said_to_be_wrong(tmp_path):
+    (tmp_path / "mine.py").write_text("from lightrft_visual.config import registry\n")
+    argv = ["--plugins", str(tmp_path / "mine.py"), "--components.mine", "1", "--top_q", "7"]
+    with pytest.raises(ConfigError) as found:
+        parse_run(argv=argv, files=missing_files)
+    assert "top_q" in str(found.value) and "scorer" not in str(found.value)
 
 
 @pytest.mark.parametrize(
