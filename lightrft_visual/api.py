@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -132,11 +133,12 @@ class _Trainer:
             settings |= episode_settings(settings) | data_settings(settings)
         recipes = [config] if isinstance(config, str | os.PathLike) else config
         argv = [word for recipe in recipes for word in ("--config", str(recipe))]
+        files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
         self.config = parse_run(
             self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
-            settings=own | plain_settings(settings),
+            settings=own | plain_settings(settings), files=files,
         ).config  # fmt: skip
-        if missing := missing_files(self.config, own | settings):  # what recipes name is looked for by a run
+        if missing := files(self.config):
             raise together([ConfigError(line) for line in missing])
 
     def _settings_of(

@@ -175,9 +175,10 @@ class _RunsGuard(GuardConfig):
 
 @contextmanager
 def _configured(
-    checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None
-) -> Iterator[Any]:
-    """The configuration by which a checkpoint is evaluated; a suite has data and rewards of its own."""
+    checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None,
+    called: str = "eval_dataset",
+) -> Iterator[Any]:  # fmt: skip
+    """How a checkpoint is evaluated; a suite has data and rewards of its own. called: name of the data in errors."""
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
@@ -212,7 +213,7 @@ def _configured(
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
             own |= dict.fromkeys(
-                ("prompt_data", "eval_data"), data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
+                ("prompt_data", "eval_data"), data_of(eval_dataset, called, split_of(settings, "eval_split"))
             )
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
@@ -391,7 +392,7 @@ def _answered(
     own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"}
     own |= UNJUDGED | settings
     unscored = [lambda completions: [0.0] * len(completions)]
-    with _configured(checkpoint, prompts, unscored, own) as config, started(config) as trainer:
+    with _configured(checkpoint, prompts, unscored, own, called="prompts") as config, started(config) as trainer:
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)

@@ -123,6 +123,11 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
         ({"output_dir": score}, "output_dir is score, of the program"),
         ({"model": 3}, "model is a int: give a hub name, a folder"),
         ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
+        ({"model": "/nowhere/model", "top_p": 3}, "top_p is 3(.|\n)*--pretrain: /nowhere/model does not exist"),
+        ({"reward_funcs": "none.py"}, "--remote_rm_url: none.py does not exist"),
+        ({"reward_funcs": {"*": [["func", "none.py:f", 1.0]]}}, "reward recipe: none.py does not exist"),
+        ({"reward_funcs": {"*": [["model", "./none", 1.0]]}}, "no reward_pretrain .* the model './none'"),
+        ({"train_dataset": ROWS, "prompt_data_probs": "0.5,0.5"}, "2 mixing probabilities for 1 data sets"),
         ({"config": {"seed": 3}}, "config is a dict: give a list"),
         *(
             pytest.param(*case, marks=pytest.mark.plugin("compat"))
@@ -305,6 +310,8 @@ def test_diffusion_trainers_take_texts_pairs_by_their_columns_and_one_differenti
     assert given.given(config.algorithm.differentiable_reward) is score
     config = lightrft_visual.RewardFLTrainer(reward_funcs=Path(f"{__file__}:score")).config
     assert config.algorithm.differentiable_reward == f"{__file__}:score"
+    with pytest.raises(ConfigError, match="--differentiable_reward: .* has no function or class 'scor'"):
+        lightrft_visual.RewardFLTrainer(None, f"{__file__}:scor", ["a red circle"])
     with pytest.raises(ConfigError, match="one differentiable reward"):
         lightrft_visual.RewardFLTrainer(reward_funcs=[score, score])
 

@@ -13,7 +13,7 @@ from lightrft_visual.config import recipes
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards.settings import engine_arguments
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
@@ -46,7 +46,7 @@ BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "offload_reference": {"init_kl_coef": 0.1}, "tokenizer_path": {"pretrain": "parts.json", "family": "wan"},
     "kwargs": {"components": {"format": 1.0}}, "rollout_batch_size": {"train_batch_size": 0},
     "n_samples_per_prompt": {"train_batch_size": 0}, "pair_data": {"diffusion_algorithm": "diffusion_dpo"},
-    "sde_window_range": {"sde_window_size": 1},
+    "sde_window_range": {"sde_window_size": 1}, "prompt_data_probs": {"prompt_data": "org/one,org/other"},
     **dict.fromkeys(("policy", "keep_best"), {"gold_recipe": RECIPE, "prompt_data": "org/a", "eval_data": "org/b"}),
 }  # fmt: skip
 VALUES = {
@@ -238,6 +238,13 @@ def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_ro
     own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
     data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
     assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
+
+
+def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
+    assert data_of_sample(checkpoint.path, ["a"]).eval_data.startswith("python:prompts")
+    with pytest.raises(DataError, match="^prompts has no rows"):
+        inference.sample(checkpoint.path, [])
 
 
 def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_and_one_that_is_given_may_not(tmp_path):

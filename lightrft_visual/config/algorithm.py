@@ -219,6 +219,8 @@ class DiffusionAlgorithmConfig(Section):
             not self.entry.clipped_advantages or self.adv_clip_max > 0,
             f"{self.diffusion_algorithm} scales advantages by adv_clip_max: it must be positive",
         )
+        if self.differentiable_reward is not None and ":" not in self.differentiable_reward:
+            registry.differentiable_rewards[self.differentiable_reward]  # raises ConfigError with the nearest name
         require(not self.gdpo or self.entry.grouped, f"gdpo compares rewards in groups; {self.entry.name} has none")
         require(not (self.gdpo and self.global_std), "gdpo divides each reward by its group's std, not by a global_std")
         guarded = " and ".join(each.name for each in registry.diffusion_algorithms if each.guard)

@@ -29,10 +29,10 @@ NO_REWARD = (
     "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, reward.components.NAME=WEIGHT or "
     "--reward_recipe"
 )
-FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools")
+FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools", "differentiable_reward")
 QUERY = re.compile(r"://[^|]*\?[^|]*$")  # a URL, or the last of replicas, with a query
 ENTRY = re.compile(r"\s|([A-Za-z_][\w-]*=)?([A-Za-z][\w+.-]*://|\S*\.py\s*$)")  # a URL or a file, named or not
-NAMED = re.compile(r"([^,=:]+\.py):(\w+)")
+NAMED = re.compile(r"([^,=:]+\.py):(\w*)")
 
 
 def split_list(value: str | Path | Sequence[str | Path] | None) -> list[str]:
@@ -63,10 +63,11 @@ def located(path: str | Path) -> Path:
 def missing_files(config: Any, names: Container[str] | None = None) -> list[str]:
     """A line for each model folder, file of rows and file of functions that a run's settings name and that is not
     there, for a built-in name with a slip, for a file in place of an output folder, and for a reward that is lacking.
-    Names that may be anything else, such as a hub's, are not looked for. names: of the settings that are looked at,
-    default all."""
+    Names that may be anything else, such as a hub's, are not looked for. config: with all its sections, or with some.
+    names: of the settings that are looked at, default all."""
     looked_at = [name for name in OUTPUTS if names is None or name in names]
-    outputs = {name: each for name in looked_at if (each := getattr(config.output, name))}  # else it is in output_dir
+    output = getattr(config, "output", None)
+    outputs = {name: each for name in looked_at if (each := getattr(output, name, None))}  # else it is in output_dir
     found = [f"--{name}: {each} is a file, no folder" for name, each in outputs.items() if os.path.isfile(each)]
     for name, each in outputs.items():
         there = next(folder for folder in Path(each, "_").absolute().parents if folder.exists())
@@ -74,7 +75,7 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             found.append(f"--{name}: {each} cannot be written, since {there} may not be: name another folder")
     found += [NO_REWARD] if getattr(config, "lacks_reward", False) else []
     models, rows = registry.checkpoint_resolvers.names(), registry.tasks.names() + registry.drawing_tasks.names()
-    sections = config.model, config.data, config.reward, config.guard, getattr(config, "episodes", None)
+    sections = [getattr(config, name, None) for name in ("model", "data", "reward", "guard", "algorithm", "episodes")]
     for section in filter(None, sections):
         for name in (*MODELS, *ROWS, *FUNCTIONS):
             value = getattr(section, name, None)
@@ -83,16 +84,16 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
             if name in FUNCTIONS[:2]:
                 bad = [part for part in value.split(",") if not FUNCTION.fullmatch(part)]
                 found += [f"--{name}: {part!r} names no function of a file: write path.py:function" for part in bad]
-            parts = CODE.findall(value) if name in FUNCTIONS else [part.strip() for part in value.split(",")]
-            wanted = FOLDER if name in MODELS else DATA if name in ROWS else CODE
-            known = rows if wanted is DATA else models if name in MODELS[:3] else ()
-            for part in parts:
+            if name in FUNCTIONS:
+                found += [f"--{name}: {told}" for told in missing_functions(value)]
+                continue
+            wanted, known = (DATA, rows) if name in ROWS else (FOLDER, models if name in MODELS[:3] else ())
+            for part in map(str.strip, value.split(",")):
                 near = None if part in known else nearest(part, known)
                 if near and not located(part).exists():
                     found.append(f"--{name}: there is no {part}; did you mean {near!r}?")
-                elif (wanted is CODE or wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
-                    seen_from = "" if part.startswith(("/", "~")) else f" in {Path.cwd()}"
-                    found.append(f"--{name}: {part} does not exist{seen_from}")
+                elif (wanted.search(part) or FOLDER.search(part)) and not located(part).exists():
+                    found.append(f"--{name}: {_absent(part)}")
                 elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
                     found.append(f"--{name}: {part} is a file; a model is a folder, or a name of the hub")
                 elif name in MODELS[:3] and hasattr(section, "embedded_family") and os.path.isdir(part):
@@ -100,15 +101,19 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                     told = "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
                     told = told if "adapter_config.json" in kept else "has no config.json: name the model's own folder"
                     found += [] if kept == {"config.json"} else [f"--{name}: {part} {told}"]
-            found += [] if name not in FUNCTIONS else [f"--{name}: {told}" for told in _unknown_functions(value)]
     return list(dict.fromkeys([*found, *_missing_besides(config, names)]))
 
 
-def _unknown_functions(value: str) -> Iterator[str]:
-    """What files of functions, which are read and not run, do not define. A file that may define names as it runs is
-    left to the run."""
+def _absent(path: str) -> str:
+    return f"{path} does not exist" + ("" if path.startswith(("/", "~")) else f" in {Path.cwd()}")
+
+
+def missing_functions(value: str) -> Iterator[str]:
+    """What is not there of the functions that a text names as path.py:function: files, and what these, which are read
+    and not run, do not define. A file that may define names as it runs is left to the run."""
     for path, name in NAMED.findall(value):
-        if not (file := Path(path).expanduser()).is_file():
+        if not (file := located(path.strip())).is_file():
+            yield _absent(path.strip())
             continue
         try:
             tree = ast.parse(file.read_bytes())
@@ -127,25 +132,27 @@ def _unknown_functions(value: str) -> Iterator[str]:
 def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]:
     """A checkpoint, a URL that is none, what recipes name, and packages that are not installed."""
 
-    def given(section: Any, name: str) -> Any:
-        return getattr(section, name, None) if names is None or name in names else None
+    def given(section: str, name: str) -> Any:
+        return getattr(getattr(config, section, None), name, None) if names is None or name in names else None
 
-    folder = given(config.output, "resume_from") or "auto"
+    folder = given("output", "resume_from") or "auto"
     if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
-    for url in filter(None, "|".join(split_list(given(config.reward, "remote_rm_url"))).split("|")):
-        if "://" not in url and "=" not in url and not url.strip().endswith(".py"):
-            yield f"--remote_rm_url: {shown_url(url.strip())!r}: write it as http://host:port/path"
-    if given(config.reward, "reward_recipe") or given(config.reward, "components"):
+    for url in map(str.strip, "|".join(split_list(given("reward", "remote_rm_url"))).split("|")):
+        if url.endswith(".py"):
+            yield from (f"--remote_rm_url: {told}" for told in missing_functions(f"{url}:reward_func"))
+        elif url and "://" not in url and "=" not in url:
+            yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
+    if given("reward", "reward_recipe") or given("reward", "components"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.reward)
-    if given(config.guard, "gold_recipe"):
+    if given("guard", "gold_recipe") and hasattr(config, "reward"):
         yield from registry.load_target("lightrft_visual.rewards.recipe:wrong_names")(config.guard.gold(config.reward))
     packages = {
-        given(config.rollout if hasattr(config, "rollout") else None, "engine_type"): True,
-        "liger_kernel": given(config.model, "use_liger_kernel"),
-        "wandb": given(config.output, "use_wandb"),
-        "tensorboard": given(config.output, "use_tensorboard"),
-        "ray": config.distributed.split,
+        given("rollout", "engine_type"): True,
+        "liger_kernel": given("model", "use_liger_kernel"),
+        "wandb": given("output", "use_wandb"),
+        "tensorboard": given("output", "use_tensorboard"),
+        "ray": hasattr(config, "distributed") and config.distributed.split,
     }
     for package, used in packages.items():
         if used and package in OPTIONAL and package not in sys.modules and find_spec(package) is None:

@@ -10,12 +10,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import yaml
@@ -44,6 +45,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 LONGEST_NAME = 255  # bytes that a file's name can have
 SCRIPT = "the script's default"
+Files = Callable[[Any], Sequence[str]] | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def parse_run(
     preset: Preset | None = VL_PRESET,
     defaults: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
+    files: Files = None,
 ) -> ParsedRun:
     """Read a run's configuration. Plugins are imported before anything is checked. ``--help`` prints and exits with 0.
 
@@ -75,6 +78,8 @@ def parse_run(
             function of the chosen settings that names it; None: no such recipe.
         defaults: settings of the script itself, such as the algorithm it is named after, below all but the schema.
         settings: those of a program, above all.
+        files: says what the sections that are right name and is not there, which is told beside what is wrong, but for
+            a dry run; None: nothing is looked for.
 
     Raises:
         ConfigError: one that names every setting that is wrong, and where it was written.
@@ -86,6 +91,7 @@ def parse_run(
         _print_once(help_text(names))
         raise SystemExit(0)
     line = parse_command_line(arguments, names)
+    files = None if line.dry_run else files
     reader = LayerReader(names, tuple(Path(folder).resolve() for folder in config_dirs), line.swaps)
     chosen, wrong = list(line.settings), list(line.wrong)
     chosen += [Setting(name, value, KEYWORD) for name, value in (settings or {}).items()]
@@ -94,21 +100,20 @@ def parse_run(
     except ConfigError as error:
         wrong.append(error)
     own = [Setting(name, value, SCRIPT) for name, value in (defaults or {}).items()]
-    tree, sources = merge(names, own + chosen, wrong)
+    tree, sources = merge(names, own + chosen, wrong, files)
     load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))
     model = OmegaConf.select(tree, "model.pretrain", throw_on_resolution_failure=False)
     if preset is not None and model == EMBEDDED:
         chosen[:0] = _instead_of_presets(tree)
         for _ in range(2):  # sizes that a preset gives may ask for another one
-            tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen)
+            tree, sources = merge(names, own + _preset(reader, preset, tree, sources) + chosen, files=files)
     reader.check_swaps(line.swaps)
     notes = [f"{each.name} ({each.origin}): {names.needless(each)}" for each in chosen if names.needless(each)]
     try:
         return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))
-    except ConfigError:  # of the first wrong section
-        if wrong := _wrong_sections(tree, sources):
-            raise together(wrong) from None
-        raise
+    except ConfigError as error:  # of the first wrong section, or of what several say
+        found, missing = _wrong_sections(tree, sources, files)
+        raise together([*(found or [error]), *missing]) from None
 
 
 def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapping[str, str]) -> list[Setting]:
@@ -160,7 +165,7 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     """
     try:
         check_launch()
-        run = parse_run(schema, argv, **options)
+        run = parse_run(schema, argv, files=missing_files, **options)
         for note in run.notes:
             _print_once(f"note: {note}", sys.stderr)
         if run.dry_run:
@@ -193,7 +198,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
 
 
 def merge(
-    names: Names, settings: Iterable[Setting], wrong: Sequence[ConfigError] = ()
+    names: Names, settings: Iterable[Setting], wrong: Sequence[ConfigError] = (), files: Files = None
 ) -> tuple[DictConfig, dict[str, str]]:
     """Lay settings over the schema's defaults. Returns the tree and the origin of each leaf.
 
@@ -201,6 +206,7 @@ def merge(
         names: every spelling of the schema's leaves.
         settings: in order; the last one of a leaf wins.
         wrong: what was found before.
+        files: as of parse_run.
 
     Raises:
         ConfigError: of all that is wrong together; sections that a wrong setting may belong to are not checked then.
@@ -215,7 +221,8 @@ def merge(
             wrong.append(error)
     wrong += _masked(tree)
     if wrong:
-        raise together(wrong + _wrong_sections(tree, sources))
+        plugins = OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False)  # which may add names
+        raise together(sum(_wrong_sections(tree, sources, None if plugins else files), wrong))
     return tree, sources
 
 
@@ -245,15 +252,19 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
             _unset_others(names, tree, path, sources)
 
 
-def _wrong_sections(tree: DictConfig, sources: dict[str, str]) -> list[ConfigError]:
-    """What sections say by themselves of the values that were set."""
-    found = []
-    for section in dict.fromkeys(path.partition(".")[0] for path in sources if "." in path):
+def _wrong_sections(
+    tree: DictConfig, sources: dict[str, str], files: Files
+) -> tuple[list[ConfigError], list[ConfigError]]:
+    """What sections say by themselves of the values that were set, and what those that are right name and is not
+    there."""
+    found, right = [], SimpleNamespace()
+    for section in (str(each) for each in tree if isinstance(tree[each], DictConfig)):
+        own = {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")}
         try:
-            build(tree[section], {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")})
+            setattr(right, section, build(tree[section], own))
         except ConfigError as error:
-            found.append(error)
-    return found
+            found += [error] if own else []
+    return found, [ConfigError(line) for line in (files(right) if files else ())]
 
 
 def _unset_others(names: Names, tree: DictConfig, path: str, sources: dict[str, str]) -> None:

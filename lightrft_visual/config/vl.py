@@ -151,7 +151,10 @@ class DataConfig(Section):
 
     def check(self) -> None:
         """Mixing probabilities, and the order of the sizes."""
-        mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
+        shares = mixing_shares(mixing_probabilities(self.prompt_data_probs) or [])
+        sets = sum(1 for part in self.prompt_data.split(",") if part.strip())
+        fits = len(shares) in (0, sets)
+        require(fits, f"{len(shares)} mixing probabilities for {sets} data sets (prompt_data_probs)")
         default_held_out(self, registry.tasks)
         if self.min_pixels is not None and self.max_pixels is not None:
             require(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from ..config import registry
+from ..config.given_files import missing_functions
 from ..config.recipes import SUFFIXES, load_yaml, yaml_value
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
@@ -221,11 +222,16 @@ def wrong_names(config: RewardConfig) -> list[str]:
     try:
         recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
         recipe = compose_recipe(recipe, config.components, config.kwargs)
-        for entry in recipe.components() if recipe else ():
+        entries = recipe.components() if recipe else []
+        for entry in entries:
             _ = registry.scorers[entry.key] if entry.type == "rule" else None
     except ConfigError as error:
         return [str(error)]
-    return []
+    wrong = [
+        f"reward recipe: {told}" for each in entries if each.type == "func" for told in missing_functions(each.key)
+    ]
+    models = [] if config.reward_pretrain else [each.key for each in entries if each.type == "model"]
+    return wrong + [f"reward recipe: no reward_pretrain is given that the model {key!r} could name" for key in models]
 
 
 def quote_keys(text: str) -> str:

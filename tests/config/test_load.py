@@ -210,7 +210,8 @@ def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_
 
 
 def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_path: Path) -> None:
-    given = ["--reward.components.mine=1", "--reward.kwargs.mine.scorer=f.py:f"]
+    (tmp_path / "f.py").write_text("def f(completions): ...\n")
+    given = ["--reward.components.mine=1", f"--reward.kwargs.mine.scorer={tmp_path}/f.py:f"]
     config = plain(*given, "--reward.kwargs.mine.api_key=secret1", "--reward.kwargs.mine.n=2")
     assert config.reward.kwargs["mine"]["api_key"] == "secret1" and not wrong_names(config.reward)
     file = write_resolved(config, tmp_path / "config.resolved.yaml")
@@ -221,7 +222,8 @@ def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_
 
 
 def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for(tmp_path: Path) -> None:
-    given = ["--reward.components.mine=1", "--reward.kwargs.mine.scorer=f.py:f"]
+    (tmp_path / "f.py").write_text("def f(completions): ...\n")
+    given = ["--reward.components.mine=1", f"--reward.kwargs.mine.scorer={tmp_path}/f.py:f"]
     tokens = ["--reward.kwargs.mine.yes_token=Yes", "--reward.kwargs.mine.stop_token=<|im_end|>"]
     config = plain(*given, *tokens)
     assert plain("--config", str(write_resolved(config, tmp_path / "plain.yaml"))) == config

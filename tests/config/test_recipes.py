@@ -33,7 +33,7 @@ FILES = {
     "experiment/empty.yaml": "train:\nmodel: {}\n",
     "experiment/nothing.yaml": "",
     "experiment/texts.yaml": (
-        "model: {freeze_prefix: true}\ndata: {prompt_data_probs: [0.5, 0.5]}\n"
+        "model: {freeze_prefix: true}\ndata: {prompt_data: [a.jsonl, b.jsonl], prompt_data_probs: [0.5, 0.5]}\n"
         "reward:\n  reward_recipe:\n    '*': [[rule, exact, 1.0]]\n"
         "output: {output_dir: out, save_path: '${output.output_dir}/final', run_name: None}\n"
     ),
@@ -90,7 +90,7 @@ def test_layers_are_swapped_and_dropped_and_empty_files_set_nothing(configs: Pat
 def test_yaml_values_suit_text_fields(configs: Path) -> None:
     config = load(configs, "--config", "experiment/texts")
     assert config.model.freeze_prefix == "true"
-    assert config.data.prompt_data_probs == "0.5,0.5"
+    assert (config.data.prompt_data, config.data.prompt_data_probs) == ("a.jsonl,b.jsonl", "0.5,0.5")
     assert config.reward.reward_recipe == '{"*": [["rule", "exact", 1.0]]}'
     assert (config.output.save_path, config.output.run_name) == ("out/final", None)
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.given_files import missing_files, refused_resume
-from lightrft_visual.config.load import parse_run
+from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 
@@ -71,6 +71,29 @@ def test_files_that_are_not_there_are_all_named_at_once_without_torch(tmp_path):
     assert not any(line.rsplit("|", 1)[-1].strip() == "torch" for line in done.stderr.splitlines())
 
 
+@pytest.mark.parametrize("wrong", ["--top_q", "--top_p", "--zero_stage", "--train_batch_size"])
+def test_wrong_settings_and_missing_files_are_said_in_one_error(wrong, capsys):
+    """Of an unknown name, of one section, of two, and of what several sections must agree on."""
+    argv = ["--pretrain", "/no/model", "--reward_recipe", "none.yaml", wrong, "7"]
+    argv += ["--temperature", "0"] if wrong == "--zero_stage" else []
+    with pytest.raises(SystemExit):
+        config_or_exit(argv=argv)
+    told = capsys.readouterr().err
+    assert wrong.strip("-") in told and ("temperature" in told) == (wrong == "--zero_stage")
+    assert "--pretrain: /no/model does not exist" in told and "reward recipe none.yaml does not exist" in told
+    with pytest.raises(SystemExit):
+        config_or_exit(argv=[*argv, "--dry_run"])
+    assert "does not exist" not in capsys.readouterr().err
+
+
+def test_wrong_settings_beside_a_plug_in_the_names_that_it_adds_are_not_said_to_be_wrong(tmp_path):
+    (tmp_path / "mine.py").write_text("from lightrft_visual.config import registry\n")
+    argv = ["--plugins", str(tmp_path / "mine.py"), "--components.mine", "1", "--top_q", "7"]
+    with pytest.raises(ConfigError) as found:
+        parse_run(argv=argv, files=missing_files)
+    assert "top_q" in str(found.value) and "scorer" not in str(found.value)
+
+
 @pytest.mark.parametrize(
     "setting, given, near",
     [("prompt_data", "embedded_zom", "embedded_zoom"), ("eval_data", "Embedded", "embedded")],
@@ -121,6 +144,45 @@ def test_a_function_that_its_file_does_not_define_is_named_without_running_it(tm
     (tmp_path / "mine.py").write_text(text)
     found = missing("--reward_fn", f"{tmp_path}/mine.py:scor")
     assert [told in line for line in found] == ([True] if told else [])
+
+
+def test_missing_files_of_a_remote_reward_by_path_names_the_file_or_the_function_that_is_not_there(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward_fun(data): ...\n")
+    assert missing("--remote_rm_url", "judge=none.py") == [f"--remote_rm_url: none.py does not exist in {Path.cwd()}"]
+    (found,) = missing("--remote_rm_url", f"http://localhost/score,{tmp_path}/mine.py")
+    assert found.startswith(f"--remote_rm_url: {tmp_path}/mine.py has no function or class 'reward_func'; did you mean")
+
+
+def test_missing_files_of_a_recipe_names_functions_that_are_not_there_and_models_that_nothing_gives(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions): ...\n")
+    recipe = f"{{'*': [[func, none.py:f, 1], [func, '{tmp_path}/mine.py:scor', 1], [model, ./judge, 1]]}}"
+    for name, argv in (("reward_recipe", []), ("gold_recipe", ["--components.exact", "1"])):
+        found = missing(f"--{name}", recipe, *argv)
+        assert [told in line for told, line in zip(("none.py does not", "'score'", "./judge"), found, strict=True)]
+    assert missing("--reward_recipe", "{'*': [[model, judge, 1]]}", "--reward_pretrain", "judge=org/model") == []
+
+
+def test_missing_files_of_reward_fl_names_the_function_that_is_not_there_and_a_wrong_name_is_refused(tmp_path):
+    def missing_in(reward: str) -> list[str]:
+        argv = ["--diffusion_algorithm", "reward_fl", "--differentiable_reward", reward]
+        return missing_files(parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config)
+
+    (tmp_path / "mine.py").write_text("def smooth(media, prompts, metadata): ...\n")
+    assert missing_in("shape_match") == missing_in(f"{tmp_path}/mine.py:smooth") == []
+    assert missing_in("none.py:smooth") == [f"--differentiable_reward: none.py does not exist in {Path.cwd()}"]
+    assert "has no function or class 'smoth'; did you mean 'smooth'" in missing_in(f"{tmp_path}/mine.py:smoth")[0]
+    with pytest.raises(ConfigError, match="no differentiable reward named 'shape_mach'; did you mean 'shape_match'"):
+        missing_in("shape_mach")
+
+
+def test_mixing_probabilities_of_another_number_than_the_data_sets_are_refused():
+    found = error_of("--prompt_data", "rows.jsonl", "--prompt_data_probs", "0.5,0.5")
+    assert "2 mixing probabilities for 1 data sets" in found
+
+
+def test_missing_files_of_functions_with_a_space_behind_the_comma_finds_their_files(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions): ...\ndef other(completions): ...\n")
+    assert missing("--reward_fn", f"{tmp_path}/mine.py:score, {tmp_path}/mine.py:other") == []
 
 
 def test_a_recipe_a_scorer_a_checkpoint_and_a_url_that_are_none_are_named():

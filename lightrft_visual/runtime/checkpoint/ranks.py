@@ -120,8 +120,9 @@ def stages_1_and_2(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int) -> 
             return part_of(pieces, total, size, rank)
 
         masters.append(divide([each["single_partition_of_fp32_groups"][number] for each in saved]))
-        old = [each["state"][number] for each in base]
-        states[number] = _redivided(old[0], lambda name: divide([each[name] for each in old]))  # noqa: B023
+        old = [each["state"][number] for each in base if number in each["state"]]
+        if old:  # else it has not stepped yet, as of an actor that its critic goes ahead of
+            states[number] = _redivided(old[0], lambda name: divide([each[name] for each in old]))  # noqa: B023
     here = _optimizer(base, states, zero.optimizer.state_dict())
     return dict(saved[0]) | {"base_optimizer_state": here, "single_partition_of_fp32_groups": masters}
 
@@ -158,10 +159,11 @@ def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int
             return torch.cat(parts)
 
         masters.append(divide(lambda each, old: each["fp32_flat_groups"][old]))
-        states[number] = _redivided(
-            base[0]["state"][mine[0][0]],
-            lambda name: divide(lambda each, old: each["optimizer_state_dict"]["state"][old][name]),  # noqa: B023
-        )
+        if saved_state := base[0]["state"].get(mine[0][0]):
+            states[number] = _redivided(
+                saved_state,
+                lambda name: divide(lambda each, old: each["optimizer_state_dict"]["state"][old][name]),  # noqa: B023
+            )
     content = {"optimizer_state_dict": _optimizer(base, states, empty), "fp32_flat_groups": masters}
     return dict(saved[0]) | content | {"partition_count": zero.partition_count}
 
