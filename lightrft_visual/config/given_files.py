@@ -27,7 +27,7 @@ ROWS = ("prompt_data", "eval_data", "pair_data")
 OUTPUTS = ("output_dir", "save_path", "ckpt_path")
 NO_REWARD = (
     "no reward is given; name one by --reward_fn path.py:name, --remote_rm_url URL, reward.components.NAME=WEIGHT or "
-    "--reward_recipe"
+    "--reward_recipe (beside --differentiable_reward or --pair_data only --eval_data needs it, which may be left out)"
 )
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools", "differentiable_reward")
 QUERY = re.compile(r"://[^|]*\?[^|]*$")  # a URL, or the last of replicas, with a query
