@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2282, "experience": 3164, "config": 4862, "runtime": 5655, "data": 3329,
+    "": 2283, "experience": 3164, "config": 4862, "runtime": 5677, "data": 3329,
     "models": 5879, "rollout": 5099, "rewards": 4155, "algorithms": 1818, "trainer": 7318, "observe": 3520,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
