@@ -125,7 +125,8 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 def _released_on_error(config: AnyConfig) -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
     bound_spinning()  # before anything loads torch
-    from .runtime import collectives, watchdog
+    with importing():
+        from .runtime import collectives, watchdog
 
     if not _RUNNING.acquire(blocking=False):
         raise ConfigError("another run goes on in this process: wait for it, or start a process for each")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
@@ -223,3 +224,29 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
         assert gone() is None
     finally:
         gc.unfreeze()
+
+
+PRESSED = """
+import signal, sys
+from lightrft_visual import launch
+from lightrft_visual.config.vl import RunConfig
+
+class Press:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Press)
+try:
+    launch.run(RunConfig())
+except KeyboardInterrupt:
+    sys.meta_path.remove(Press)
+    import torch, torchvision
+    print("raised", sys.argv[1] in sys.modules, torch.ones(2).sum().item())
+"""
+
+
+@pytest.mark.parametrize("module", ["torch.nn", "transformers.utils"])
+def test_ctrl_c_while_libraries_are_imported_leaves_them_whole_for_a_second_run(module):
+    done = subprocess.run([sys.executable, "-c", PRESSED, module], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("raised True 2.0"), done.stdout + done.stderr[-2000:]

@@ -116,6 +116,14 @@ class BadRows:
         if self.rows and collectives.is_rank_0():
             logger.warning("%s", self.summary())
 
+    def state(self) -> list[dict[str, Any]]:
+        """The rows found during the run, for a checkpoint; a start finds the others again."""
+        return [asdict(row) for row in self.rows.values() if row.found != BadRow.found]
+
+    def load_state(self, state: list[dict[str, Any]]) -> None:
+        """Go on from `state`'s, which were said and listed when they were found."""
+        self.rows |= {row["source"]: BadRow(**row) for row in state}
+
     def write_to(self, path: Path) -> None:
         """List the rows found so far in `path`, and from now on each further one at once."""
         self._path = path

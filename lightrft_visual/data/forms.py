@@ -136,11 +136,13 @@ def messages_in(prompt: Any) -> Any:
 
 @dataclass(frozen=True)
 class MediaCell:
-    """Where a row's images or videos stand. taken: a column that no setting names. holders: all columns of such."""
+    """Where a row's images or videos stand. taken: a column that no setting names. holders: all columns of such.
+    unread: those of them that nobody has decided about, where others are read."""
 
     cell: Any = None
     taken: str | None = None
     holders: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed: bool) -> MediaCell:
@@ -165,7 +167,7 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
     cell = json_list(columns.get(key))
     usual = tuple(name for name in MEDIA_COLUMNS[kind] if name != key and _filled(columns.get(name)))
     if _filled(cell) or placed or key != getattr(DataConfig, flag):
-        return MediaCell(cell, None, (key, *usual))
+        return MediaCell(cell, None, (key, *usual), usual if key == getattr(DataConfig, flag) else ())
     if len(usual) == 1 and config.data_format != "plain":
         return MediaCell(json_list(columns[usual[0]]), usual[0], (key, *usual))
     unread = usual or tuple(name for name, value in columns.items() if looks_like_media(str(name), value, kind))

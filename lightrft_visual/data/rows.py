@@ -5,10 +5,12 @@ a list of parts in OpenAI's and Hugging Face's spelling; also such messages as J
 parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -20,10 +22,12 @@ from ..config import registry
 from ..config.vl import DataConfig
 from ..errors import DataError
 from ..experience.rollouts import media_list
+from ..runtime.collectives import is_rank_0
 from .bad_rows import check_reference, check_values
 from .forms import MediaCell, Reading, are_mappings, find_media, messages_in, read_form, without_answer
 from .media import is_path, resolve_source
 
+logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
@@ -169,7 +173,18 @@ def _media_cell(
 ) -> MediaCell:
     contents = [message["content"] for message in messages or ()]
     placed = any(part == kind and own is not None for content in contents for part, own in _parts(content))
-    return find_media(columns, config, kind, placed)
+    found = find_media(columns, config, kind, placed)
+    for column in found.unread:
+        _say_unread(column, kind)
+    return found
+
+
+@cache
+def _say_unread(column: str, kind: str) -> None:
+    """Once, on rank 0."""
+    if is_rank_0():
+        told = "column %r holds %ss that are not read, as the rows have others: --%ss_key chooses the column"
+        logger.warning(told, column, kind, kind)
 
 
 def _form(name: str | None, cells: Mapping[str, MediaCell]) -> str | None:

@@ -5,12 +5,15 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from .presence import handled
 
 _BEGAN = time.perf_counter()
 
@@ -116,16 +119,35 @@ def importing() -> Iterator[None]:
     """Inside, Python's garbage collector rests, and it never looks at what was imported.
 
     Libraries make millions of objects that stay; walking through them again and again takes a sixth of the imports'
-    time.
+    time. KeyboardInterrupt is raised at the end: what is imported by half cannot be imported again.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _interrupts_wait():
+            yield
     finally:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Inside, a Ctrl-C that Python would raise at once is kept until the end; a second one is not."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    kept: list[int] = []
+
+    def keep(number: int, _: object) -> None:
+        kept.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    with handled(signal.SIGINT, keep):
+        yield
+    if kept:
+        raise KeyboardInterrupt
 
 
 @contextmanager

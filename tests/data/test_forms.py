@@ -8,9 +8,29 @@ import row_files
 from row_files import parts, roles
 
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.data.rows import _say_unread
 from lightrft_visual.errors import ConfigError, DataError
 
 png, read = row_files.png, row_files.read
+TWO = {"prompt": "q", "images": ["a.png"], "image": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "unread"),
+    [
+        (TWO, {}, ["image"]),
+        (TWO, {"data_format": "plain"}, ["image"]),
+        (TWO, {"images_key": "image"}, []),  # chosen by the user
+        (TWO | {"image": None}, {}, []),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "img": "a.png"}, {}, ["img"]),
+    ],
+)
+def test_a_column_of_images_that_is_not_read_beside_others_is_said_once(read, png, caplog, row, settings, unread):
+    _say_unread.cache_clear()
+    rows = read("two.jsonl", [row] * 3, **settings)
+    assert [len(each.images) for each in rows] == [1, 1, 1]
+    told = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
+    assert [text.split("'")[1] for text in told] == unread
 
 
 def test_openai_messages(read, png):

@@ -5,6 +5,7 @@ import row_files
 from row_files import BAD, supply
 
 import lightrft_visual.data.sampler as supply_module
+from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.sampler import PromptSampler
 from lightrft_visual.errors import DataError
 
@@ -80,6 +81,16 @@ def test_bad_rows_end_the_run_by_the_policy_or_where_there_are_too_many(path, se
     with pytest.raises(DataError, match=told):
         for step in range(9):
             rows.next_rows(step)
+
+
+def test_bad_rows_of_before_a_resume_count_in_the_share_that_ends_the_run(path):
+    before, after = (supply(path, batch_size=1, max_bad_share=0.2) for _ in range(2))
+    while not len(before.dataset.bad):
+        before.next_rows(1)
+    after.sampler.load_state_dict(before.sampler.state_dict())
+    after.dataset.bad.load_state(before.dataset.bad.state())
+    with pytest.raises(TooManyBadRows, match="3 of 12 rows left out"):
+        after.next_rows(2)
 
 
 def test_the_first_usable_rows_leave_the_order_alone(path):

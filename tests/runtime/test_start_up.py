@@ -3,11 +3,13 @@
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.start_up import cleaned, importing, log_stage, seldom_collecting
 
 BEGUN = """
@@ -60,6 +62,39 @@ def test_the_garbage_collector_rests_while_libraries_are_imported():
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+INTERRUPTED = """
+import signal, sys
+from lightrft_visual.runtime.start_up import importing
+try:
+    with importing():
+        for pressed in range(int(sys.argv[1])):
+            signal.raise_signal(signal.SIGINT)
+        with importing():
+            pass
+        import plistlib
+except KeyboardInterrupt:
+    print("interrupted", "plistlib" in sys.modules, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+else:
+    print("done", "plistlib" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("pressed", "told"), [(0, "done True"), (1, "interrupted True True"), (2, "interrupted False True")]
+)
+def test_ctrl_c_waits_for_imports_to_be_whole_and_a_second_one_does_not(pressed, told):
+    command = [sys.executable, "-c", INTERRUPTED, str(pressed)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() == told
+
+
+def test_a_handler_of_the_programs_own_is_asked_at_once_during_imports():
+    asked = []
+    with handled(signal.SIGINT, lambda *_: asked.append("end")), importing():
+        signal.raise_signal(signal.SIGINT)
+        assert asked == ["end"]
+    gc.unfreeze()
 
 
 def test_the_garbage_collector_looks_seldom_while_a_run_is_built():

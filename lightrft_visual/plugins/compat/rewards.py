@@ -127,12 +127,12 @@ TRL_CHAT = Form(
     fits=lambda names, takes_all, function: "completions" in names and reads_messages(function),
 )
 VERL = Form(
-    "verl's form, called for each sample", _VERL, each=True, closed=True, read=records,
+    "verl's form, called for each sample", _VERL, each=True, closed=True, by_name=True, read=records,
     fits=lambda names, takes_all, function: "solution_str" in names,
 )  # fmt: skip
 VERL_BATCH = Form(
-    "verl's form, called once", {f"{name}s": read for name, read in _VERL.items()}, closed=True, read=records,
-    fits=lambda names, takes_all, function: "solution_strs" in names,
+    "verl's form, called once", {f"{name}s": read for name, read in _VERL.items()}, closed=True, by_name=True,
+    read=records, fits=lambda names, takes_all, function: "solution_strs" in names,
 )  # fmt: skip
 EASYR1 = Form(
     "EasyR1's form",

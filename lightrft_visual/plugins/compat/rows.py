@@ -48,9 +48,14 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
             known = ", ".join(_SPEAKERS)
             raise DataError(f"turn {place} of conversations is from {speaker!r}; known: {known}", "prompt form")
         messages.append({"role": _SPEAKERS[speaker], "content": text})
-    if isinstance(raw.get("system"), str) and raw["system"] and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": raw["system"]})
-    return without_answer(messages, ("conversations", "system"))
+    return without_answer(_with_system(raw, messages), ("conversations", "system"))
+
+
+def _with_system(raw: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, behind what the column `system` says, unless they begin with a system's own."""
+    if not isinstance(raw.get("system"), str) or not raw["system"] or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": raw["system"]}, *messages]
 
 
 def input_label(raw: Mapping[str, Any]) -> Content | None:
@@ -62,12 +67,15 @@ def input_label(raw: Mapping[str, Any]) -> Content | None:
 
 def question(raw: Mapping[str, Any]) -> Content | None:
     """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else. Of Alpaca's rows the
-    `instruction`, and `input` below it where there is one; `output` is the answer."""
+    `instruction`, behind `system`, and `input` below it where there are such; `output` is the answer."""
     column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
     if column is None:
         return None
     more = raw.get("input") if column == "instruction" else None  # Alpaca's rows
     asked = f"{raw[column]}\n{more}" if isinstance(raw[column], str) and isinstance(more, str) and more else raw[column]
+    if column == "instruction" and isinstance(asked, str):
+        messages = _with_system(raw, [{"role": "user", "content": asked}])
+        asked = messages if messages[1:] else asked
     output = raw.get("output") if column == "instruction" else None
     return Content(asked, output, consumed=_unless_text(raw, column))
 

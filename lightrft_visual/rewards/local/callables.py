@@ -45,15 +45,16 @@ class Form:
     """told: what the line at the start of a run says. positions: what the parameters are given in their order,
     whatever their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a
     sample (or one value for all, when not each). each: called for each sample, with its entry of every input. closed:
-    **kwargs get settings only. read: turns a result into one of ours, where it is not one already. media: only for
-    media that the policy made. fits: whether a function with parameters of these names, which takes any other one or
-    not, is of this form."""
+    **kwargs get settings only; by_name: and those of the inputs that have no parameter. read: turns a result into one
+    of ours, where it is not one already. media: only for media that the policy made. fits: whether a function with
+    parameters of these names, which takes any other one or not, is of this form."""
 
     told: str = ""
     inputs: Inputs = field(default_factory=dict)
     positions: Sequence[Callable[[RewardBatch], Any]] = ()
     each: bool = False
     closed: bool = False
+    by_name: bool = False
     media: bool = False
     read: Callable[[Any, str], Any] | None = None
     fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
@@ -384,7 +385,8 @@ def _bind(
         more += ["completion_ids"] if batch.completion_tokens else []
         wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
-        wanted |= dict.fromkeys(given)
+        ours = {"label_map", "model_reward_list"} if form.closed else set()  # which no other system gives
+        wanted |= dict.fromkeys([*(form.inputs if form.by_name else ()), *(key for key in given if key not in ours)])
     read: dict[str, Callable[[RewardBatch], Any]] = {
         **FALLBACKS,
         **_columns(columns),

@@ -1,6 +1,6 @@
 """What a run needs to go on, and to give the same numbers, is put back after a call of a user's function: random
-states, torch's modes, the working folder, stdout and stderr, handlers of signals. All else that a function changes,
-such as the environment or filters of warnings, stays as it leaves it.
+states, torch's modes, the working folder, stdout and stderr, handlers of signals, a lowered recursion limit. All else
+that a function changes, such as the environment or filters of warnings, stays as it leaves it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def put_back(what: str) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_signals(), _folder(), lent_streams(), _torch_modes(), _random_states()]
+    watches = [_recursion(), _signals(), _folder(), lent_streams(), _torch_modes(), _random_states()]
     for watch in watches:
         next(watch)
     try:
@@ -167,6 +167,16 @@ def _signals() -> Watch:
             signal.signal(number, handler)
             changed.append(f"handler of {number.name}")
     yield f"changes the {' and the '.join(changed)}" if changed else None
+
+
+def _recursion() -> Watch:
+    """The limit, where it is lower: the run would end in the midst. A higher one a file may set once for all calls."""
+    before = sys.getrecursionlimit()
+    yield None
+    lowered = sys.getrecursionlimit() < before
+    if lowered:
+        sys.setrecursionlimit(before)
+    yield "lowers the recursion limit" if lowered else None
 
 
 def _random_states() -> Watch:

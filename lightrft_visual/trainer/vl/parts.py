@@ -122,14 +122,15 @@ class PromptSource:
         return self.make(samples, torch.arange(-len(samples), 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands."""
-        sampler, data = self.supply.sampler.state_dict(), self.supply.dataset.fingerprint
-        return {"sampler": sampler, "rounds": self.rounds, "data": data}
+        """Where the order stands, and the bad rows met."""
+        sampler, dataset = self.supply.sampler.state_dict(), self.supply.dataset
+        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": dataset.bad.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
         self.supply.dataset.check_resumed(state.get("data"))
+        self.supply.dataset.bad.load_state(state.get("bad_rows", []))  # earlier versions kept none
         self.rounds = int(state["rounds"])
 
     def _next_ids(self) -> T:

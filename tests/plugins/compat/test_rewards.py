@@ -56,13 +56,20 @@ TEXT = {
     "verl.py:compute_score": ("verl", [1, 0.2, 1], {"acc": [1, 0, 1]}),
     "verl.py:plain": ("verl", [1, 0, 1], {}),
     "verl.py:later": ("verl", [1, 0, 1], {}),
+    "verl.py:passed_on": ("verl", [1, 0, 1], {}),
+    "verl.py:by_kwargs": ("verl", [1, 0, 3], {}),
+    "verl.py:batch_passed_on": ("verl_batch", [1, 0, 1], {}),
+    "verl.py:batch_by_kwargs": ("verl_batch", [1, 0, 1], {}),
+    "verl.py:batched_plain": ("verl_batch", [1, 0, 1], {}),
     "verl.py:batched": ("verl_batch", [1, 0, 1], {}),
     "easyr1.py:compute_score": ("easyr1", [1, 0, 1], {"format": [1, 0, 1], "accuracy": [1, 0, 1]}),
+    "easyr1.py:passed_on": ("easyr1", [1, 0, 1], {"format": [1, 0, 1]}),
     "easyr1.py:sequential": ("easyr1_each", [1, 0, 1], {"format": [1, 0, 1]}),
     "easyr1.py:older": ("easyr1", [1, 0, 1], {"accuracy": [1, 0, 1]}),
     "easyr1.py:oldest": ("easyr1_each", [1, 0, 1], {"accuracy": [1, 0, 1]}),
     "roll.py:single_choice_reward": ("roll", [1, -1, 1], {"format": [1, 0, 1], "correct": [1, 0, 1]}),
     "roll.py:plain": ("roll", [1, 0, 1], {}),
+    "roll.py:passed_on": ("roll", [1, 0, 1], {}),
 }
 
 

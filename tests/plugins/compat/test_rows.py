@@ -41,6 +41,16 @@ def test_alpaca_input_stands_below_the_instruction(read):
     assert [parts(row) for row in read("alpaca.jsonl", rows)] == ["Add.\n2 and 3", "Add.", "Add."]
 
 
+def test_alpaca_system_stands_before_the_instruction(read):
+    rows = [
+        {"instruction": "Add.", "input": "2 and 3", "system": said, "answer": "5"} for said in ("Be brief.", "", None)
+    ]
+    first, *others = read("alpaca.jsonl", rows)
+    assert roles(first) == ["system", "user"] and first.prompt[0]["content"][0]["text"] == "Be brief."
+    assert [roles(row) for row in others] == [["user"], ["user"]]
+    assert {parts(row) for row in (first, *others)} == {"Add.\n2 and 3"} and first.metadata["instruction"] == "Add."
+
+
 def test_trl_completion_is_what_supervised_training_answers_whatever_the_reference_column_holds(read):
     said = {"role": "assistant", "content": "it is 5"}
     asked = [{"role": "user", "content": "2 and 3?"}]

@@ -49,6 +49,7 @@ CHANGES = {
     ),
     "gradient mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
     "working directory": (lambda: os.chdir("/"), os.getcwd),
+    "recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() - 100), sys.getrecursionlimit),
 }
 
 
@@ -79,8 +80,18 @@ def test_what_a_function_changed_is_put_back_and_said_once(told, raises, caplog)
             assert raises and "GeneratorExit: after it" in str(error)
     assert read() == before
     assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("reward function score changes")
+    assert caplog.records[0].message.startswith(("reward function score changes", "reward function score lowers"))
     assert told in caplog.records[0].message
+
+
+def test_a_recursion_limit_that_a_file_raises_stays_for_its_calls(tmp_path, caplog):
+    before = sys.getrecursionlimit()
+    (tmp_path / "deep.py").write_text(f"import sys\nsys.setrecursionlimit({before + 500})\n")
+    try:
+        load_module(str(tmp_path / "deep.py"))
+        assert call(sys.getrecursionlimit, "score", {}) == before + 500 and not caplog.records
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize("before", [0, 1000])

@@ -35,8 +35,8 @@ class Preparing:
         return [PromptFeatures(text, [1], int(number)) for text, number in zip(batch.prompts, batch.ids)]
 
 
-def prompts_of(path, features, keeps_ready=False, **settings) -> PromptSource:
-    return PromptSource(supply(path, SIZE, **settings), make, features, keeps_ready)
+def prompts_of(path, features, keeps_ready=False, size=SIZE, **settings) -> PromptSource:
+    return PromptSource(supply(path, size, **settings), make, features, keeps_ready)
 
 
 def ids(number: int) -> torch.Tensor:
@@ -99,6 +99,24 @@ def test_batches_are_numbered_over_the_run_and_a_resumed_source_goes_on(path):
     begun.load_state_dict(begun.state_dict() | {"rounds": 1})
     batch = begun.next(0)
     assert batch.prepared is None and torch.equal(batch.ids, ids(1))
+
+
+def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(path):
+    whole, counts, states = prompts_of(path, None, size=1), [], []
+    for number in range(12):
+        whole.next(number)
+        counts.append(len(whole.supply.dataset.bad))
+        states.append(whole.state_dict())
+    begun = next(number for number, count in enumerate(counts) if count == 1)
+    resumed = prompts_of(path, None, size=1)
+    resumed.load_state_dict(states[begun])
+    assert len(resumed.supply.dataset.bad) == counts[begun]  # and not those that were found later
+    for number in range(begun + 1, 12):
+        resumed.next(number)
+        assert len(resumed.supply.dataset.bad) == counts[number]
+    assert resumed.supply.dataset.bad.rows == whole.supply.dataset.bad.rows
+    states[begun].pop("bad_rows")  # as an earlier version has saved it
+    prompts_of(path, None, size=1).load_state_dict(states[begun])
 
 
 def test_a_further_batch_of_a_step_is_prepared_where_makers_may_ask_for_it(path):

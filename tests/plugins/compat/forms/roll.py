@@ -8,3 +8,7 @@ def single_choice_reward(response, ground_truth):
 
 def plain(response, answer):
     return response == answer
+
+
+def passed_on(response, answer, **kwargs):
+    return plain(response, answer, **kwargs)
