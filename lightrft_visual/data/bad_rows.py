@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class BadRows:
     def __init__(self, name: str, max_share: float) -> None:
         self.name, self.max_share = name, max_share
         self.rows: dict[str, BadRow] = {}
+        self.met: list[dict[str, Any]] = []  # those found during the run, for a checkpoint; a start finds the others
         self.inspected = 0
         self._path: Path | None = None
 
@@ -86,6 +87,7 @@ class BadRows:
         if row.source in self.rows:
             return
         self.rows[row.source] = row
+        self.met += [asdict(row)] if row.found != BadRow.found else []
         if len(self.rows) <= _SHOWN and collectives.is_rank_0():
             logger.warning("left out: %s", row.message)
         if self._path is not None:
@@ -116,13 +118,10 @@ class BadRows:
         if self.rows and collectives.is_rank_0():
             logger.warning("%s", self.summary())
 
-    def state(self) -> list[dict[str, Any]]:
-        """The rows found during the run, for a checkpoint; a start finds the others again."""
-        return [asdict(row) for row in self.rows.values() if row.found != BadRow.found]
-
-    def load_state(self, state: list[dict[str, Any]]) -> None:
-        """Go on from `state`'s, which were said and listed when they were found."""
-        self.rows |= {row["source"]: BadRow(**row) for row in state}
+    def go_on(self, met: Sequence[dict[str, Any]]) -> None:
+        """Take up an earlier process's, which were said and listed when they were found."""
+        self.met = [*met]
+        self.rows |= {row["source"]: BadRow(**row) for row in met}
 
     def write_to(self, path: Path) -> None:
         """List the rows found so far in `path`, and from now on each further one at once."""

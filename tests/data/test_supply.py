@@ -88,7 +88,7 @@ def test_bad_rows_of_before_a_resume_count_in_the_share_that_ends_the_run(path):
     while not len(before.dataset.bad):
         before.next_rows(1)
     after.sampler.load_state_dict(before.sampler.state_dict())
-    after.dataset.bad.load_state(before.dataset.bad.state())
+    after.dataset.bad.go_on(before.dataset.bad.met)
     with pytest.raises(TooManyBadRows, match="3 of 12 rows left out"):
         after.next_rows(2)
 

@@ -43,7 +43,7 @@ def put_back(what: str) -> Iterator[None]:
         yield
         return
     process = os.getpid()
-    watches = [_recursion(), _signals(), _folder(), lent_streams(), _torch_modes(), _random_states()]
+    watches = [_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()]
     for watch in watches:
         next(watch)
     try:
@@ -155,28 +155,21 @@ def _set_device(device: Any) -> None:
     sys.modules["torch"].set_default_device(None if device.type == "cpu" else device)
 
 
-def _signals() -> Watch:
-    """The run's handlers, and an alarm, whose signal would end the process. A handler of SIGALRM stays: a file may set
-    it once for all calls."""
+def _of_process() -> Watch:
+    """The run's handlers, an alarm, whose signal would end the process, and a lower recursion limit, at which the run
+    would end. A handler of SIGALRM and a higher limit stay: a file may set them once for all calls."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    alarm = any(signal.getitimer(signal.ITIMER_REAL))
+    alarm, limit = any(signal.getitimer(signal.ITIMER_REAL)), sys.getrecursionlimit()
     yield None
     changed = ["alarm"] * (not alarm and any(signal.setitimer(signal.ITIMER_REAL, 0)))
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler and threading.current_thread() is threading.main_thread():
             signal.signal(number, handler)
             changed.append(f"handler of {number.name}")
+    if sys.getrecursionlimit() < limit:
+        sys.setrecursionlimit(limit)
+        changed.append("recursion limit")
     yield f"changes the {' and the '.join(changed)}" if changed else None
-
-
-def _recursion() -> Watch:
-    """The limit, where it is lower: the run would end in the midst. A higher one a file may set once for all calls."""
-    before = sys.getrecursionlimit()
-    yield None
-    lowered = sys.getrecursionlimit() < before
-    if lowered:
-        sys.setrecursionlimit(before)
-    yield "lowers the recursion limit" if lowered else None
 
 
 def _random_states() -> Watch:

@@ -124,13 +124,13 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and the bad rows met."""
         sampler, dataset = self.supply.sampler.state_dict(), self.supply.dataset
-        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": dataset.bad.state()}
+        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": [*dataset.bad.met]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
         self.supply.dataset.check_resumed(state.get("data"))
-        self.supply.dataset.bad.load_state(state.get("bad_rows", []))  # earlier versions kept none
+        self.supply.dataset.bad.go_on(state.get("bad_rows", []))  # earlier versions kept none
         self.rounds = int(state["rounds"])
 
     def _next_ids(self) -> T:
