@@ -44,7 +44,7 @@ from .batch import (
 from .local.callables import Signature, aggregates, scores_parameter
 from .recipe import Recipe, parse_recipe
 from .registry import Catalogue
-from .settings import DEFAULT_RECIPE, REFERENCE_COLUMN, compares, engine_arguments
+from .settings import DEFAULT_RECIPE, compares, engine_arguments
 
 T = torch.Tensor
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class RewardComputationEngine:
         tokenizer: Any = None,
         strategy: Any = None,
         packing_samples: bool = False,
-        labels: Collection[str | None] = (),
+        labels: Iterable[str | None] = (),
         columns: Collection[str] | None = None,
         references: bool | None = None,
         labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
@@ -175,13 +175,13 @@ class RewardComputationEngine:
             packing_samples: see the class.
             labels: as of `engine_arguments`.
             columns: likewise.
-            references: likewise.
-            labels_cut_away: likewise.
+            references: see the class.
+            labels_cut_away: as of `engine_arguments`.
             resources: see the class.
         """
-        arguments = engine_arguments(config, labels, columns, references, labels_cut_away)
+        arguments = engine_arguments(config, labels, columns, labels_cut_away)
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
-        return cls(**arguments, config=config, resources=resources)
+        return cls(**arguments, config=config, resources=resources, references=references)
 
     def _aggregator(self, reward_fn: Any, given: Mapping[str, Any], alone: bool) -> Any:
         """The source of `reward_fn` where it aggregates by hand; else it becomes one source more. alone: a recipe says
@@ -257,14 +257,20 @@ class RewardComputationEngine:
             if not getattr(job.source, "reads_videos", True):
                 raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
 
-    def check_held_out(self, sets: Iterable[Any]) -> None:
-        """Raise ConfigError where a held-out sample would reach a scorer that compares with a reference, which no row
-        of its set has. sets: with `labels` and `has_references`."""
-        labels = {label for each in sets if not each.has_references for label in each.labels}
-        for entry in (entry for label in labels if self.recipe for entry in self.recipe.for_label(label)):
-            if compares(entry):
-                told = f"the scorer {entry.key} compares with the reference, but no row of eval_data has one"
-                raise ConfigError(f"{told}: {REFERENCE_COLUMN}")
+    def check_references(self, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
+        """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
+        compares with one, or a held-out sample only such ones. trained, held_out: with `labels`, `has_references`."""
+        chosen = "is in the reward and" if self.config.given else "is the reward when none is named, and"
+        for data, sets, enough in (("the data", trained, any), ("eval_data", held_out, all)):
+            labels = {label for each in sets if not each.has_references for label in each.labels}
+            for label in sorted(labels, key=str) if self.recipe else ():
+                weighed = [entry for entry in self.recipe.for_label(label) if entry.weight]
+                if weighed and enough(map(compares, weighed)):
+                    name = next(filter(compares, weighed)).key
+                    told = f"the scorer {name} {chosen} compares with the reference, but no row of {data} has one"
+                    where = "it is read from the column 'reference' (or answer, ground_truth, solution)"
+                    others = "--reference_key names another column, --reward_fn path.py:function another reward"
+                    raise ConfigError(f"{told}: {where}; {others}")
 
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.

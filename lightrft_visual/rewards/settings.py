@@ -1,6 +1,6 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..config.given_files import split_list
@@ -9,13 +9,10 @@ from ..errors import ConfigError
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
-from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
+from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe
 from .registry import Catalogue, check_scorer, find_scorer
 from .remote.client import check_url, token_from_env
 
-REFERENCE_COLUMN = (
-    "it is read from the column 'reference' (or answer, ground_truth, solution); --reference_key names another column"
-)
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
@@ -53,9 +50,8 @@ class Checking(Catalogue):
 
 def engine_arguments(
     config: RewardConfig,
-    labels: Collection[str | None] = (),
+    labels: Iterable[str | None] = (),
     columns: Collection[str] | None = None,
-    references: bool | None = None,
     labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
 ) -> dict[str, Any]:
     """Keyword arguments of RewardComputationEngine. Raises ConfigError as `check_reward_config` does, and for a reward
@@ -65,7 +61,6 @@ def engine_arguments(
         config: what scores.
         labels: of the data, each of which needs a recipe where there are recipes.
         columns: of the data, which functions may ask for; None where they are not known.
-        references: whether any row of the data has one; None where that is not known.
         labels_cut_away: `cut_away` of `Recipe.check_labels`.
     """
     token_from_env(config.reward_token_env)
@@ -82,8 +77,6 @@ def engine_arguments(
     if recipe is not None:
         known = recipe.entries
         recipe.check_labels(labels, labels_cut_away if config.every_label else lambda: known)
-    if references is False:
-        _check_references(config, functions, recipe, labels)
     last = by_hand or (functions if len(functions) == 1 else [])
     return {
         "reward_model": config.reward_pretrain,
@@ -93,7 +86,6 @@ def engine_arguments(
         "reward_fn_label_map": {name: index for index, name in enumerate(names)} if by_hand and names else None,
         "reward_recipe": recipe,
         "columns": columns,
-        "references": references,
     }
 
 
@@ -104,7 +96,7 @@ def scored_labels(config: RewardConfig) -> frozenset[str] | None:
     return None if recipe is None or ANY_LABEL in recipe.entries else frozenset(recipe.entries)
 
 
-def check_reward_config(config: RewardConfig, labels: Collection[str | None] = ()) -> None:
+def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ()) -> None:
     """Raise ConfigError for a missing file or function, a bad URL, an unknown rule, label or model name, or a token
     variable that is not set. Loads no model and opens no connection."""
     engine_arguments(config, labels)
@@ -123,26 +115,6 @@ def _check_parts(
         if known not in {entry.key for entry in entries}:
             raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
     return list(sources)
-
-
-def _check_references(
-    config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, labels: Collection[str | None]
-) -> None:
-    """For data in which no row has a reference: nothing that a row reaches may be compared with one.
-
-    Args:
-        config, functions, recipe: what scores.
-        labels: of the data; empty where they are not known.
-    """
-    if recipe is None and (functions or config.reward_pretrain or config.remote_rm_url):
-        return
-    scoring = recipe or parse_recipe(DEFAULT_RECIPE)
-    reached = [entry for label in sorted(labels, key=str) for entry in scoring.for_label(label)]
-    for entry in reached or scoring.components():
-        if compares(entry):
-            chosen = "is the reward when none is named, and" if recipe is None else "is in the reward and"
-            told = f"the scorer {entry.key} {chosen} compares with the reference, but no row of the data has one"
-            raise ConfigError(f"{told}: {REFERENCE_COLUMN}, --reward_fn path.py:function another reward")
 
 
 def compares(entry: RecipeEntry) -> bool:

@@ -1,6 +1,7 @@
 """What is wrong with a reward function is said before any model is loaded."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,21 +64,26 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
     ],
 )
 def test_a_reward_that_compares_needs_references_and_no_other_one(settings, words, rewards_file):
-    config = RewardConfig(**settings)
-    engine_arguments(config, references=True)
-    engine_arguments(config)
-    with pytest.raises(ConfigError, match=words):
-        RewardComputationEngine.from_config(config, references=False)
+    given, lacking = (SimpleNamespace(labels={None}, has_references=has) for has in (True, False))
+    engine = RewardComputationEngine.from_config(RewardConfig(**settings))
+    engine.check_references([given], [given])
+    for sets in ([lacking], []), ([], [lacking]):
+        with pytest.raises(ConfigError, match=words):
+            engine.check_references(*sets)
     for other in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
-        engine_arguments(other, references=False)
+        RewardComputationEngine.from_config(other).check_references([lacking], [lacking])
 
 
-def test_a_recipe_that_compares_for_labels_that_no_row_has_needs_no_references():
-    config = RewardConfig(reward_recipe='{drawing: [[rule, format, 1.0]], "*": [[rule, exact, 1.0]]}')
-    engine_arguments(config, labels={"drawing"}, references=False)
-    for labels in ({"drawing", "count"}, {None, "drawing"}):
+def test_references_are_asked_of_the_labels_that_a_data_set_has_and_of_scorers_with_a_weight():
+    rules = "{drawing: [[rule, format, 1.0], [rule, exact, 0]], both: [[rule, exact, 0.9], [rule, format, 0.1]], "
+    engine = RewardComputationEngine.from_config(RewardConfig(reward_recipe=rules + '"*": [[rule, exact, 1.0]]}'))
+    of = {label: SimpleNamespace(labels={label}, has_references=False) for label in ("drawing", "both", "count", None)}
+    engine.check_references([of["drawing"]], [of["drawing"], of["both"]])  # held-out rows are scored by the other one
+    for label in ("both", "count", None):
         with pytest.raises(ConfigError, match="no row of the data has one"):
-            engine_arguments(config, labels=labels, references=False)
+            engine.check_references([of[label]], [])
+    with pytest.raises(ConfigError, match="no row of eval_data has one"):
+        engine.check_references([], [of["count"]])
 
 
 def test_which_labels_a_configuration_scores():

@@ -153,18 +153,18 @@ def _rewards(
 ) -> RewardComputationEngine:
     """The reward engine. sets: prompts of training and of evaluation; asked: Reward FL asks it for evaluations only."""
     scored = sets[1:] if config.offline else sets
-    trained = asked and not config.offline  # others ask rewards for evaluations only
-    judged = sets[:1] if trained else sets[1:]
+    trained = sets[:1] if asked and not config.offline else []  # others ask rewards for evaluations only
+    judged = trained or sets[1:]
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
         resources=config.distributed.resources,
         labels=set().union(*(each.labels for each in scored)),
         columns=scored[0].columns if scored else set(),
-        references=any(each.has_references for each in judged) or (False if trained else None),
+        references=judged[0].has_references if judged else None,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in scored)),
     )
-    rewards.check_held_out(sets[1:])
+    rewards.check_references(trained, sets[1:])
     if config.algorithm.gdpo:
         rewards.require_weights("gdpo")
     return rewards
@@ -375,9 +375,9 @@ def _gold(
         strategy=strategy,
         labels=prompts.labels,
         columns=prompts.columns,
-        references=prompts.has_references or None,
+        references=prompts.has_references,
     )
-    rewards.check_held_out([prompts])
+    rewards.check_references([], [prompts])
     if task is None or task.sets is None:
         return DrawingGold(rewards)
     return load_target(task.sets)(rewards, prompts)

@@ -156,7 +156,7 @@ def _scorer(
         **more,
     )
     scorer.check_videos(set().union(*(each.video_labels for each in sets)))
-    scorer.check_held_out(sets[1:])
+    scorer.check_references(sets[:1], sets[1:])
     return scorer
 
 

@@ -168,7 +168,7 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
 
 def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(monkeypatch):
     seen = []
-    engine = SimpleNamespace(check_videos=seen.append, check_held_out=len)
+    engine = SimpleNamespace(check_videos=seen.append, check_references=lambda *sets: None)
     monkeypatch.setattr(build.RewardComputationEngine, "from_config", lambda *_, **__: engine)
     sets = [
         SimpleNamespace(labels={"a", "b"}, video_labels=own, columns=set(), has_references=True)
@@ -180,8 +180,8 @@ def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(mon
 @pytest.mark.parametrize(
     ("recipe", "labels", "told"),
     [
-        (None, {None}, "exact compares with the reference, but no row of eval_data has one.*--reference_key"),
-        ({"a": "exact", "*": "format"}, {"a", "b"}, "exact compares .* no row of eval_data"),
+        (None, {None}, "exact is the reward when none is named, and compares .* no row of eval_data.*--reference_key"),
+        ({"a": "exact", "*": "format"}, {"a", "b"}, "exact is in the reward and compares .* no row of eval_data"),
         ({"a": "exact", "*": "format"}, {None}, None),
         ({"*": "format"}, {"a"}, None),
     ],
