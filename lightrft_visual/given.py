@@ -98,8 +98,8 @@ class GivenRows:
 
 
 def _with_lists(value: Any) -> Any:
-    """The same, with lists in place of arrays that are no media: of objects, of texts, of one dimension."""
-    if getattr(getattr(value, "dtype", None), "kind", None) in tuple("OUST") or getattr(value, "ndim", 0) == 1:
+    """The same, with lists in place of arrays of objects or texts, as pandas holds lists; others may be media."""
+    if getattr(getattr(value, "dtype", None), "kind", None) in tuple("OUST"):
         value = value.tolist()
     if type(value) is dict:
         return {key: _with_lists(each) for key, each in value.items()}

@@ -204,12 +204,11 @@ def test_given_rows_have_lists_in_place_of_arrays_as_pandas_holds_lists_and_keep
         "reference": numpy.array(["cat", "dog"], dtype=object),
         "reward_model": {"ground_truth": numpy.array(["cat", "dog"])},
         "images": [frame],
-        "answer": numpy.array([3.5, 4.0]),
     }
     read = given.source_of([row], "train_dataset", "train")[0]
     assert read["prompt"] == [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
     assert read["reference"] == read["reward_model"]["ground_truth"] == ["cat", "dog"]
-    assert read["images"][0] is frame and read["answer"] == [3.5, 4.0]
+    assert read["images"][0] is frame
 
 
 @pytest.mark.plugin("unified")

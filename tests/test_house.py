@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2309, "experience": 3164, "config": 4905, "runtime": 5674, "data": 3330,
-    "models": 5881, "rollout": 5100, "rewards": 4226, "algorithms": 1822, "trainer": 7322, "observe": 3525,
+    "": 2310, "experience": 3164, "config": 4890, "runtime": 5686, "data": 3327,
+    "models": 5881, "rollout": 5100, "rewards": 4239, "algorithms": 1822, "trainer": 7325, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

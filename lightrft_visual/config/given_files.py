@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,7 @@ NO_REWARD = (
     "--reward_recipe (beside --differentiable_reward or --pair_data only --eval_data needs it, which may be left out)"
 )
 FUNCTIONS = ("reward_fn", "gold_fn", "environment", "tools", "differentiable_reward")
-QUERY = re.compile(r"://[^|]*\?[^|]*$")  # a URL, or the last of replicas, with a query
-ENTRY = re.compile(r"\s|([A-Za-z_][\w-]*=)?([A-Za-z][\w+.-]*://|\S*\.py\s*$)")  # a URL or a file, named or not
 NAMED = re.compile(r"([^,=:]+\.py):(\w*)")
-
-
-def split_list(value: str | Path | Sequence[str | Path] | None) -> list[str]:
-    """Entries of a comma-separated string or of a list, without empty ones. In the query of a URL a comma separates
-    only before what is an entry by itself."""
-    if not isinstance(value, str | Path):
-        return [name for entry in value or () if (name := str(entry).strip())]
-    entries: list[str] = []
-    for part in filter(str.strip, str(value).split(",")):
-        if entries and QUERY.search(entries[-1]) and not ENTRY.match(part):
-            entries[-1] += f",{part.rstrip()}"
-        else:
-            entries.append(part.strip())
-    return entries
 
 
 def located(path: str | Path) -> Path:
@@ -85,7 +69,8 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                 bad = [part for part in value.split(",") if not FUNCTION.fullmatch(part)]
                 found += [f"--{name}: {part!r} names no function of a file: write path.py:function" for part in bad]
             if name in FUNCTIONS:
-                found += [f"--{name}: {told}" for told in missing_functions(value)]
+                named = NAMED.findall(value)
+                found += [f"--{name}: {told}" for each in named for told in missing_function(each[0].strip(), each[1])]
                 continue
             wanted, known = (DATA, rows) if name in ROWS else (FOLDER, models if name in MODELS[:3] else ())
             for part in map(str.strip, value.split(",")):
@@ -108,25 +93,25 @@ def _absent(path: str) -> str:
     return f"{path} does not exist" + ("" if path.startswith(("/", "~")) else f" in {Path.cwd()}")
 
 
-def missing_functions(value: str) -> Iterator[str]:
-    """What is not there of the functions that a text names as path.py:function: files, and what these, which are read
-    and not run, do not define. A file that may define names as it runs is left to the run."""
-    for path, name in NAMED.findall(value):
-        if not (file := located(path.strip())).is_file():
-            yield _absent(path.strip())
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError) as error:
-            where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-            yield f"{path} is not Python: {error.args[0]}{where}"
-            continue
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.AST)]
-        bound = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
-        bound |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-        if not bound & {name, "*", "exec", "globals", "vars", "setattr", "__getattr__"}:
-            own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-            yield f"{path} has no function or class {name!r}{did_you_mean(name, [n for n in own if n[0] != '_'])}"
+def missing_function(path: str, name: str) -> Iterator[str]:
+    """What is not there of a function: its file, or what this, which is read and not run, does not define. A file that
+    may define names as it runs is left to the run."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        yield _absent(path)
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        yield f"{path} is not Python: {error.args[0]}{where}"
+        return
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.AST)]
+    bound = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
+    bound |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    if not bound & {name, "*", "exec", "globals", "vars", "setattr", "__getattr__"}:
+        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        yield f"{path} has no function or class {name!r}{did_you_mean(name, [n for n in own if n[0] != '_'])}"
 
 
 def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]:
@@ -138,9 +123,9 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
     folder = given("output", "resume_from") or "auto"
     if folder != "auto" and not re.search(r"checkpoint-\d+$", folder) and not os.path.exists(folder):
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
-    for url in map(str.strip, "|".join(split_list(given("reward", "remote_rm_url"))).split("|")):
+    for url in map(str.strip, re.split(r"[,|]", given("reward", "remote_rm_url") or "")):
         if url.endswith(".py"):
-            yield from (f"--remote_rm_url: {told}" for told in missing_functions(f"{url}:reward_func"))
+            yield from (f"--remote_rm_url: {told}" for told in missing_function(url, "reward_func"))
         elif url and "://" not in url and "=" not in url:
             yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
     if given("reward", "reward_recipe") or given("reward", "components"):

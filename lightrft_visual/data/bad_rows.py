@@ -70,7 +70,6 @@ class BadRows:
     def __init__(self, name: str, max_share: float) -> None:
         self.name, self.max_share = name, max_share
         self.rows: dict[str, BadRow] = {}
-        self.met: list[dict[str, Any]] = []  # those found during the run, for a checkpoint; a start finds the others
         self.inspected = 0
         self._path: Path | None = None
 
@@ -87,7 +86,6 @@ class BadRows:
         if row.source in self.rows:
             return
         self.rows[row.source] = row
-        self.met += [asdict(row)] if row.found != BadRow.found else []
         if len(self.rows) <= _SHOWN and collectives.is_rank_0():
             logger.warning("left out: %s", row.message)
         if self._path is not None:
@@ -120,7 +118,6 @@ class BadRows:
 
     def go_on(self, met: Sequence[dict[str, Any]]) -> None:
         """Take up an earlier process's, which were said and listed when they were found."""
-        self.met = [*met]
         self.rows |= {row["source"]: BadRow(**row) for row in met}
 
     def write_to(self, path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from ..config import registry
-from ..config.given_files import missing_functions
+from ..config.given_files import missing_function
 from ..config.recipes import SUFFIXES, load_yaml, yaml_value
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
@@ -227,9 +227,8 @@ def wrong_names(config: RewardConfig) -> list[str]:
             _ = registry.scorers[entry.key] if entry.type == "rule" else None
     except ConfigError as error:
         return [str(error)]
-    wrong = [
-        f"reward recipe: {told}" for each in entries if each.type == "func" for told in missing_functions(each.key)
-    ]
+    functions = [each.key.rpartition(":") for each in entries if each.type == "func" and ".py:" in each.key]
+    wrong = [f"reward recipe: {told}" for path, _, name in functions for told in missing_function(path, name)]
     models = [] if config.reward_pretrain else [each.key for each in entries if each.type == "model"]
     return wrong + [f"reward recipe: no reward_pretrain is given that the model {key!r} could name" for key in models]
 

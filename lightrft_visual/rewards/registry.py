@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import registry
-from ..config.given_files import split_list
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
@@ -86,6 +85,12 @@ def instantiate(target: Callable[..., Any], settings: Mapping[str, Any]) -> Call
 
 
 _NAMED = re.compile(r"^([A-Za-z_][\w-]*)=(.+)$")
+
+
+def split_list(value: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Entries of a comma-separated string or of a list, without empty ones."""
+    entries = str(value).split(",") if isinstance(value, str | Path) else list(value or ())
+    return [name for entry in entries if (name := str(entry).strip())]
 
 
 def named_entries(value: str | Path | Sequence[str | Path] | None) -> dict[str, str]:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from ..config.given_files import split_list
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe
-from .registry import Catalogue, check_scorer, find_scorer
+from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url, token_from_env
 
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}

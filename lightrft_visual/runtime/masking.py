@@ -35,8 +35,8 @@ INLINE_SECRET = re.compile(
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
-# Parameters of a URL whose values are shown, and values, each between commas: short ones, numbers and, unless the
-# parameter's name speaks of a secret, plain words. Of all others nobody knows what they hold.
+# Parameters of a URL whose values are shown, and values: short ones, numbers and, unless the parameter's name speaks of
+# a secret, plain words. Of all others nobody knows what they hold.
 PLAIN_VALUE = re.compile(r"[\w.\-]{0,4}|\d{1,6}")
 PLAIN_WORDS = re.compile(r"[a-z]{1,14}(?:[_\-.][a-z]{1,14}){0,3}")
 SECRET_PARAMETER = re.compile(
@@ -84,10 +84,9 @@ def mask_urls(text: str) -> str:
 
 def _parameter(found: re.Match[str]) -> str:
     mark, name, value = found.groups()
-    name_read, parts = unquote(name), unquote(value).split(",")
-    words = not SECRET_PARAMETER.search(name_read)
-    plain = all(PLAIN_VALUE.fullmatch(part) or (words and PLAIN_WORDS.fullmatch(part)) for part in parts)
-    known = name_read.lower() in PLAIN_PARAMETERS or value == MASK
+    name_read, read = unquote(name), unquote(value)
+    known = name_read.lower() in PLAIN_PARAMETERS or PLAIN_VALUE.fullmatch(read) or value == MASK
+    plain = PLAIN_WORDS.fullmatch(read) and not SECRET_PARAMETER.search(name_read)
     return found[0] if known or plain else f"{mark}{name}={MASK}"
 
 

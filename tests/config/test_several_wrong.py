@@ -193,7 +193,6 @@ def test_a_recipe_a_scorer_a_checkpoint_and_a_url_that_are_none_are_named():
     assert "no folder gone" in missing("--resume_from", "gone")[0]
     assert "write it as http://" in missing("--remote_rm_url", "localhost:5000/score")[0]
     assert missing("--remote_rm_url", "http://localhost:5000/score|http://other/x,judge=http://a") == []
-    assert missing("--remote_rm_url", "http://localhost:5000/score?k=1,2|http://other/x?k=1,2,judge=http://a") == []
 
 
 def test_a_model_folder_that_is_none_is_named_and_a_hub_name_or_a_folder_near_a_built_in_name_taken(

@@ -221,6 +221,15 @@ def test_sigterm_ends_a_function_that_does_not_return_and_disturbs_no_other(sigt
     assert scored(returns).valid.all()
 
 
+def test_a_function_that_fails_as_sigterm_reached_its_processes_too_is_stopped_by_the_signal(sigterm):
+    def loses_a_worker(completions):
+        sigterm()
+        raise RuntimeError("a worker is gone")
+
+    with pytest.raises(StoppedBySignal, match="ended by SIGTERM while reward function loses_a_worker ran: a worker"):
+        scored(loses_a_worker)
+
+
 def test_a_function_that_ctrl_c_ended_says_so(sigterm):
     with handled(signal.SIGINT, calls.Interrupt()):
 

@@ -30,7 +30,7 @@ QUICK_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Points = list[tuple[float, float]]
 Band = list[tuple[float, float, float]]  # (step, low, high)
 MAX_PIXELS = 40_000_000
-MADE = ("config.resolved.yaml", "env.json", "metrics.csv", "eval_metrics.csv", "rollouts")
+MADE = ("config.resolved.yaml", "env.json", "metrics.csv", "eval_metrics.csv", "rollouts", "crash.log")
 EVAL_FILE = re.compile(r"eval_step_(\d+)\.jsonl$")
 
 

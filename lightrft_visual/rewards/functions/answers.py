@@ -47,7 +47,8 @@ def normalise(text: str) -> str:
 
 
 def references_in(reference: Any) -> list[str]:
-    """The reference, or each of a list of references, as text; nothing for None."""
+    """The reference, or each of a list or array of references, as text; nothing for None."""
+    reference = reference.tolist() if getattr(reference, "ndim", 0) else reference
     options = reference if isinstance(reference, (list, tuple)) else [reference]
     return [str(option) for option in options if option is not None]
 

@@ -41,8 +41,7 @@ def check_url(url: str) -> None:
     """Raise ConfigError unless the URL is http(s) with a host, and holds no secret: URLs are written to files."""
     if web_address(url) is None:
         raise ConfigError(f"reward URL {shown_url(url)!r}: write it as http://host:port/path")
-    whole = url.replace(",", "%2C")  # in other texts a comma ends a URL
-    if mask_urls(whole) != whole:
+    if mask_urls(url) != url:
         raise ConfigError(
             f"reward URL {shown_url(url)!r} holds a password or key, which would end up in files: "
             "put it into an environment variable and name that in reward_token_env"
@@ -72,19 +71,31 @@ class RequestFailed(Exception):
 class Phase:
     """What one scoring call has learned about one reward: queued requests to a dead server fail at once.
 
-    answered: there was an answer of any kind. silent: requests that got none since the last one, and why, gave_up."""
+    answered: there was an answer of any kind. silent: requests that got none since the last one, and why, gave_up.
+    again: when a dead server is asked once more."""
 
     answered: bool = False
     silent: int = 0
     gave_up: str = ""
+    again: float = 0.0
 
     def heard(self) -> None:
         """There is an answer."""
         self.answered, self.silent = True, 0
 
-    def dead(self, slots: int) -> bool:
-        """Whether the server gives no answers any more, though it may be slow: never one, or none to many requests."""
-        return self.silent > (slots + SILENCE if self.answered else 0)
+    def unheard(self, told: str, seconds: float) -> None:
+        """A request got no answer. seconds: its time limit."""
+        self.silent, self.gave_up, self.again = self.silent + 1, told, time.monotonic() + seconds
+
+    def dead(self, slots: int, seconds: float) -> bool:
+        """Whether the server gives no answers any more, though it may be slow: never one, or none to many requests. One
+        request in `seconds` is let through to see."""
+        if self.silent <= (slots + SILENCE if self.answered else 0):
+            return False
+        now = time.monotonic()
+        waits = now < self.again
+        self.again = self.again if waits else now + seconds
+        return waits
 
 
 @dataclass
@@ -106,7 +117,7 @@ class Exchange:
         if self.deadline is not None:
             return
         self.deadline = time.monotonic() + seconds
-        if self.phase.dead(slots):
+        if self.phase.dead(slots, seconds):
             raise RequestFailed(self.phase.gave_up, retry=False, answered=False)
 
 
@@ -161,8 +172,7 @@ class RemoteClient:
                 ):
                     told = f"{failure} (asked {attempt} times)" if attempt > 1 else str(failure)
                     if not failure.answered:
-                        exchange.phase.silent += 1
-                        exchange.phase.gave_up = told
+                        exchange.phase.unheard(told, self.config.reward_timeout)
                     raise RequestFailed(told, retry=False, answered=failure.answered) from None
             await asyncio.sleep(wait)
 

@@ -96,9 +96,7 @@ TERM_SECONDS = 10.0  # a function gets this long to return after SIGTERM, so tha
 REMINDERS = 3  # so many times as long, and the process ends: the function is in native code that never returns
 TERMINATED = 143  # exit code of a process that SIGTERM ended before it could save anything (128 + 15)
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
-ASKED_TO_END = {  # by what processes are asked to end, and what Python does then
-    signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL
-}  # fmt: skip
+ASKED_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what schedulers and terminals send to all
 ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
 LONGEST_MESSAGE = 1000
 POSITIONAL = "*"  # beside arguments: a list of those that stand before them
@@ -148,7 +146,7 @@ class Interrupt:
 
 
 def leave_signals() -> None:
-    """What schedulers and terminals send to every process does nothing here: this one ends with its parent."""
+    """By no signal this process ends before its parent."""
     for number in ASKED_TO_END:
         signal.signal(number, _leave)
 
@@ -157,14 +155,26 @@ def _leave(*_: object) -> None:
     """No ignored signal: that would stay so in what this process starts."""
 
 
+def _hold_signals() -> None:
+    """What comes while a process is forked waits until it is clear whose it is."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
+
+
 def _own_signals() -> None:
-    """A process that a user's code forks ends by signals as any other, whatever the run does with its own."""
-    for number, usual in ASKED_TO_END.items():
+    """A process that a user's code forks can be ended, as a pool ends its workers; of Ctrl-C, which comes to the run as
+    well, it waits for what the run does."""
+    for number in ASKED_TO_END:
         if str(getattr(signal.getsignal(number), "__module__", None)).startswith("lightrft_visual."):
-            signal.signal(number, usual)
+            signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else _leave)
+    _take_signals()
 
 
-os.register_at_fork(after_in_child=_own_signals)
+def _take_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+_forking = threading.local()
+os.register_at_fork(before=_hold_signals, after_in_parent=_take_signals, after_in_child=_own_signals)
 
 
 def _say(line: str) -> None:
@@ -433,7 +443,10 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         if isinstance(before, StopRequest) and before.made:  # looked at now that a signal reaches `on_signal`
             ask()
         yield
-    except Interrupted as error:
+    except (Interrupted, Exception) as error:
+        if not isinstance(error, Interrupted) and (not asked_at or isinstance(error, StoppedBySignal)):
+            raise
+        # Another error of now may come from the signal, which schedulers send to processes of the function too.
         raise _stopped_inside(error) or StoppedBySignal(
             f"the run was ended by {who_asked(interrupt)[0]} while {what} ran: {error}"
         ) from None

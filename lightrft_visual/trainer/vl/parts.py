@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -124,7 +124,10 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, and the bad rows met."""
         sampler, dataset = self.supply.sampler.state_dict(), self.supply.dataset
-        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": [*dataset.bad.met]}
+        met = [
+            asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found
+        ]  # a start finds the others
+        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": met}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""

@@ -121,23 +121,35 @@ def score(completions):
 
 
 ASKS_CHILDREN_TO_END = """
-import multiprocessing, os, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
+
+forks = multiprocessing.get_context("fork")
+
+def waits(event):
+    event.wait(20)
+    sys.exit(7)
 
 def score(completions):
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    pressed = forks.Process(target=waits, args=(event := forks.Event(),))
+    pressed.start()
+    os.kill(pressed.pid, signal.SIGINT)  # as a terminal does with all
+    event.set()
+    pressed.join(20)
+    forked = forks.Process(target=time.sleep, args=(600,))
     forked.start()
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     forked.terminate(), started.terminate()
     forked.join(20)
     try:
-        return [float(forked.exitcode == -15 and started.wait(20) == -15)] * len(completions)
+        ended = forked.exitcode == -15 and started.wait(20) == -15
+        return [float(ended and pressed.exitcode == 7)] * len(completions)
     finally:
         forked.kill(), started.kill()
 """
 
 
 @pytest.mark.parametrize("seconds", [None, 120.0])
-def test_children_of_a_function_that_are_asked_to_end_do_so(tmp_path, seconds):
+def test_children_of_a_function_end_when_it_asks_them_to_and_not_by_ctrl_c(tmp_path, seconds):
     (tmp_path / "mine.py").write_text(ASKS_CHILDREN_TO_END)
     config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:score", reward_fn_timeout=seconds)
     engine = RewardComputationEngine.from_config(config)

@@ -16,7 +16,6 @@ from reward_rollouts import make_samples
 from reward_servers import FaultyServer, Handler, closed_port
 
 from lightrft_visual import serve_reward
-from lightrft_visual.config.given_files import split_list
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -309,32 +308,6 @@ def test_bad_urls(url):
         check_url(url)
     for good in ("http://h/design?signal=1", "http://hf_space:80/r", "http://h/r?author=me"):
         check_url(good)
-
-
-@pytest.mark.parametrize(
-    ("text", "entries"),
-    [
-        ("http://h/r?k=1,2", ["http://h/r?k=1,2"]),
-        ("judge=http://h/r?k=1,b=2|http://g/r?k=1,2 , other=http://i/r,j.py", None),
-        ("http://h/r?k=1,other=j.py", ["http://h/r?k=1", "other=j.py"]),
-        ("http://h/r?k=1,2,http://g/r?k=3,4,", ["http://h/r?k=1,2", "http://g/r?k=3,4"]),
-        ("http://h/r,localhost:80", ["http://h/r", "localhost:80"]),
-        ("http://h/r?k=1, localhost:80", ["http://h/r?k=1", "localhost:80"]),
-        ("a.py:f,b.py:g", ["a.py:f", "b.py:g"]),
-    ],
-)
-def test_a_comma_in_the_query_of_a_url_separates_only_before_another_url_or_file(text, entries):
-    several = ["judge=http://h/r?k=1,b=2|http://g/r?k=1,2", "other=http://i/r", "j.py"]
-    assert split_list(text) == (entries or several)
-
-
-def test_a_url_with_a_comma_in_its_query_is_asked_and_a_secret_behind_one_is_refused():
-    with FaultyServer() as server:
-        assert run(f"{server.base}/good/r?k=1,2&metrics=looks,3", [make_samples(["a"])]).valid.all()
-    for url in ("http://h/r?k=1,2&x=hunter2", "http://h/r?k=1,hunter2", "http://h/r?k=1,2|http://g/r?k=1,hunter2"):
-        with pytest.raises(ConfigError, match="reward_token_env") as caught:
-            check_reward_config(RewardConfig(remote_rm_url=url))
-        assert "hunter2" not in str(caught.value)
 
 
 def test_shown_url_holds_no_secret():
