@@ -124,7 +124,9 @@ def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_an
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
     draws = kind is FlowGRPOTrainer
     own = {"seed": 3, "eval_seed": 5, "gold_recipe": RECIPE} | ({} if draws else {"eval_samples_per_prompt": 8})
-    trainer = kind("org/model", SCORER[draws], prompt_data="org/rows", output_dir=tmp_path / "run", **own)
+    trainer = kind(
+        "org/model", SCORER[draws], prompt_data="org/rows", eval_data="org/held", output_dir=tmp_path / "run", **own
+    )
     checkpoint = left_by(trainer, numbered)
 
     def found(config):
@@ -132,7 +134,8 @@ def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_an
         n = output.eval_samples_per_prompt
         return config.train.seed, output.eval_seed, n, judged and (judged.reward_recipe, judged.reward_fn)
 
-    assert found(configured(checkpoint)) == (3, 5, 4 if draws else 8, (RECIPE, None))
+    assert found(configured(checkpoint, None)) == (3, 5, 4 if draws else 8, (RECIPE, None))
+    assert bool(found(configured(checkpoint))[3]) == numbered  # beside rows that are not the run's
     (tmp_path / "gold.py").write_text("def judge(completions): ...")
     other = f"{tmp_path}/gold.py:judge"
     assert found(configured(checkpoint, seed=1, gold_fn=other))[::3] == (1, (None, other))
@@ -143,8 +146,8 @@ def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_an
 
 def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_given(tmp_path):
     recipe = json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b")})
-    trainer = GRPOTrainer("org/model", "exact", ROWS, gold_recipe=recipe, output_dir=tmp_path)
-    assert engine_arguments(configured(left_by(trainer)).gold, ["a"])["reward_recipe"]
+    trainer = GRPOTrainer("org/model", "exact", ROWS, eval_data="org/held", gold_recipe=recipe, output_dir=tmp_path)
+    assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
 @pytest.mark.parametrize("numbered", [False, True])

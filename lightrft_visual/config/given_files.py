@@ -125,7 +125,8 @@ def _missing_besides(config: Any, names: Container[str] | None) -> Iterator[str]
         yield f"--resume_from: there is no folder {folder}; auto takes the newest checkpoint of --output_dir"
     for url in map(str.strip, re.split(r"[,|]", given("reward", "remote_rm_url") or "")):
         if url.endswith(".py"):
-            yield from (f"--remote_rm_url: {told}" for told in missing_function(url, "reward_func"))
+            path = re.sub(r"^[A-Za-z_][\w-]*=", "", url)  # it may have a name
+            yield from (f"--remote_rm_url: {told}" for told in missing_function(path, "reward_func"))
         elif url and "://" not in url and "=" not in url:
             yield f"--remote_rm_url: {shown_url(url)!r}: write it as http://host:port/path"
     if given("reward", "reward_recipe") or given("reward", "components"):
