@@ -27,6 +27,7 @@ from .arguments import (
     check_kinds,
     data_of,
     data_settings,
+    emptied,
     episode_settings,
     name_of,
     plain_settings,
@@ -156,7 +157,7 @@ class _Trainer:
         if eval_dataset is not None:
             given["eval_data"] = data_of(eval_dataset, "eval_dataset", split_of(settings, "eval_split"))
         refuse_both(given, settings)
-        return given
+        return emptied(given, settings) | given
 
     def fit(self) -> Result:
         """Train to the last step. Raises what went wrong, as the errors of `lightrft_visual.errors`; what was written

@@ -20,6 +20,7 @@ from .config import registry
 from .config.given_files import ROWS, located
 from .config.kinds import check_hooks
 from .config.recipes import SUFFIXES
+from .config.shared import REWARDS
 from .errors import ConfigError, DataError, did_you_mean
 from .given import give, source_of, unique_name
 from .runtime.hub import FILES, is_hub_name, load_data_set
@@ -197,6 +198,16 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
         recipe = [[kind, positions.get(text, key), float(weight)] for (kind, text, key), weight in weighed]
         settings["reward_recipe"] = json.dumps({"*": recipe})
     return settings
+
+
+def emptied(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What empties the rewards of a recipe in whose place those `given` stand. A recipe of rewards may name the models,
+    servers and functions there. settings: of the caller, which stay."""
+    if given.keys().isdisjoint(REWARDS):
+        return {}
+    kept = {*given, *(part for name in settings for part in name.split("."))}
+    others = ("components",) if "reward_recipe" in given else REWARDS
+    return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if name not in kept}
 
 
 def _distinct(entries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

@@ -221,9 +221,6 @@ def _configured(
         suite = None if suite is None else os.fspath(suite)
         named = suite is None or suite.endswith(SUFFIXES) or "/" in suite
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
-        if rewards is not None and suite is not None:
-            recipes.append(os.path.join(scratch, "rewards.yaml"))
-            Path(recipes[-1]).write_text("reward: {components: {}, kwargs: {}, reward_recipe: null}\n")
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
         trainer = kind(base, rewards, config=recipes, **own | settings)

@@ -29,6 +29,7 @@ from lightrft_visual import (
 from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
+from lightrft_visual.config.shared import REWARDS
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards import RewardComputationEngine
@@ -466,3 +467,28 @@ def test_second_run_beside_one_that_goes_on_in_the_process_is_refused():
     with launch._RUNNING, pytest.raises(ConfigError, match="another run goes on in this process"):
         GRPOTrainer().fit()
     assert launch._RUNNING.acquire(blocking=False) and launch._RUNNING.release() is None
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "reward: {components: {math: 0.9, format: 0.1}, kwargs: {format: {tags: [a]}}}",
+        "reward: {reward_recipe: {'*': [[rule, math, 1.0]]}}",
+        "reward: {remote_rm_url: 'http://localhost/score'}",
+    ],
+)
+def test_rewards_given_to_a_trainer_stand_in_place_of_those_of_its_recipe(tmp_path, recipe):
+    def length(completions):
+        return [1.0] * len(completions)
+
+    (tmp_path / "run.yaml").write_text(recipe)
+    named = {
+        name: {each: getattr(trainer.config.reward, each) for each in (*REWARDS, "kwargs")}
+        for name, rewards in {"scorer": "exact", "function": length, "recipe": {"*": [["rule", "exact", 1.0]]}}.items()
+        for trainer in [GRPOTrainer("org/model", rewards, ROWS, config=str(tmp_path / "run.yaml"))]
+    }
+    nothing = dict.fromkeys(REWARDS) | {"components": {}, "kwargs": {}}
+    assert named["scorer"] == nothing | {"components": {"exact": 1.0}}
+    assert named["function"] == nothing | {"reward_fn": named["function"]["reward_fn"]}
+    kept = {"remote_rm_url": named["recipe"]["remote_rm_url"]}  # which a recipe may name
+    assert named["recipe"] == nothing | {"reward_recipe": '{"*": [["rule", "exact", 1.0]]}'} | kept
