@@ -365,6 +365,29 @@ def test_columns_named_turns_and_environment_rewards_are_given_where_there_are_n
     assert CallableSource(lambda turns, environment_rewards: environment_rewards).score(talked).values == 0.25
 
 
+def test_columns_named_like_inputs_on_demand_are_given_to_kwargs_and_the_inputs_to_parameters():
+    names = ("frames", "labels_or_references", "batch", "source_images")
+    own = batch_from_samples([make_samples(["a"], ["x"], metadata=[{name: name for name in names} | {"ids": "mine"}])])
+    seen = {}
+
+    def every(**columns):
+        seen.update(columns)
+        return [0.0]
+
+    def some(frames, labels_or_references, batch, **columns):
+        seen.update(columns, frames=frames, labels_or_references=labels_or_references, size=len(batch))
+        return [0.0]
+
+    CallableSource(every).score(own)
+    assert {name: seen[name] for name in (*names, "ids")} == {**{name: [name] for name in names}, "ids": [0]}
+    seen.clear()
+    CallableSource(some).score(own)
+    assert (seen["frames"], seen["labels_or_references"], seen["size"]) == ([[]], ["x"], 1)
+    assert seen["source_images"] == ["source_images"] and "batch" not in seen
+    edits = replace(own, source_images=[["image"]])
+    assert CallableSource(lambda **given: [float(given["source_images"] == [["image"]])]).score(edits).values == 1
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
