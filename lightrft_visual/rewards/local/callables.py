@@ -281,6 +281,11 @@ def _shown(batch: RewardBatch, media: list[list[Any]]) -> list[Any]:
     return [sample[0] if sample else None for sample in media] if batch.generated else media
 
 
+def _single(media: list[list[Any]]) -> list[Any]:
+    """The one image or video of each sample; None where it has none, a list where it has several."""
+    return [sample[0] if len(sample) == 1 else sample or None for sample in media]
+
+
 def turns_of(episode: Episode | None) -> list[dict[str, Any]]:
     """The turns of an episode in plain values, without its media; an empty one where it failed before its first."""
     told = ("text", "reward", "observation", "calls")
@@ -310,10 +315,13 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
 # Given to a signature that names them, and to **kwargs only what is of tokens, edits and episodes, where there are any;
 # else **kwargs get columns of these names.
 OF_EPISODES = ("turns", "environment_rewards")
-ON_DEMAND = ("frames", "labels_or_references", "prompt", "batch", "completion_ids", "source_images", *OF_EPISODES)
-# Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
+OF_MEDIA = ("frames", "image", "video", "source_images")
+ON_DEMAND = (*OF_MEDIA, *OF_EPISODES, "labels_or_references", "prompt", "batch", "completion_ids")
+# Dataset columns that the loader reads as prompt, media, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
+    "image": lambda batch: _single(batch.images),
+    "video": lambda batch: _single(batch.videos),
     "label": lambda batch: batch.labels,
     **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
 }

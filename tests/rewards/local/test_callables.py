@@ -256,6 +256,31 @@ def test_column_alias_or_default_only_when_the_data_has_no_such_column():
     assert CallableSource(lambda answer: [answer == ["mine"]]).score(own).values.tolist() == [1]
 
 
+def test_parameters_image_and_video_are_the_one_of_each_sample_and_a_list_of_several():
+    one, two = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 9), "blue")
+    seen = {}
+
+    def optional(prompts, completions, image=None, video=None, **columns):
+        seen.update(columns, image=image, video=video)
+        return [0.0] * len(completions)
+
+    def every(**columns):
+        seen.update(columns)
+        return [0.0] * 3
+
+    shown = batch_from_samples([make_samples(["a", "b", "c"], images=[[one], [one, two], []])])
+    CallableSource(optional).score(shown)
+    single, both, missing = seen.pop("image")
+    assert (single.size, [image.size for image in both], missing) == ((8, 8), [(8, 8), (8, 9)], None)
+    assert seen.pop("video") == [None] * 3
+    CallableSource(every).score(shown)
+    assert "images" in seen and not {"image", "video"} & seen.keys()
+    drawn = batch_from_media(["a red square"], images=[two])
+    assert CallableSource(lambda image: [float(each.height) for each in image]).score(drawn).values == 9
+    column = batch_from_samples([make_samples(["a"], metadata=[{"image": "a.png"}], images=[[one]])])
+    assert CallableSource(lambda image: [float(image == ["a.png"])]).score(column).values == 1
+
+
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
