@@ -45,6 +45,16 @@ def test_a_parameter_named_like_an_input_and_a_column_is_told_once(tmp_path, cap
     ]
 
 
+def test_kwargs_and_columns_named_like_inputs_that_they_get_are_told(tmp_path, caplog):
+    path = tmp_path / "scores.py"
+    path.write_text("def mine(completions, device=None, **given):\n    return [0.0] * len(completions)\n")
+    columns = {"ids", "labels", "device", "frames", "labels_or_references", "turns", "metadata", "level", "batch"}
+    engine_arguments(RewardConfig(reward_fn=f"{path}:mine"), columns=columns)
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
+        "reward function mine gets the run's own device, metadata, ids; the columns of these names are in metadata"
+    ]
+
+
 def test_a_setting_that_the_function_does_not_take(rewards_file):
     def recipe(function, settings):
         return RewardConfig(reward_recipe=f'{{"*": [[func, "{rewards_file}:{function}", 1.0, {settings}]]}}')

@@ -281,6 +281,11 @@ def _shown(batch: RewardBatch, media: list[list[Any]]) -> list[Any]:
     return [sample[0] if sample else None for sample in media] if batch.generated else media
 
 
+def _single(media: list[list[Any]]) -> list[Any]:
+    """The one image or video of each sample; None where it has none, a list where it has several."""
+    return [sample[0] if len(sample) == 1 else sample or None for sample in media]
+
+
 def turns_of(episode: Episode | None) -> list[dict[str, Any]]:
     """The turns of an episode in plain values, without its media; an empty one where it failed before its first."""
     told = ("text", "reward", "observation", "calls")
@@ -307,12 +312,16 @@ INPUTS: dict[str, Callable[[RewardBatch], Any]] = {
     "turns": lambda batch: [turns_of(episode) for episode in batch.episodes] or [[] for _ in range(len(batch))],
     "environment_rewards": lambda batch: [e.reward if e else 0.0 for e in batch.episodes] or [0.0] * len(batch),
 }
-# Given to a signature that names them, not to **kwargs; what is of tokens, edits and episodes also to **kwargs there.
+# Given to a signature that names them, and to **kwargs only what is of tokens, edits and episodes, where there are any;
+# else **kwargs get columns of these names.
 OF_EPISODES = ("turns", "environment_rewards")
-ON_DEMAND = ("frames", "labels_or_references", "prompt", "completion_ids", "source_images", *OF_EPISODES)
-# Dataset columns that the loader reads as prompt, label or reference, under the names that functions ask for.
+OF_MEDIA = ("frames", "image", "video", "source_images")
+ON_DEMAND = (*OF_MEDIA, *OF_EPISODES, "labels_or_references", "prompt", "batch", "completion_ids")
+# Dataset columns that the loader reads as prompt, media, label or reference, under the names that functions ask for.
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
+    "image": lambda batch: _single(batch.images),
+    "video": lambda batch: _single(batch.videos),
     "label": lambda batch: batch.labels,
     **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
 }
@@ -328,7 +337,7 @@ def check_inputs(
     form: str = AUTO,
 ) -> None:
     """ConfigError for settings that the function does not take, and for a parameter that no run of this data fills. A
-    warning for one that is filled by the run's own input in place of a column.
+    warning for one that is filled by the run's own input in place of a column, also of **kwargs.
 
     Args:
         function: a reward function.
@@ -346,7 +355,8 @@ def check_inputs(
         return
     chosen = _choose(form, function, signature)
     own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
-    if taken := [parameter for parameter in signature.names if parameter in own.intersection(columns)]:
+    every = [key for key in INPUTS if key not in ON_DEMAND] if signature.takes_all and not chosen.closed else []
+    if taken := [key for key in dict.fromkeys([*signature.names, *every]) if key in own.intersection(columns)]:
         say_taken(name, ", ".join(taken))
     known = [*INPUTS, *RESERVED, *FALLBACKS, *chosen.inputs, *columns, *settings]
     for parameter in signature.required:
@@ -378,11 +388,11 @@ def _bind(
     """
     columns = batch.columns
     wanted = dict.fromkeys(signature.names)
+    more = ["source_images"] if any(batch.source_images) else []
+    more += OF_EPISODES if batch.episodes else []
+    more += ["completion_ids"] if batch.completion_tokens else []
     if signature.takes_all and not form.closed:
         usual = [*INPUTS, *FALLBACKS, *(form.inputs if form.told else ())]
-        more = ["source_images"] if any(batch.source_images) else []
-        more += OF_EPISODES if batch.episodes else []
-        more += ["completion_ids"] if batch.completion_tokens else []
         wanted |= dict.fromkeys([*(key for key in usual if key not in ON_DEMAND), *more, *sorted(columns)])
     if signature.takes_all:
         ours = {"label_map", "model_reward_list"} if form.closed else set()  # which no other system gives
@@ -391,8 +401,8 @@ def _bind(
         **FALLBACKS,
         **_columns(columns),
         **INPUTS,
-        **_columns(() if batch.episodes else columns.intersection(OF_EPISODES)),
         "batch": lambda batch: batch.select(range(len(batch))),
+        **_columns(columns.intersection(ON_DEMAND).difference(more, {*signature.names} - {*OF_EPISODES})),
         **form.inputs,
         **{key: lambda batch, value=value: value for key, value in given.items()},
     }

@@ -256,6 +256,31 @@ def test_column_alias_or_default_only_when_the_data_has_no_such_column():
     assert CallableSource(lambda answer: [answer == ["mine"]]).score(own).values.tolist() == [1]
 
 
+def test_parameters_image_and_video_are_the_one_of_each_sample_and_a_list_of_several():
+    one, two = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 9), "blue")
+    seen = {}
+
+    def optional(prompts, completions, image=None, video=None, **columns):
+        seen.update(columns, image=image, video=video)
+        return [0.0] * len(completions)
+
+    def every(**columns):
+        seen.update(columns)
+        return [0.0] * 3
+
+    shown = batch_from_samples([make_samples(["a", "b", "c"], images=[[one], [one, two], []])])
+    CallableSource(optional).score(shown)
+    single, both, missing = seen.pop("image")
+    assert (single.size, [image.size for image in both], missing) == ((8, 8), [(8, 8), (8, 9)], None)
+    assert seen.pop("video") == [None] * 3
+    CallableSource(every).score(shown)
+    assert "images" in seen and not {"image", "video"} & seen.keys()
+    drawn = batch_from_media(["a red square"], images=[two])
+    assert CallableSource(lambda image: [float(each.height) for each in image]).score(drawn).values == 9
+    column = batch_from_samples([make_samples(["a"], metadata=[{"image": "a.png"}], images=[[one]])])
+    assert CallableSource(lambda image: [float(image == ["a.png"])]).score(column).values == 1
+
+
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
@@ -363,6 +388,29 @@ def test_columns_named_turns_and_environment_rewards_are_given_where_there_are_n
     assert CallableSource(lambda **given: named(given["turns"], given["environment_rewards"])).score(own).values == 3.5
     talked = replace(own, episodes=[Episode([Turn("a", 0.25)])])
     assert CallableSource(lambda turns, environment_rewards: environment_rewards).score(talked).values == 0.25
+
+
+def test_columns_named_like_inputs_on_demand_are_given_to_kwargs_and_the_inputs_to_parameters():
+    names = ("frames", "labels_or_references", "batch", "source_images")
+    own = batch_from_samples([make_samples(["a"], ["x"], metadata=[{name: name for name in names} | {"ids": "mine"}])])
+    seen = {}
+
+    def every(**columns):
+        seen.update(columns)
+        return [0.0]
+
+    def some(frames, labels_or_references, batch, **columns):
+        seen.update(columns, frames=frames, labels_or_references=labels_or_references, size=len(batch))
+        return [0.0]
+
+    CallableSource(every).score(own)
+    assert {name: seen[name] for name in (*names, "ids")} == {**{name: [name] for name in names}, "ids": [0]}
+    seen.clear()
+    CallableSource(some).score(own)
+    assert (seen["frames"], seen["labels_or_references"], seen["size"]) == ([[]], ["x"], 1)
+    assert seen["source_images"] == ["source_images"] and "batch" not in seen
+    edits = replace(own, source_images=[["image"]])
+    assert CallableSource(lambda **given: [float(given["source_images"] == [["image"]])]).score(edits).values == 1
 
 
 @pytest.mark.parametrize(
