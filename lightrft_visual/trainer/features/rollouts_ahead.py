@@ -34,7 +34,8 @@ class RolloutsAhead:
         self, source: PromptSource, settings: AsyncConfig, engine: Any, announce: Callable[[PromptBatch], None]
     ) -> None:
         self.source, self.settings, self.engine, self.announce = source, settings, engine, announce
-        self._begun: deque[tuple[dict[str, Any], PromptBatch]] = deque()
+        self.epoch = 0.0  # of the batches handed out
+        self._begun: deque[tuple[dict[str, Any], PromptBatch, float]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -44,8 +45,9 @@ class RolloutsAhead:
         while len(self._begun) <= min(self.settings.ahead, left - 1):
             state, batch = self.source.state_dict(), self.source.next(step)
             self.announce(batch)
-            self._begun.append((state, batch))
-        return self._begun.popleft()[1]
+            self._begun.append((state, batch, self.source.epoch))
+        _, batch, self.epoch = self._begun.popleft()
+        return batch
 
     def policy_is_new(self, version: int) -> None:
         """Tokens from here on are of this version."""

@@ -24,6 +24,7 @@ class Counting:
 
     def next(self, step: int) -> int:
         self.at += 1
+        self.epoch = self.at / 4
         return self.at
 
     def state_dict(self):
@@ -47,6 +48,7 @@ def test_batches_come_in_order_and_none_is_lost_by_a_resume():
     for step in range(5):
         given.append(ahead.next(step, 5 - step))
         assert ahead.state_dict()["at"] == given[-1]  # a resumed run takes the batch behind it first
+        assert ahead.epoch == given[-1] / 4  # and what is begun behind it is not done
         assert begun == list(range(1, min(5, step + 3) + 1))
         if step == 0:
             resumed = ahead_of(again)
