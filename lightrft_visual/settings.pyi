@@ -500,7 +500,7 @@ class VLSettings(TypedDict, total=False):
     plan_device: str | None
     """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
     plan_world_size: int | None
-    """ranks of that plan; default: those started, else a host of the device."""
+    """ranks of that plan; default: the trainer's, else a host of the device."""
     plan: str
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""
@@ -900,7 +900,7 @@ class DiffusionSettings(TypedDict, total=False):
     plan_device: str | None
     """what --dry_run plans for, such as h100-80gb; default: the device of this machine."""
     plan_world_size: int | None
-    """ranks of that plan; default: those started, else a host of the device."""
+    """ranks of that plan; default: the trainer's, else a host of the device."""
     plan: str
     """warn | refuse | force; A run that does not fit by its plan: warn, and refuse it where weights,
     gradients and states alone do not fit; refuse it; or force its start.. Default: 'warn'."""

@@ -59,6 +59,11 @@ class ResourcesConfig(Section):
         named = self.reward_devices, self.reward_num_gpus, self.reward_num_workers
         return any(value is not None for value in named)
 
+    @property
+    def trainer_ranks(self) -> int | None:
+        """Ranks of the trainer, where these settings say how many."""
+        return self.trainer_num_gpus or len(self.trainer_devices or ()) or None
+
     def check(self) -> None:
         """Devices of the sides, which must not overlap."""
         trainer, rollout = set(self.trainer_devices or ()), set(self.rollout_devices or ())

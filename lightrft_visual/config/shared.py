@@ -171,7 +171,7 @@ class PlanConfig(Section):
     """What a run will hold, worked out before anything loads; see docs/gpu.md. A recipe names its hardware here."""
 
     plan_device: str | None = None  # what --dry_run plans for, such as h100-80gb; default: the device of this machine
-    plan_world_size: PositiveInt | None = None  # ranks of that plan; default: those started, else a host of the device
+    plan_world_size: PositiveInt | None = None  # ranks of that plan; default: the trainer's, else a host of the device
     # A run that does not fit by its plan: warn, and refuse it where weights, gradients and states alone do not fit;
     # refuse it; or force its start.
     plan: Annotated[str, one_of("warn", "refuse", "force")] = "warn"

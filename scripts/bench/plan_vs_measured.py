@@ -306,7 +306,7 @@ def on_the_card() -> None:
             given = f"--pretrain {models[run.model]} {run.settings}"
             words = f"{given} --plan_device {run.card} --plan_world_size 1".split()
             config = parse_run(RunConfig if run.model == "vl" else DiffusionRunConfig, words).config
-            plan = plan_of(config, *named_device(config.plan))
+            plan = plan_of(config, *named_device(config))
             planned = {phase.name: phase.seconds for phase in plan.phases} | {"peak": torch_peak(plan) / 2**30}
             notes = {
                 phase: "; ".join(["calibrates"] * (phase in run.calibrates) + [run.said] * bool(run.said))

@@ -173,7 +173,7 @@ def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, t
     [
         (1.0, {"reward_invalid": [0.75, 1.0]}, "step 2: 100% .*nothing to learn: the reward has no score"),
         (0.5, {"reward_invalid": [0.5, 0.75]}, r"step 2: 75% .*\(reward_max_invalid is 50%\): the reward"),
-        (1.0, {"reward_invalid": [0.0, 1.0], "dropped_stale": [0.0, 0.25]}, "step 2: .*: 25% are older than max_stal"),
+        (1.0, {"reward_invalid": [0.0, 1.0], "dropped_stale": [0.0, 0.25]}, "step 2.* 25% are older .*batches_ahead"),
     ],
 )
 def test_a_step_of_invalid_samples_ends_the_run_and_is_not_done(walk, tmp_path, most, shares, told):

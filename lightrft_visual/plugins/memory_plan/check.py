@@ -80,15 +80,16 @@ def unknown(config: AnyConfig) -> str:
     )
 
 
-def named_device(plan: PlanConfig) -> tuple[Device, int, int]:
-    """(device, ranks, ranks on a host) of a plan's settings."""
-    name, (here, local) = plan.plan_device, started()
+def named_device(config: AnyConfig) -> tuple[Device, int, int]:
+    """(device, ranks, ranks on a host) that a run's settings name."""
+    name, (here, local) = config.plan.plan_device, started()
+    named = config.plan.plan_world_size or (config.distributed.split and config.distributed.resources.trainer_ranks)
     if name in (None, PRESENT, "cpu"):
-        ranks = plan.plan_world_size or here
+        ranks = named or here
         local = min(ranks, local) if here > 1 else ranks
         return (cpu(local) if name == "cpu" else present(local)), ranks, local
     device = DEVICES[name]
-    ranks = plan.plan_world_size or (here if here > 1 else device.ranks)
+    ranks = named or (here if here > 1 else device.ranks)
     return device, ranks, min(ranks, device.ranks)
 
 
@@ -325,7 +326,7 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
 
     The checkpointing and the micro-batch sizes that the run would choose are put into `config`.
     """
-    device, ranks, local = named_device(config.plan)
+    device, ranks, local = named_device(config)
     made: Planners = {}
     try:
         chosen = list(_choose(config, device, ranks, local, made=made))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...config.placement import AsyncConfig
 from ...experience.rollouts import PromptBatch
 from ...observe.metrics import MetricsAccumulator
 from ..hooks import StepData, StepHook
@@ -15,29 +16,38 @@ T = torch.Tensor
 
 
 class RolloutsAhead:
-    """Hands out a source's batches in order; the engine works on up to `most` batches behind the one handed out.
+    """Hands out a source's batches in order; the engine works on those behind the one handed out.
 
-    engine: its `note_policy` learns of new weights; announce: lets it begin on a batch. What is begun is never lost:
-    `state_dict` is where the source stood before the first batch not handed out, with what the engine has made of it
-    and of those behind it.
+    What is begun is never lost: `state_dict` is where the source stood before the first batch not handed out, with what
+    the engine has made of it and of those behind it.
+
+    Args:
+        source: of the batches.
+        settings: how many run ahead, and how old their tokens may be.
+        engine: its `note_policy` learns of new weights.
+        announce: lets it begin on a batch.
     """
 
     runs_ahead = True
 
-    def __init__(self, source: PromptSource, most: int, engine: Any, announce: Callable[[PromptBatch], None]) -> None:
-        self.source, self.most, self.engine, self.announce = source, most, engine, announce
-        self._begun: deque[tuple[dict[str, Any], PromptBatch]] = deque()
+    def __init__(
+        self, source: PromptSource, settings: AsyncConfig, engine: Any, announce: Callable[[PromptBatch], None]
+    ) -> None:
+        self.source, self.settings, self.engine, self.announce = source, settings, engine, announce
+        self.epoch = 0.0  # of the batches handed out
+        self._begun: deque[tuple[dict[str, Any], PromptBatch, float]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
     def next(self, step: int, left: int = 1) -> PromptBatch:
         """The next batch, once others are begun behind it; see `PromptSource.next`."""
-        while len(self._begun) <= min(self.most, left - 1):
+        while len(self._begun) <= min(self.settings.ahead, left - 1):
             state, batch = self.source.state_dict(), self.source.next(step)
             self.announce(batch)
-            self._begun.append((state, batch))
-        return self._begun.popleft()[1]
+            self._begun.append((state, batch, self.source.epoch))
+        _, batch, self.epoch = self._begun.popleft()
+        return batch
 
     def policy_is_new(self, version: int) -> None:
         """Tokens from here on are of this version."""
@@ -46,13 +56,15 @@ class RolloutsAhead:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         stood = self._begun[0][0] if self._begun else self.source.state_dict()
-        return {**stood, "engine": self.engine.state_dict()}
+        return {**stood, "engine": self.engine.state_dict(), "max_staleness": self.settings.max_staleness}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s; what is begun is of what comes after it."""
+        """Go on from `state_dict`'s; what is begun is of what comes after it. What the engine made where older tokens
+        were allowed is drawn again."""
         self._begun.clear()
         self.source.load_state_dict(state)
-        self.engine.load_state_dict(state.get("engine", {}))
+        too_old = state.get("max_staleness", 0) > self.settings.max_staleness
+        self.engine.load_state_dict({} if too_old else state.get("engine", {}))
 
 
 class StalenessHook(StepHook):

@@ -451,7 +451,7 @@ def _prompts(
     if not config.asynchronous.max_staleness:
         return source
     stage, sampling = maker.rollout_stage, maker.settings.sampling
-    return RolloutsAhead(source, config.asynchronous.ahead, maker.engine, lambda batch: stage.announce(batch, sampling))
+    return RolloutsAhead(source, config.asynchronous, maker.engine, lambda batch: stage.announce(batch, sampling))
 
 
 def _resampling(config: RunConfig, maker: ExperienceMaker, prompts: PromptSource) -> ExperienceMaker | ResamplingMaker:

@@ -72,7 +72,7 @@ class PromptSource:
         keeps_ready: bool = False,
     ) -> None:
         self.supply, self.make, self.features, self.keeps_ready = supply, make, features, keeps_ready
-        self.rounds = 0  # batches taken so far
+        self.rounds, self.epoch = 0, 0.0  # batches taken so far, and epochs
         self._step = 0
         # One thread: processors are not made for several. It leaves the cores of parallel operations to the step.
         self._thread = ThreadPoolExecutor(1, "prompts", _keep_operations_in_this_thread)
@@ -100,7 +100,7 @@ class PromptSource:
             batch = begun.batch.result()
         else:
             batch = self.make(samples, ids)
-        self.rounds += 1
+        self.rounds, self.epoch = self.rounds + 1, self.supply.sampler.epoch
         if self.keeps_ready:
             self.prepare_next()
         return batch

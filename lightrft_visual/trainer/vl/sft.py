@@ -113,7 +113,7 @@ class SupervisedTrainer(PolicyTrainer):
         with self.timer.phase("train"):
             self._update(data)
             self.buffer.clear()
-        data.metrics.add("epoch", self.prompts.supply.sampler.epoch)
+        data.metrics.add("epoch", self.prompts.epoch)
         data.metrics.add("bad_rows", len(self.parts.dataset.bad.rows))
         return data
 

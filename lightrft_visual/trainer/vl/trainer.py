@@ -133,7 +133,7 @@ class VLTrainer(PolicyTrainer):
         add_rollout_metrics(metrics, data.batches, [part.name for part in self.parts.loss_parts])
         metrics.add_numbers(data.rollouts.counts)
         metrics.add("policy_version", self.maker.policy_version)
-        metrics.add("epoch", self.prompts.supply.sampler.epoch)
+        metrics.add("epoch", self.prompts.epoch)
         metrics.add("bad_rows", len(self.parts.dataset.bad.rows))
 
     # -- engine and evaluation -----------------------------------------------------------------------------------

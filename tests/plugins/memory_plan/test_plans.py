@@ -32,7 +32,7 @@ CARD = DEVICES["h100-80gb"]
 
 def plan_of(*settings: str, schema: type = RunConfig) -> Plan | None:
     config = parse_run(schema, [*settings]).config
-    return check.plan_of(config, *check.named_device(config.plan))
+    return check.plan_of(config, *check.named_device(config))
 
 
 def held(plan: Plan, phase: int) -> dict[str, float]:
@@ -48,7 +48,7 @@ PLANNED = [name for name in EXPERIMENTS if "wan" not in name]
 def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
     config = parsed(name).config
     assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
-    plan = check.plan_of(config, *check.named_device(config.plan))
+    plan = check.plan_of(config, *check.named_device(config))
     assert plan.fits, plan.text()
     assert [phase.name for phase in plan.phases] == ["load", "generate", "score", "train", "sync"]
 
@@ -174,6 +174,25 @@ def test_a_dry_run_shows_the_plan_and_answers_by_its_exit_code(capsys, extra: li
     shown = capsys.readouterr().out
     assert stop.value.code == code
     assert "# plan of one rank of 8 ranks (8 on a host) of h100-80gb" in shown and "# train" in shown
+
+
+SPLIT = "--placement split distributed.resources.trainer"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (f"{SPLIT}.devices=[0,1] --plan_device h100-80gb", 2),
+        (f"{SPLIT}.num_gpus=3 --plan_device h100-80gb", 3),
+        (f"{SPLIT}.num_gpus=3 --plan_device cpu", 3),
+        (f"{SPLIT}.num_gpus=3 --plan_device h100-80gb --plan_world_size 4", 4),
+        ("--placement split --plan_device h100-80gb", 8),
+    ],
+)
+def test_a_plan_is_of_as_many_ranks_as_the_trainer_has_devices(monkeypatch, settings: str, ranks: int) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = parse_run(RunConfig, settings.split()).config
+    assert check.named_device(config)[1:] == (ranks, ranks)
 
 
 def test_a_dry_run_of_an_unknown_model_says_so(capsys) -> None:

@@ -24,6 +24,7 @@ class Counting:
 
     def next(self, step: int) -> int:
         self.at += 1
+        self.epoch = self.at / 4
         return self.at
 
     def state_dict(self):
@@ -33,20 +34,21 @@ class Counting:
         self.at = state["at"]
 
 
-def ahead_of(begun: list, state=None) -> RolloutsAhead:
+def ahead_of(begun: list, state=None, max_staleness: int = 2) -> RolloutsAhead:
     """Two batches ahead of a source, with an engine that holds a state."""
     held = [state]
     engine = SimpleNamespace(state_dict=lambda: held[-1], load_state_dict=held.append, note_policy=lambda version: None)
-    return RolloutsAhead(Counting(), 2, engine, begun.append)
+    return RolloutsAhead(Counting(), AsyncConfig(max_staleness, batches_ahead=2), engine, begun.append)
 
 
 def test_batches_come_in_order_and_none_is_lost_by_a_resume():
     begun, again, given = [], [], []
     ahead = ahead_of(begun, "what is drawn")
-    assert ahead.state_dict() == {"at": 0, "engine": "what is drawn"}
+    assert ahead.state_dict() == {"at": 0, "engine": "what is drawn", "max_staleness": 2}
     for step in range(5):
         given.append(ahead.next(step, 5 - step))
         assert ahead.state_dict()["at"] == given[-1]  # a resumed run takes the batch behind it first
+        assert ahead.epoch == given[-1] / 4  # and what is begun behind it is not done
         assert begun == list(range(1, min(5, step + 3) + 1))
         if step == 0:
             resumed = ahead_of(again)
@@ -62,6 +64,16 @@ def test_a_state_that_is_gone_back_to_holds_no_batch_that_was_begun_later():
         ahead.next(step, 9)
     ahead.load_state_dict(best)
     assert ahead.state_dict()["at"] == 0 and ahead.next(0, 9) == 1
+
+
+@pytest.mark.parametrize(("before", "drawn_again"), [(3, True), (2, False), (1, False), (None, False)])
+def test_what_a_run_that_allowed_older_tokens_has_drawn_is_drawn_again(before, drawn_again):
+    state = ahead_of([], "what is drawn", before or 2).state_dict()
+    if before is None:  # as an earlier version has saved it
+        state.pop("max_staleness")
+    resumed = ahead_of([], max_staleness=2)
+    resumed.load_state_dict(state)
+    assert resumed.engine.state_dict() == ({} if drawn_again else "what is drawn")
 
 
 def test_settings():
