@@ -55,8 +55,9 @@ class Result:
     """What a run came to.
 
     metrics: of the last step and of the last evaluation. history: metrics of each step, with `step`; evaluations: the
-    same of each evaluation. checkpoint: the trained model for other programs, or where the run was stopped its newest
-    checkpoint. report: the page with curves and samples. stopped: whether a signal ended the run early.
+    same of each evaluation; of a resumed run also those of before. checkpoint: the trained model for other programs, or
+    where the run was stopped its newest checkpoint. report: the page with curves and samples. stopped: whether a signal
+    ended the run early.
     """
 
     metrics: dict[str, float]
@@ -127,6 +128,7 @@ class _Trainer:
         check_kinds(model, callbacks, config, processing_class)
         self.callbacks = list(callbacks)
         self._result: Result | None = None
+        self._measured: list[dict[str, float]] = []  # evaluations of what `fit` trained, in this process
         self._closed = False
         self._loaded = (model, processing_class) if hasattr(model, "save_pretrained") else None
         with names_given() as self._given:
@@ -167,7 +169,7 @@ class _Trainer:
         history = _History()
         with self.model_on_disk():
             trainer = run(self.config, [*self.callbacks, history])
-        self._result = _result(trainer, history)
+        self._result, self._measured = _result(trainer, history), history.evaluations
         del trainer
         gc.collect()  # models and engine refer to each other, and would keep the device's memory
         return self._result
@@ -179,9 +181,9 @@ class _Trainer:
 
         Raises ConfigError without held-out prompts, and after a `fit` that left no checkpoint of its last step.
         """
-        result = self._result
-        if result is not None and result.evaluations and result.evaluations[-1]["step"] == result.metrics["step"]:
-            return {name: value for name, value in result.evaluations[-1].items() if name != "step"}
+        result, measured = self._result, self._measured
+        if result is not None and measured and measured[-1]["step"] == result.metrics["step"]:
+            return {name: value for name, value in measured[-1].items() if name != "step"}
         from .launch import started
 
         with self.model_on_disk(), tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch:
@@ -377,6 +379,21 @@ def _newest(folder: str) -> Path:
     return resolve_resume("auto", folder)
 
 
+def _whole(trainer: Any, file: str, own: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics by step, on every rank: of a resumed run what its folder has of before, and what this process has."""
+    from .observe.report.data import read_columns
+    from .runtime.collectives import broadcast_object, is_rank_0
+
+    if trainer.state.resume_folder is None:
+        return own
+    columns = read_columns(Path(trainer.settings.output.output_dir) / file) if is_rank_0() else {}
+    found: dict[int, dict[str, float]] = {}
+    for name, points in broadcast_object(columns).items():
+        for step, value in points:
+            found.setdefault(step, {"step": step})[name] = value
+    return [found[step] for step in sorted(found) if not own or step < own[0]["step"]] + own
+
+
 def _result(trainer: Any, history: _History) -> Result:
     from .trainer.run_state import final_folder
 
@@ -384,9 +401,11 @@ def _result(trainer: Any, history: _History) -> Result:
     folder, final = Path(output.output_dir), final_folder(output)
     checkpoint = final if final.is_dir() else trainer.state.manager.find_latest()
     report = folder / "report.html"
-    last = [each[-1] for each in (history.steps, history.evaluations) if each]
+    steps = _whole(trainer, "metrics.csv", history.steps)
+    evaluations = _whole(trainer, "eval_metrics.csv", history.evaluations)
+    last = [each[-1] for each in (steps, evaluations) if each]
     metrics = {name: value for each in last for name, value in each.items()}
     return Result(
-        metrics | {"step": trainer.step}, history.steps, history.evaluations, folder, checkpoint,
+        metrics | {"step": trainer.step}, steps, evaluations, folder, checkpoint,
         report if report.is_file() else None, trainer.state.signalled(),
     )  # fmt: skip

@@ -372,11 +372,20 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
     own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
         scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on
-        unscored = None if scored else [lambda images: [0.0] * len(images)]
-        with _configured(checkpoint, None, unscored, UNJUDGED | own) as config, started(config) as trainer:
+        rows, unscored = (None, None) if scored else (_stand_ins(checkpoint), [lambda images: [0.0] * len(images)])
+        with _configured(checkpoint, rows, unscored, UNJUDGED | own) as config, started(config) as trainer:
             trainer.export(Path(folder))
         base = checkpoint.base or checkpoint.run["model"]["pretrain"]
         yield replace(checkpoint, path=folder, base=base, resumable=False)
+
+
+def _stand_ins(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Rows of a rollout in the place of the run's data, which may be gone: its columns with a text, and an image."""
+    from PIL import Image
+
+    named = {value for name, value in checkpoint.run["data"].items() if name.endswith("_key") and value}
+    row = dict.fromkeys(named, "a") | {checkpoint.image_key: Image.new("RGB", (64, 64))}
+    return [row] * checkpoint.run["sampling"]["rollout_batch_size"]
 
 
 def _answered(

@@ -79,15 +79,15 @@ def checkpoints(flow) -> None:
         assert trainer.evaluate()["eval_reward"] == result.metrics["eval_reward"]
         assert (trainer.save(OUT / "copied") / "pytorch_lora_weights.safetensors").is_file()
         numbered = folder / "checkpoint-000002"
-        ask = dict(n=2, base=flow, num_inference_steps=4)
-        own, exported = (sample(each, ["a red circle"], **ask)[0] for each in (numbered, result.checkpoint))
-        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(own, exported))
         averaged = evaluate(numbered, CAPTIONS[:2], redness, base=flow)
         assert abs(averaged["eval_reward"] - result.metrics["eval_reward"]) < 1e-6, (averaged, result.metrics)
         plain = evaluate(numbered, CAPTIONS[:2], redness, base=flow, eval_ema=False)
         assert plain["eval_reward"] != averaged["eval_reward"]
         names = list(trainer._given)
     assert names and not any(name in given._objects for name in names if name.startswith("train_dataset"))
+    ask = dict(n=2, base=flow, num_inference_steps=4)
+    own, exported = (sample(each, ["a red circle"], **ask)[0] for each in (numbered, result.checkpoint))
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(own, exported))
 
 
 def answering_trainer() -> None:

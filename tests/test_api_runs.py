@@ -55,6 +55,14 @@ assert result.evaluations[-1]["step"] == 2 and result.metrics["eval_reward"] == 
 assert result.report.is_file() and (result.checkpoint / "config.json").is_file()
 assert not list((Path(os.environ["LIGHTRFT_CACHE"]) / "given").glob("*")), "the loaded model's folder stays"
 
+whole = fit("list", length, rows, max_steps=3, save_steps=1, eval_steps=2, resume_from="auto")
+assert [each["step"] for each in whole.history] == [1, 2, 3] and whole.history[:2] == result.history, whole.history
+assert whole.evaluations[:-1] == result.evaluations and whole.evaluations[-1]["step"] == 3, whole.evaluations
+done = trainer("list", length, rows, max_steps=3, resume_from="auto")
+again = done.fit()
+assert (again.metrics, again.history) == (whole.metrics, whole.history), again.metrics
+assert again.evaluations == whole.evaluations
+
 calls = []
 def broken(completions):
     calls.append(len(completions))

@@ -12,6 +12,7 @@ from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, i
 from lightrft_visual.config import recipes
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
+from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.rewards.settings import engine_arguments
@@ -241,6 +242,22 @@ def test_a_prompt_that_cannot_be_sampled_is_an_error_where_the_run_skips_such_ro
     own = {"on_bad_row": "skip", "on_long_prompt": "skip", "output_dir": tmp_path}
     data = data_of_sample(left_by(GRPOTrainer("org/model", "exact", ROWS, **own)).path, ["a", "b"])
     assert (data.on_bad_row, data.on_long_prompt) == ("error", "error")
+
+
+@pytest.mark.parametrize("own", [{}, {"label_key": "kind", "image_key": "shot", "input_key": "caption"}])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_the_run(
+    tmp_path, data_of_sample, monkeypatch, own, pairs
+):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    gone = "python:train_dataset of another program"
+    data = {"pair_data": gone} if pairs else {"prompt_data": gone, "eval_data": gone}
+    kind, own = DiffusionDPOTrainer if pairs else FlowGRPOTrainer, data | own | {"output_dir": tmp_path}
+    found = data_of_sample(left_by(kind("org/model", SCORER[True], **own), numbered=True).path, ["a circle"])
+    assert found.pair_data is None and found.prompt_data == found.eval_data
+    for most_images in (0, 1):
+        rows = DrawPrompts(found.prompt_data, found.prompt_split, found.max_samples, found, most_images)
+        assert len(rows) and len(rows[0].images) == most_images
 
 
 def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):
