@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -379,19 +379,26 @@ def _newest(folder: str) -> Path:
     return resolve_resume("auto", folder)
 
 
-def _whole(trainer: Any, file: str, own: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics by step, on every rank: of a resumed run what its folder has of before, and what this process has."""
-    from .observe.report.data import read_columns
+def _before(trainer: Any) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Metrics of steps and of evaluations that the folder of a resumed run has, on every rank."""
     from .runtime.collectives import broadcast_object, is_rank_0
 
     if trainer.state.resume_folder is None:
-        return own
-    columns = read_columns(Path(trainer.settings.output.output_dir) / file) if is_rank_0() else {}
+        return [], []
+    folder = Path(trainer.settings.output.output_dir)
+    files = "metrics.csv", "eval_metrics.csv"
+    return broadcast_object(tuple(_by_step(folder / file) for file in files) if is_rank_0() else None)
+
+
+def _by_step(file: Path) -> list[dict[str, float]]:
+    from .observe.report.data import read_columns
+
     found: dict[int, dict[str, float]] = {}
-    for name, points in broadcast_object(columns).items():
-        for step, value in points:
-            found.setdefault(step, {"step": step})[name] = value
-    return [found[step] for step in sorted(found) if not own or step < own[0]["step"]] + own
+    with suppress(OSError):  # it may be gone
+        for name, points in read_columns(file).items():
+            for step, value in points:
+                found.setdefault(int(step), {"step": int(step)})[name] = value
+    return [found[step] for step in sorted(found)]
 
 
 def _result(trainer: Any, history: _History) -> Result:
@@ -401,8 +408,10 @@ def _result(trainer: Any, history: _History) -> Result:
     folder, final = Path(output.output_dir), final_folder(output)
     checkpoint = final if final.is_dir() else trainer.state.manager.find_latest()
     report = folder / "report.html"
-    steps = _whole(trainer, "metrics.csv", history.steps)
-    evaluations = _whole(trainer, "eval_metrics.csv", history.evaluations)
+    steps, evaluations = (
+        [each for each in before if not own or each["step"] < own[0]["step"]] + own
+        for before, own in zip(_before(trainer), (history.steps, history.evaluations))
+    )
     last = [each[-1] for each in (steps, evaluations) if each]
     metrics = {name: value for each in last for name, value in each.items()}
     return Result(

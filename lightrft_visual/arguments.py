@@ -201,12 +201,13 @@ def reward_settings(rewards: Any, weights: Sequence[float] | None = None) -> dic
 
 
 def emptied(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What empties the rewards of a recipe in whose place those `given` stand. A recipe of rewards may name the models,
-    servers and functions there. settings: of the caller, which stay."""
-    if given.keys().isdisjoint(REWARDS):
+    """What empties the rewards of a recipe in whose place those `given` stand. A recipe of rewards by itself may name
+    the models, servers and functions there. settings: of the caller, which stay."""
+    named = given.keys() & {*REWARDS}
+    if not named:
         return {}
     kept = {*given, *(part for name in settings for part in name.split("."))}
-    others = ("components",) if "reward_recipe" in given else REWARDS
+    others = ("components",) if named == {"reward_recipe"} else REWARDS
     return {name: {} if name in ("components", "kwargs") else None for name in (*others, "kwargs") if name not in kept}
 
 

@@ -207,8 +207,8 @@ def _configured(
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
-        known = checkpoint.resumable or eval_dataset is None  # gold need not fit rows that are not the run's
-        runs_gold = known and suite is None and not settings.keys() & UNJUDGED.keys()
+        runs_rows = eval_dataset is None and suite is None  # its gold need not fit others
+        runs_gold = runs_rows and not settings.keys() & UNJUDGED.keys()
         if not runs_gold:
             tree.pop("guard", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on

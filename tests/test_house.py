@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2347, "experience": 3164, "config": 4896, "runtime": 5686, "data": 3327,
-    "models": 5881, "rollout": 5100, "rewards": 4249, "algorithms": 1822, "trainer": 7339, "observe": 3525,
+    "": 2357, "experience": 3164, "config": 4896, "runtime": 5688, "data": 3327,
+    "models": 5881, "rollout": 5100, "rewards": 4267, "algorithms": 1822, "trainer": 7339, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

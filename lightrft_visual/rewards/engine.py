@@ -44,7 +44,7 @@ from .batch import (
 from .local.callables import Signature, aggregates, scores_parameter
 from .recipe import Recipe, parse_recipe
 from .registry import Catalogue
-from .settings import DEFAULT_RECIPE, compares, engine_arguments
+from .settings import DEFAULT_RECIPE, engine_arguments
 
 T = torch.Tensor
 log = logging.getLogger(__name__)
@@ -257,21 +257,6 @@ class RewardComputationEngine:
             if not getattr(job.source, "reads_videos", True):
                 raise ConfigError(f"reward model {job.name} reads images and no videos, and the data have videos")
 
-    def check_references(self, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
-        """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
-        compares with one, or a held-out sample only such ones. trained, held_out: with `labels`, `has_references`."""
-        chosen = "is in the reward and" if self.config.given else "is the reward when none is named, and"
-        for data, sets, enough in (("the data", trained, any), ("eval_data", held_out, all)):
-            labels = {label for each in sets if not each.has_references for label in each.labels}
-            for label in sorted(labels, key=str) if self.recipe else ():
-                weighed = [entry for entry in self.recipe.for_label(label) if entry.weight]
-                if weighed and enough(map(compares, weighed)):
-                    name = next(filter(compares, weighed)).key
-                    told = f"the scorer {name} {chosen} compares with the reference, but no row of {data} has one"
-                    where = "it is read from the column 'reference' (or answer, ground_truth, solution)"
-                    others = "--reference_key names another column, --reward_fn path.py:function another reward"
-                    raise ConfigError(f"{told}: {where}; {others}")
-
     def begin(self, labels: Sequence[str | None], chunk: int) -> EarlyScores | None:
         """Let remote scorers work while samples are generated, of which the labels are known; None without any.
 
@@ -469,13 +454,18 @@ class RewardComputationEngine:
 
 @contextlib.contextmanager
 def _stopped_together(device: torch.device | str) -> Iterator[None]:
-    """What SIGTERM ends in here on one rank raises StoppedBySignal on all of them, so that they can save together."""
+    """What SIGTERM ends in here on one rank raises StoppedBySignal on all of them, so that they can save together.
+    Another error after it may come from the signal, which schedulers send to processes of a function too."""
     stopped: StoppedBySignal | None = None
     try:
         with ended_by_sigterm("scoring"):
             yield
     except StoppedBySignal as error:
         stopped = error
+    except RewardError as error:
+        if not getattr(signal.getsignal(signal.SIGTERM), "made", False):
+            raise
+        stopped = StoppedBySignal(f"the run was ended by {who_asked(signal.getsignal(signal.SIGINT))[0]}: {error}")
     if all_reduce_max(torch.tensor([float(stopped is not None)], device=device)).item():
         asker = who_asked(signal.getsignal(signal.SIGINT))[0]
         raise stopped or StoppedBySignal(f"the run was ended by {asker} while another rank was scoring")

@@ -1,6 +1,6 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config.shared import RewardConfig
@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
-from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe
+from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url, token_from_env
 
@@ -114,6 +114,34 @@ def _check_parts(
         if known not in {entry.key for entry in entries}:
             raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
     return list(sources)
+
+
+def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
+    """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
+    compares with one, or a held-out sample only such ones. Loads no model.
+
+    Args:
+        config: what scores.
+        trained: data sets, with `labels` and `has_references`.
+        held_out: likewise.
+    """
+    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+    recipe = compose_recipe(recipe, config.components, config.kwargs)
+    if recipe is None and config.given:
+        return
+    chosen, other = "", ""
+    if recipe is None:
+        chosen, other = "is the reward when none is named, and ", ", --reward_fn path.py:function another reward"
+    scoring = recipe or parse_recipe(DEFAULT_RECIPE)
+    for data, sets, enough in (("the data", trained, any), ("eval_data", held_out, all)):
+        labels = {label for each in sets if not each.has_references for label in each.labels}
+        for label in sorted(labels, key=str):
+            weighed = [entry for entry in scoring.for_label(label) if entry.weight]
+            if weighed and enough(map(compares, weighed)):
+                name = next(filter(compares, weighed)).key
+                told = f"the scorer {name} {chosen}compares with the reference, but no row of {data} has one"
+                where = "it is read from the column 'reference' (or answer, ground_truth, solution)"
+                raise ConfigError(f"{told}: {where}; --reference_key names another column{other}")
 
 
 def compares(entry: RecipeEntry) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rewards import RewardComputationEngine
-from lightrft_visual.rewards.settings import check_reward_config, engine_arguments, scored_labels
+from lightrft_visual.rewards.settings import check_references, check_reward_config, engine_arguments, scored_labels
 
 
 @pytest.fixture
@@ -69,31 +69,30 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
     ("settings", "words"),
     [
         ({}, "the scorer exact is the reward when none is named.*column 'reference'.*--reference_key"),
-        ({"components": {"numeric": 1.0}}, "the scorer numeric is in the reward.*--reference_key"),
-        ({"reward_recipe": '{"*": [[rule, math, 1.0]]}'}, "the scorer math is in the reward"),
+        ({"components": {"numeric": 1.0}}, "the scorer numeric compares.*--reference_key"),
+        ({"reward_recipe": '{"*": [[rule, math, 1.0]]}'}, "the scorer math compares"),
     ],
 )
 def test_a_reward_that_compares_needs_references_and_no_other_one(settings, words, rewards_file):
     given, lacking = (SimpleNamespace(labels={None}, has_references=has) for has in (True, False))
-    engine = RewardComputationEngine.from_config(RewardConfig(**settings))
-    engine.check_references([given], [given])
+    check_references(RewardConfig(**settings), [given], [given])
     for sets in ([lacking], []), ([], [lacking]):
         with pytest.raises(ConfigError, match=words):
-            engine.check_references(*sets)
+            check_references(RewardConfig(**settings), *sets)
     for other in (RewardConfig(reward_fn=f"{rewards_file}:anything"), RewardConfig(components={"format": 1.0})):
-        RewardComputationEngine.from_config(other).check_references([lacking], [lacking])
+        check_references(other, [lacking], [lacking])
 
 
 def test_references_are_asked_of_the_labels_that_a_data_set_has_and_of_scorers_with_a_weight():
     rules = "{drawing: [[rule, format, 1.0], [rule, exact, 0]], both: [[rule, exact, 0.9], [rule, format, 0.1]], "
-    engine = RewardComputationEngine.from_config(RewardConfig(reward_recipe=rules + '"*": [[rule, exact, 1.0]]}'))
+    config = RewardConfig(reward_recipe=rules + '"*": [[rule, exact, 1.0]]}')
     of = {label: SimpleNamespace(labels={label}, has_references=False) for label in ("drawing", "both", "count", None)}
-    engine.check_references([of["drawing"]], [of["drawing"], of["both"]])  # held-out rows are scored by the other one
+    check_references(config, [of["drawing"]], [of["drawing"], of["both"]])  # held-out rows are scored by the other one
     for label in ("both", "count", None):
         with pytest.raises(ConfigError, match="no row of the data has one"):
-            engine.check_references([of[label]], [])
+            check_references(config, [of[label]], [])
     with pytest.raises(ConfigError, match="no row of eval_data has one"):
-        engine.check_references([], [of["count"]])
+        check_references(config, [], [of["count"]])
 
 
 def test_which_labels_a_configuration_scores():

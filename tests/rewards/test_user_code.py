@@ -226,8 +226,17 @@ def test_a_function_that_fails_as_sigterm_reached_its_processes_too_is_stopped_b
         sigterm()
         raise RuntimeError("a worker is gone")
 
-    with pytest.raises(StoppedBySignal, match="ended by SIGTERM while reward function loses_a_worker ran: a worker"):
+    def gives_up(completions):
+        sigterm()
+        raise calls.ScoringFailed("late")
+
+    signal.signal(signal.SIGTERM, calls.StopRequest())
+    with pytest.raises(
+        StoppedBySignal, match="ended by SIGTERM: reward function loses_a_worker raised RuntimeError: a"
+    ):
         scored(loses_a_worker)
+    with pytest.raises(RewardError, match="100% of 2 rewards are invalid.*late"):  # by the usual rule of a step
+        scored(gives_up)
 
 
 def test_a_function_that_ctrl_c_ended_says_so(sigterm):

@@ -127,21 +127,25 @@ class StopRequest:
 class Interrupt:
     """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once.
 
-    first: when it came.
+    forked: in a process of a user's code, which waits for what the run does. first: when it came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = False) -> None:
+        self.forked = forked
         self.first: float | None = None
 
     def __call__(self, *_: object) -> None:
         now = time.monotonic()
         if self.first is None:
             self.first = now
+            if self.forked:
+                return
             if os.environ.get("RANK", "0") == "0":
                 _say("Ctrl-C: this step is finished and a checkpoint saved; once more ends the run without it")
             signal.raise_signal(signal.SIGTERM)
         elif now - self.first > ONE_SIGNAL:
-            _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            if not self.forked:
+                _say("error: ended at once by a second Ctrl-C; what was saved stays")
             os._exit(INTERRUPTED)
 
 
@@ -161,11 +165,12 @@ def _hold_signals() -> None:
 
 
 def _own_signals() -> None:
-    """A process that a user's code forks can be ended, as a pool ends its workers; of Ctrl-C, which comes to the run as
-    well, it waits for what the run does."""
-    for number in ASKED_TO_END:
+    """A process that a user's code forks can be ended, as a pool ends its workers; of what comes to the run as well, it
+    waits for what the run does."""
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: Interrupt(forked=True), signal.SIGHUP: _leave}
+    for number, handler in own.items():
         if str(getattr(signal.getsignal(number), "__module__", None)).startswith("lightrft_visual."):
-            signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else _leave)
+            signal.signal(number, handler)
     _take_signals()
 
 
@@ -443,10 +448,7 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
         if isinstance(before, StopRequest) and before.made:  # looked at now that a signal reaches `on_signal`
             ask()
         yield
-    except (Interrupted, Exception) as error:
-        if not isinstance(error, Interrupted) and (not asked_at or isinstance(error, StoppedBySignal)):
-            raise
-        # Another error of now may come from the signal, which schedulers send to processes of the function too.
+    except Interrupted as error:
         raise _stopped_inside(error) or StoppedBySignal(
             f"the run was ended by {who_asked(interrupt)[0]} while {what} ran: {error}"
         ) from None

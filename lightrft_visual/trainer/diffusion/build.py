@@ -27,7 +27,7 @@ from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_media, probed
-from ...rewards.settings import check_reward_config, scored_labels
+from ...rewards.settings import check_references, check_reward_config, scored_labels
 from ...rollout.diffusion_sampler import DiffusionSampler
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
@@ -155,6 +155,7 @@ def _rewards(
     scored = sets[1:] if config.offline else sets
     trained = sets[:1] if asked and not config.offline else []  # others ask rewards for evaluations only
     judged = trained or sets[1:]
+    check_references(config.reward, trained, sets[1:])
     rewards = RewardComputationEngine.from_config(
         config.reward,
         strategy=strategy,
@@ -164,7 +165,6 @@ def _rewards(
         references=judged[0].has_references if judged else None,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in scored)),
     )
-    rewards.check_references(trained, sets[1:])
     if config.algorithm.gdpo:
         rewards.require_weights("gdpo")
     return rewards
@@ -370,6 +370,7 @@ def _gold(
     if judged is None or prompts is None:
         return None
     check_reward_config(judged)
+    check_references(judged, [], [prompts])
     rewards = RewardComputationEngine.from_config(
         judged,
         strategy=strategy,
@@ -377,7 +378,6 @@ def _gold(
         columns=prompts.columns,
         references=prompts.has_references,
     )
-    rewards.check_references([], [prompts])
     if task is None or task.sets is None:
         return DrawingGold(rewards)
     return load_target(task.sets)(rewards, prompts)

@@ -27,7 +27,7 @@ from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import probed
-from ...rewards.settings import check_reward_config, scored_labels
+from ...rewards.settings import check_references, check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import EngineWeights
@@ -145,6 +145,7 @@ def _gold(
 def _scorer(
     rewards: RewardConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset], **more: Any
 ) -> RewardComputationEngine:
+    check_references(rewards, sets[:1], sets[1:])
     scorer = RewardComputationEngine.from_config(
         rewards,
         tokenizer=checkpoint.tokenizer,
@@ -156,7 +157,6 @@ def _scorer(
         **more,
     )
     scorer.check_videos(set().union(*(each.video_labels for each in sets)))
-    scorer.check_references(sets[:1], sets[1:])
     return scorer
 
 

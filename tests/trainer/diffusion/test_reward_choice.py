@@ -83,7 +83,7 @@ def test_held_out_prompts_without_the_reference_that_their_reward_or_gold_compar
     given, lacking = (
         SimpleNamespace(labels={None}, columns=set(), has_references=has, labels_cut_away=set) for has in (True, False)
     )
-    told = "exact is in the reward and compares with the reference, but no row of eval_data has one"
+    told = "exact compares with the reference, but no row of eval_data has one"
     config = DiffusionRunConfig(reward=RewardConfig(components={"exact": 1.0}))
     for asked in (True, False):  # Reward FL asks for evaluations only
         build._rewards(config, None, [given], asked)

@@ -168,20 +168,20 @@ def test_a_budget_of_tokens_holds_a_prompt_with_its_image():
 
 def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(monkeypatch):
     seen = []
-    engine = SimpleNamespace(check_videos=seen.append, check_references=lambda *sets: None)
+    engine = SimpleNamespace(check_videos=seen.append)
     monkeypatch.setattr(build.RewardComputationEngine, "from_config", lambda *_, **__: engine)
     sets = [
         SimpleNamespace(labels={"a", "b"}, video_labels=own, columns=set(), has_references=True)
         for own in ({"a"}, {"b"})
     ]
-    assert build._scorer(None, None, SimpleNamespace(tokenizer=None), sets) is engine and seen == [{"a", "b"}]
+    assert build._scorer(RewardConfig(), None, SimpleNamespace(tokenizer=None), sets) is engine and seen == [{"a", "b"}]
 
 
 @pytest.mark.parametrize(
     ("recipe", "labels", "told"),
     [
         (None, {None}, "exact is the reward when none is named, and compares .* no row of eval_data.*--reference_key"),
-        ({"a": "exact", "*": "format"}, {"a", "b"}, "exact is in the reward and compares .* no row of eval_data"),
+        ({"a": "exact", "*": "format"}, {"a", "b"}, "the scorer exact compares .* no row of eval_data"),
         ({"a": "exact", "*": "format"}, {None}, None),
         ({"*": "format"}, {"a"}, None),
     ],
