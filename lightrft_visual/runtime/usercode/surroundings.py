@@ -44,17 +44,19 @@ def put_back(what: str) -> Iterator[None]:
         return
     process = os.getpid()
     watches = [_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()]
-    for watch in watches:
-        next(watch)
     try:
-        yield
+        for watch in watches:
+            next(watch)
+        try:
+            yield
+        finally:
+            if os.getpid() != process:
+                told = f"error: {what} forked a process that came back into the run; that process ends"
+                print(told, file=sys.stderr, flush=True)
+                os._exit(FORKED)
+            for told in filter(None, map(next, watches)):
+                say_once(f"{what} {told}")
     finally:
-        if os.getpid() != process:
-            told = f"error: {what} forked a process that came back into the run; that process ends"
-            print(told, file=sys.stderr, flush=True)
-            os._exit(FORKED)
-        for told in filter(None, map(next, watches)):
-            say_once(f"{what} {told}")
         _one_at_a_time.release()
 
 

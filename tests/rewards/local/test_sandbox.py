@@ -10,7 +10,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.runtime.presence import handled
-from lightrft_visual.runtime.usercode.calls import StopRequest
+from lightrft_visual.runtime.usercode.calls import Interrupt, StopRequest
 
 SOURCE = """
 import os
@@ -154,7 +154,7 @@ def test_children_of_a_function_end_when_it_asks_them_to_and_not_by_ctrl_c(tmp_p
     config = RewardConfig(reward_fn=f"{tmp_path}/mine.py:score", reward_fn_timeout=seconds)
     engine = RewardComputationEngine.from_config(config)
     try:
-        with handled(signal.SIGTERM, StopRequest()):  # as in a run
+        with handled(signal.SIGTERM, StopRequest()), handled(signal.SIGINT, Interrupt()):  # as in a run
             assert rewards(engine, "x").score.tolist() == [1.0, 1.0]
     finally:
         engine.close()

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -13,17 +14,11 @@ from lightrft_visual.runtime.usercode import surroundings
 from lightrft_visual.runtime.usercode.calls import call, load_module
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_call_left_by_others():
-    """Of calls at once the first one watches: one that an earlier test has given up may still be under way."""
-    assert surroundings._one_at_a_time.acquire(timeout=60)
-    surroundings._one_at_a_time.release()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_by_others(monkeypatch):
     monkeypatch.setattr(surroundings, "_said", set())
     monkeypatch.setattr(surroundings, "_users_states", {})
+    monkeypatch.setattr(surroundings, "_one_at_a_time", threading.Lock())  # a call of theirs may still be under way
 
 
 CHANGES = {
