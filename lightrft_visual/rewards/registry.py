@@ -1,13 +1,14 @@
 """Scorers by name, from config/registry.py: built-in ones, imported on first use, and those a user registers."""
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..config import registry
 from ..config.placement import ResourcesConfig
@@ -45,7 +46,8 @@ def find_scorer(name: str) -> Callable[..., Any]:
 def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The class or function behind a name, and the settings under its own names; builds nothing.
 
-    Raises ConfigError when the name is unknown or takes no such setting."""
+    Raises ConfigError when the name is unknown or takes no such setting, and for a built-in scorer's setting of another
+    type."""
     target = find_scorer(name)
     parameters = inspect.signature(target).parameters
     settings = own_settings(target, settings)
@@ -53,7 +55,24 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., 
     for key in settings:
         if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
+    if settings and target.__module__.startswith(f"{__name__.partition('.')[0]}."):
+        return target, _typed(name, target, settings)
     return target, settings
+
+
+def _typed(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in the types that the target's annotations ask for, so that "0.5" is a number and a list a tuple."""
+    from pydantic import TypeAdapter, ValidationError  # seconds into a start, and few recipes have settings
+
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    typed = {key: os.fspath(each) if isinstance(each, os.PathLike) else each for key, each in settings.items()}
+    for key in settings.keys() & hints.keys():
+        try:
+            typed[key] = TypeAdapter(hints[key]).validate_python(typed[key])
+        except ValidationError as error:
+            told = error.errors()[0]["msg"].lower()
+            raise ConfigError(f"scorer {name!r}: {key} is {settings[key]!r}: {told}") from None
+    return typed
 
 
 def own_settings(target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:

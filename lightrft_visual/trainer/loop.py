@@ -120,7 +120,7 @@ class PolicyTrainer(ABC):
         self.update_counts = {True: 0, False: 0}  # of the policy in this process: applied, and skipped
         self.latest_eval: dict[str, float] = {}
         self.evaluated_step = -1
-        self.first_eval: dict[str, float] = {}  # of this process
+        self.first_eval: dict[str, float] = {}
         self.most_invalid = 1.0  # share of a step's samples above which the run ends; all of them always end it
         self.state = RunState(self, self.settings.output, self.settings.resume_folder)
         self.hooks.build(parts, callbacks)

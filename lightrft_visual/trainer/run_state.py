@@ -228,6 +228,7 @@ class RunState:
             "world_size": collectives.world_size(),
             "nonfinite_in_a_row": self.trainer.nonfinite_streaks,
             "latest_eval": self.trainer.latest_eval,
+            "first_eval": self.trainer.first_eval,
             "evaluated_step": self.trainer.evaluated_step,
             **changing,
         }
@@ -265,6 +266,7 @@ class RunState:
         skipped = state["nonfinite_in_a_row"]  # checkpoints of earlier versions hold the policy's alone
         self.trainer.nonfinite_streaks.update(skipped if isinstance(skipped, Mapping) else {"": int(skipped)})
         self.trainer.latest_eval = dict(state["latest_eval"])
+        self.trainer.first_eval = dict(state.get("first_eval", {}))  # which checkpoints of earlier versions lack
         self.trainer.evaluated_step = int(state["evaluated_step"])
         self.trainer.load_state_dict(state["trainer"])
         self.trainer.hooks.load_state_dict(state["hooks"])

@@ -23,6 +23,25 @@ def test_settings_under_the_names_of_other_systems(tmp_path):
         check_scorer("numeric", {"model_name": "x"})
 
 
+@pytest.mark.parametrize(
+    ("scorer", "settings", "told"),
+    [
+        ("numeric", {"tolerance": "near"}, "scorer 'numeric': tolerance is 'near': .*valid number"),
+        ("vlm_judge", {"url": "http://judge/v1", "model": "m", "low": "none at all"}, "low is 'none at all'"),
+        ("judge", {"model": 3}, "model is 3: .*valid string"),
+        ("multi", {"components": ["exact"]}, r"components is \['exact'\]: .*valid dictionary"),
+    ],
+)
+def test_a_built_in_scorers_setting_of_another_type_is_told_of_before_anything_loads(scorer, settings, told):
+    with pytest.raises(ConfigError, match=told):
+        check_scorer(scorer, settings)
+
+
+def test_a_built_in_scorers_settings_come_in_the_types_it_asks_for(tmp_path):
+    assert check_scorer("numeric", {"tolerance": "0.5"})[1] == {"tolerance": 0.5}
+    assert check_scorer("clip_score", {"model": tmp_path})[1] == {"model": str(tmp_path)}
+
+
 def test_register_function_and_class(monkeypatch):
     monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
 

@@ -155,6 +155,13 @@ def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_poli
     assert {"critic_": 0} | trainer.nonfinite_streaks == {"": 1, "critic_": wanted}
 
 
+def test_the_last_line_of_a_resumed_run_begins_at_the_evaluation_before_its_first_step(walk, tmp_path):
+    walk(steps=1, eval_steps=1, save_steps=1).fit()
+    resumed = walk(resume=tmp_path / "checkpoint-000001", eval_steps=1)
+    resumed.fit()
+    assert "eval reward 0.0625 -> 0.25" in resumed.said[-1]
+
+
 @pytest.mark.parametrize("fails", [None, 3])
 def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, tmp_path, monkeypatch, fails):
     trainer, written, page = walk(fails=fails), [], tmp_path / "report.html"

@@ -84,6 +84,7 @@ class Trainer:
     def __init__(self):
         self.step, self.evaluated_step, self.nonfinite_streaks = 0, -1, {"": 0}
         self.latest_eval: dict[str, float] = {}
+        self.first_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
         self.hooks, self.told = Hooks(), []
         self.console = SimpleNamespace(message=self.told.append)

@@ -19,7 +19,7 @@ from ...config.placement import ResourcesConfig
 from ...errors import ConfigError, RewardError
 from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
 from ...rewards.local.callables import AUTO
-from ...rewards.registry import check_scorer, find_scorer
+from ...rewards.registry import check_scorer
 from ...runtime import collectives
 from ...runtime.usercode.calls import MODULE_PREFIX, describe_error, load_reward_fn, masked
 from .actors import START_SECONDS, named_actors, on_every_rank
@@ -137,8 +137,7 @@ class RaySource(ActorPool):
         if ".py:" in key:
             load_reward_fn(key)
         else:
-            check_scorer(key, settings or {})
-            target = find_scorer(key)
+            target, settings = check_scorer(key, settings or {})
         module = sys.modules.get(getattr(target, "__module__", ""))
         if module is not None and module.__name__.startswith(MODULE_PREFIX):  # a plugin's: its code goes along
             self._moved = module

@@ -22,7 +22,7 @@ class MultiScorer(Source):
 
     name = "multi"
 
-    def __init__(self, components: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, components: Mapping[str, Any], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         recipe = recipe_from_components(components, kwargs)
         self._catalogue = Catalogue(RewardConfig())
         entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
