@@ -125,27 +125,35 @@ class StopRequest:
 
 
 class Interrupt:
-    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once.
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once."""
 
-    forked: in a process of a user's code, which waits for what the run does. first: when it came.
-    """
-
-    def __init__(self, forked: bool = False) -> None:
-        self.forked = forked
-        self.first: float | None = None
+    def __init__(self) -> None:
+        self.first: float | None = None  # when it came
 
     def __call__(self, *_: object) -> None:
         now = time.monotonic()
         if self.first is None:
             self.first = now
-            if self.forked:
-                return
             if os.environ.get("RANK", "0") == "0":
                 _say("Ctrl-C: this step is finished and a checkpoint saved; once more ends the run without it")
             signal.raise_signal(signal.SIGTERM)
         elif now - self.first > ONE_SIGNAL:
-            if not self.forked:
-                _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            os._exit(INTERRUPTED)
+
+
+class InterruptOfChild:
+    """A handler of SIGINT in a process that a user's code forked from `run`, which the signal reaches as well: where
+    the run ends by it, this process does."""
+
+    def __init__(self, run: int) -> None:
+        self.run = run
+
+    def __call__(self, *_: object) -> None:
+        until = time.monotonic() + ONE_SIGNAL
+        while os.getppid() == self.run and time.monotonic() < until:
+            time.sleep(0.05)
+        if os.getppid() != self.run:
             os._exit(INTERRUPTED)
 
 
@@ -161,13 +169,14 @@ def _leave(*_: object) -> None:
 
 def _hold_signals() -> None:
     """What comes while a process is forked waits until it is clear whose it is."""
+    _forking.process = os.getpid()  # a child may come to ask when its parent is gone
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
 
 
 def _own_signals() -> None:
     """A process that a user's code forks can be ended, as a pool ends its workers; of what comes to the run as well, it
     waits for what the run does."""
-    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: Interrupt(forked=True), signal.SIGHUP: _leave}
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: InterruptOfChild(_forking.process), signal.SIGHUP: _leave}
     for number, handler in own.items():
         if str(getattr(signal.getsignal(number), "__module__", None)).startswith("lightrft_visual."):
             signal.signal(number, handler)

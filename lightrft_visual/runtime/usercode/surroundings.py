@@ -39,14 +39,16 @@ def put_back(what: str) -> Iterator[None]:
 
     Of calls that run at once, in threads, the first one watches.
     """
-    if not _one_at_a_time.acquire(blocking=False):
+    lock = _one_at_a_time
+    if not lock.acquire(blocking=False):
         yield
         return
     process = os.getpid()
-    watches = [_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()]
-    try:
-        for watch in watches:
+    with contextlib.ExitStack() as way_back:
+        way_back.callback(lock.release)
+        for watch in (_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()):
             next(watch)
+            way_back.callback(_look_again, watch, what)
         try:
             yield
         finally:
@@ -54,10 +56,11 @@ def put_back(what: str) -> Iterator[None]:
                 told = f"error: {what} forked a process that came back into the run; that process ends"
                 print(told, file=sys.stderr, flush=True)
                 os._exit(FORKED)
-            for told in filter(None, map(next, watches)):
-                say_once(f"{what} {told}")
-    finally:
-        _one_at_a_time.release()
+
+
+def _look_again(watch: Watch, what: str) -> None:
+    if told := next(watch):
+        say_once(f"{what} {told}")
 
 
 def say_once(text: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightrft_visual.errors import RewardError
 from lightrft_visual.runtime.usercode import surroundings
 from lightrft_visual.runtime.usercode.calls import call, load_module
 
@@ -107,6 +109,48 @@ def seeds_everything():
 
 def numbers():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_what_was_lent_comes_back_and_the_next_call_is_watched_where_a_watch_fails(monkeypatch):
+    def broken():
+        raise MemoryError
+
+    out = sys.stdout
+    with monkeypatch.context() as patched, pytest.raises(RewardError, match="MemoryError"):
+        patched.setattr(torch, "get_default_dtype", broken)
+        call(numbers, "score", {})
+    assert sys.stdout is out
+    call(CHANGES["default dtype"][0], "score", {})
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_call_that_outlasts_a_change_of_the_lock_lets_its_own_go(monkeypatch):
+    first, second = threading.Lock(), threading.Lock()
+    monkeypatch.setattr(surroundings, "_one_at_a_time", first)
+    call(lambda: monkeypatch.setattr(surroundings, "_one_at_a_time", second), "score", {})
+    assert not first.locked() and not second.locked()
+
+
+FORKS = """
+import os, signal, sys, time
+from lightrft_visual.runtime.usercode import calls
+
+calls.ONE_SIGNAL = 60.0  # more than a busy machine needs
+signal.signal(signal.SIGTERM, calls.StopRequest())
+signal.signal(signal.SIGINT, calls.Interrupt())
+signal.raise_signal(signal.SIGINT)
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+    os._exit(3)
+os.kill(child, signal.SIGINT)
+os._exit(0)  # by the second one
+"""
+
+
+def test_a_process_that_users_code_forks_ends_by_the_ctrl_c_that_ends_the_run():
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)  # with the child
+    assert ended.returncode == 0 and "Ctrl-C: this step is finished" in ended.stderr
 
 
 @pytest.mark.parametrize("function", [seeds_everything, numbers])
