@@ -207,7 +207,8 @@ def _configured(
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
-        runs_rows = eval_dataset is None and suite is None  # its gold need not fit others
+        others = {"eval_data", "prompt_data"} & {name.rpartition(".")[2] for name in settings}
+        runs_rows = eval_dataset is None and suite is None and not others  # its gold need not fit others
         runs_gold = runs_rows and not settings.keys() & UNJUDGED.keys()
         if not runs_gold:
             tree.pop("guard", None)

@@ -137,6 +137,7 @@ def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_an
 
     assert found(configured(checkpoint, None)) == (3, 5, 4 if draws else 8, (RECIPE, None))
     assert found(configured(checkpoint))[3] is None  # beside rows that are not the run's
+    assert found(configured(checkpoint, None, **{"data.eval_data": "org/others"}))[3] is None
     (tmp_path / "gold.py").write_text("def judge(completions): ...")
     other = f"{tmp_path}/gold.py:judge"
     assert found(configured(checkpoint, seed=1, gold_fn=other))[::3] == (1, (None, other))
