@@ -221,7 +221,8 @@ class RewardComputationEngine:
         Each scorer runs once over all micro-batches, on just the samples that need it. Returns the rewards of all
         samples in order. Every rank must call it alike: the share of invalid rewards is taken over all ranks.
         Raises RewardError for a broken local callable, and when more than `reward_max_invalid` of the scores are
-        invalid, with the name of what failed; StoppedBySignal, on every rank, when SIGTERM ended a call that hung.
+        invalid, with the name of what failed; StoppedBySignal, on every rank, when SIGTERM ended a call that hung, or
+        came before such a failure.
 
         Args:
             outputs: micro-batches; the largest one's size is that of a remote request.
@@ -427,15 +428,17 @@ class RewardComputationEngine:
     def _check_invalid(
         self, valid: T, reasons: Mapping[str, Counter[str]], device: torch.device | str
     ) -> dict[str, float]:
-        """Log failures by name and kind, without payloads; stop above the allowed share, on every rank alike."""
+        """Log failures by name and kind, without payloads; stop above the allowed share, on every rank alike: where one
+        was asked to end, by StoppedBySignal, as failures may come from the signal."""
         for name, counts in reasons.items():
             for reason, count in counts.items():
                 log.warning("reward %s: %d of %d samples failed: %s", name, count, len(valid), reason)
-        local = torch.tensor([float((~valid).sum()), float(len(valid))], dtype=torch.float64)
-        invalid, total = all_reduce_sum(local.float().to(device)).tolist()
+        local = torch.tensor([float((~valid).sum()), float(len(valid)), float(_asked_to_end())], device=device)
+        invalid, total, asked = all_reduce_sum(local).tolist()
         share = invalid / total if total else 0.0
         if share > self.config.reward_max_invalid:
-            raise RewardError(self._too_many(share, int(total), all_gather_object(dict(reasons))))
+            told = self._too_many(share, int(total), all_gather_object(dict(reasons)))
+            raise _stopped(f": {told}") if asked else RewardError(told)
         return {"reward/invalid_share": share}
 
     def _too_many(self, share: float, total: int, by_rank: Sequence[Mapping[str, Counter[str]]]) -> str:
@@ -463,12 +466,20 @@ def _stopped_together(device: torch.device | str) -> Iterator[None]:
     except StoppedBySignal as error:
         stopped = error
     except RewardError as error:
-        if not getattr(signal.getsignal(signal.SIGTERM), "made", False):
+        if not _asked_to_end():
             raise
-        stopped = StoppedBySignal(f"the run was ended by {who_asked(signal.getsignal(signal.SIGINT))[0]}: {error}")
+        stopped = _stopped(f": {error}")
     if all_reduce_max(torch.tensor([float(stopped is not None)], device=device)).item():
-        asker = who_asked(signal.getsignal(signal.SIGINT))[0]
-        raise stopped or StoppedBySignal(f"the run was ended by {asker} while another rank was scoring")
+        raise stopped or _stopped(" while another rank was scoring")
+
+
+def _asked_to_end() -> bool:
+    """Whether SIGTERM, or a Ctrl-C in its place, has reached this rank's run."""
+    return getattr(signal.getsignal(signal.SIGTERM), "made", False)
+
+
+def _stopped(how: str) -> StoppedBySignal:
+    return StoppedBySignal(f"the run was ended by {who_asked(signal.getsignal(signal.SIGINT))[0]}{how}")
 
 
 def model_device() -> str:

@@ -6,7 +6,6 @@ from typing import Any
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
 from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
-from .batch import Source
 from .local.callables import Signature, check_form, check_inputs
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import Catalogue, check_scorer, find_scorer, split_list
@@ -16,11 +15,19 @@ DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
 class Checking(Catalogue):
-    """A catalogue that builds nothing: every source is its name, after the checks that need no model or connection."""
+    """A catalogue that builds nothing: every source is its name, after the checks that need no model or connection.
 
-    def __init__(self, config: RewardConfig, columns: Collection[str] | None) -> None:
+    functions: of `reward_fn`. columns: of the data; None where they are not known.
+    """
+
+    def __init__(self, config: RewardConfig, functions: list[LoadedFunction], columns: Collection[str] | None) -> None:
         super().__init__(config)
         self._columns = columns
+        self.sources = self.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
+
+    def canonical_recipe(self, recipe: Recipe) -> Recipe:
+        """See `canonical`."""
+        return recipe.map(lambda entry: self.canonical(entry, self.sources))
 
     def _model(self, name: str, model: Any) -> Any:
         return name
@@ -105,15 +112,14 @@ def _check_parts(
     config: RewardConfig, functions: list[LoadedFunction], recipe: Recipe | None, columns: Collection[str] | None
 ) -> list[str]:
     """Names of all that is given, models, servers and functions."""
-    catalogue = Checking(config, columns)
-    sources: dict[str, Source] = catalogue.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
-    entries = recipe.map(lambda entry: catalogue.canonical(entry, sources)).components() if recipe else []
+    catalogue = Checking(config, functions, columns)
+    entries = catalogue.canonical_recipe(recipe).components() if recipe else []
     for entry in entries:
-        catalogue.resolve(entry, sources)
+        catalogue.resolve(entry, catalogue.sources)
     for known in catalogue.functions if recipe else ():
         if known not in {entry.key for entry in entries}:
             raise ConfigError(f"the reward recipe does not use reward_fn; name it there as [func, {known}, weight]")
-    return list(sources)
+    return list(catalogue.sources)
 
 
 def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
@@ -132,7 +138,8 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
     chosen, other = "", ""
     if recipe is None:
         chosen, other = "is the reward when none is named, and ", ", --reward_fn path.py:function another reward"
-    scoring = recipe or parse_recipe(DEFAULT_RECIPE)
+    functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
+    scoring = Checking(config, functions, None).canonical_recipe(recipe or parse_recipe(DEFAULT_RECIPE))
     for data, sets, enough in (("the data", trained, any), ("eval_data", held_out, all)):
         labels = {label for each in sets if not each.has_references for label in each.labels}
         for label in sorted(labels, key=str):
@@ -145,5 +152,5 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
 
 
 def compares(entry: RecipeEntry) -> bool:
-    """Whether a component of a recipe scores no sample without a reference."""
+    """Whether a component of a canonical recipe scores no sample without a reference."""
     return entry.type == "rule" and getattr(find_scorer(entry.key), "needs_reference", False)

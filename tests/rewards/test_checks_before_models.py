@@ -71,6 +71,7 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
         ({}, "the scorer exact is the reward when none is named.*column 'reference'.*--reference_key"),
         ({"components": {"numeric": 1.0}}, "the scorer numeric compares.*--reference_key"),
         ({"reward_recipe": '{"*": [[rule, math, 1.0]]}'}, "the scorer math compares"),
+        ({"reward_recipe": '{"*": [[func, exact, 1.0]]}'}, "the scorer exact compares"),
     ],
 )
 def test_a_reward_that_compares_needs_references_and_no_other_one(settings, words, rewards_file):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,7 +225,7 @@ def test_sigterm_ends_a_function_that_does_not_return_and_disturbs_no_other(sigt
 def test_a_function_that_fails_as_sigterm_reached_its_processes_too_is_stopped_by_the_signal(sigterm):
     def loses_a_worker(completions):
         sigterm()
-        raise RuntimeError("a worker is gone")
+        raise BrokenPipeError("a worker is gone")
 
     def gives_up(completions):
         sigterm()
@@ -232,11 +233,31 @@ def test_a_function_that_fails_as_sigterm_reached_its_processes_too_is_stopped_b
 
     signal.signal(signal.SIGTERM, calls.StopRequest())
     with pytest.raises(
-        StoppedBySignal, match="ended by SIGTERM: reward function loses_a_worker raised RuntimeError: a"
+        StoppedBySignal, match="ended by SIGTERM: reward function loses_a_worker raised BrokenPipeError: a"
     ):
         scored(loses_a_worker)
-    with pytest.raises(RewardError, match="100% of 2 rewards are invalid.*late"):  # by the usual rule of a step
-        scored(gives_up)
+    for function, config, told in (
+        (gives_up, RewardConfig(), "late"),
+        (loses_a_worker, RewardConfig(on_reward_error="skip"), "BrokenPipeError: a"),
+    ):
+        signal.signal(signal.SIGTERM, calls.StopRequest())
+        with pytest.raises(StoppedBySignal, match=f"ended by SIGTERM: 100% of 2 rewards are invalid.*{told}"):
+            scored(function, config=config)
+        assert scored(function, config=replace(config, reward_max_invalid=1.0)).valid.tolist() == [False, False]
+
+
+def test_too_many_invalid_rewards_where_another_rank_was_asked_to_end_are_stopped_by_the_signal(monkeypatch):
+    def fails(completions):
+        raise calls.ScoringFailed("late")
+
+    def reduced(own, asked):
+        return own + torch.tensor([0.0, 1.0, asked])
+
+    for asked, error in ((0.0, RewardError), (1.0, StoppedBySignal)):
+        monkeypatch.setattr(reward_engine, "all_reduce_sum", partial(reduced, asked=asked))
+        with pytest.raises(RewardError, match="67% of 3 rewards are invalid") as raised:
+            scored(fails)
+        assert type(raised.value) is error
 
 
 def test_a_function_that_ctrl_c_ended_says_so(sigterm):

@@ -85,10 +85,12 @@ def _built(
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
         _check_training_reward(trained_on, config, prompts, strategy)
+    judged = _judged(config, eval_prompts, task)
     scored = next(iter(sets[1:] if config.offline else sets), None)
     config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
-    probed(config.guard.gold(config.reward), eval_prompts, partial(_drawn, config, eval_prompts))
+    judged = probed(judged, eval_prompts, partial(_drawn, config, eval_prompts))
     rewards = _rewards(config, strategy, sets, trained_on is None)
+    gold = _gold(judged, strategy, eval_prompts, task)
     algorithm, total_steps = config.algorithm.entry, _total_steps(config, len(prompts))
     loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
     run = open_run(config, loop, locks, sets)
@@ -99,7 +101,6 @@ def _built(
     model, sampler = TrainedVelocity(engine, policy), DiffusionSampler(rollout_sampling(config), rollout_noise(config))
     sampling = DiffusionSampling(model, sampler, config.sampling, config.train.seed)
     drawing = _engine(config, sampling, old)
-    gold = _gold(config, strategy, eval_prompts, task)
     maker: DiffusionExperienceMaker | PairExperience
     if config.offline:
         maker = PairExperience(sampling, rewards, drawing, run.timer)
@@ -361,16 +362,24 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     return serving & chosen
 
 
-def _gold(
-    config: DiffusionRunConfig, strategy: DeepspeedStrategy, prompts: DrawPrompts | None, task: Task | None
-) -> DrawingGold | None:
-    """What `guard.gold_*` names; a built-in task may have a judge of its own."""
+def _judged(config: DiffusionRunConfig, prompts: DrawPrompts | None, task: Task | None) -> RewardConfig | None:
+    """What `guard.gold_*` names; a built-in task may have a judge of its own. Raises ConfigError where the held-out
+    prompts do not fit it."""
     own = task.judge if task is not None else None
     judged = config.guard.gold(config.reward) or (RewardConfig(reward_recipe=own) if own is not None else None)
     if judged is None or prompts is None:
         return None
     check_reward_config(judged)
     check_references(judged, [], [prompts])
+    return judged
+
+
+def _gold(
+    judged: RewardConfig | None, strategy: DeepspeedStrategy, prompts: DrawPrompts | None, task: Task | None
+) -> DrawingGold | None:
+    """Scores by gold, where there is any."""
+    if judged is None or prompts is None:
+        return None
     rewards = RewardComputationEngine.from_config(
         judged,
         strategy=strategy,

@@ -80,13 +80,14 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
+    _check_rewards(config.reward, judged, sets)
     answer = partial(answered, dataset, checkpoint, config)
     columns = set().union(*(each.columns for each in sets))
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
     run = open_run(config, LoopSettings(total_steps, config.output, config.train, resume_folder, model), locks, sets)
-    gold = _gold(judged, strategy, checkpoint, sets)
+    gold = None if judged is None else _scorer(judged, strategy, checkpoint, sets)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
     prove(config, actor.module, checkpoint, model)
@@ -132,20 +133,18 @@ def _rewards(
     return rewards
 
 
-def _gold(
-    judged: RewardConfig | None, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset]
-) -> RewardComputationEngine | None:
-    """Scores by gold, where there is any; judged: of the configuration before embedded names became folders."""
-    if judged is None:
-        return None
-    check_reward_config(judged)
-    return _scorer(judged, strategy, checkpoint, sets)
+def _check_rewards(rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset]) -> None:
+    """Raise ConfigError for gold that is wrong in itself, and for data without the references that either compares
+    with. judged: of the configuration before embedded names became folders."""
+    if judged is not None:
+        check_reward_config(judged)
+    for each in filter(None, (rewards, judged)):
+        check_references(each, sets[:1], sets[1:])
 
 
 def _scorer(
     rewards: RewardConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint, sets: list[PromptDataset], **more: Any
 ) -> RewardComputationEngine:
-    check_references(rewards, sets[:1], sets[1:])
     scorer = RewardComputationEngine.from_config(
         rewards,
         tokenizer=checkpoint.tokenizer,

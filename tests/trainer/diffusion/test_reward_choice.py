@@ -94,6 +94,25 @@ def test_held_out_prompts_without_the_reference_that_their_reward_or_gold_compar
     with pytest.raises(ConfigError, match="no row of the data has one"):
         build._rewards(config, None, [lacking, given], True)
     config.guard.gold_recipe = '{"*": [[rule, exact, 1.0]]}'
-    build._gold(config, None, given, None)
+    build._gold(build._judged(config, given, None), None, given, None)
     with pytest.raises(ConfigError, match=told):
-        build._gold(config, None, lacking, None)
+        build._judged(config, lacking, None)
+
+
+def test_gold_that_the_held_out_prompts_do_not_fit_is_refused_before_a_model_loads(monkeypatch, tmp_path):
+    config = DiffusionRunConfig(reward=RewardConfig(components={"jpeg_compressibility": 1.0}, reward_probe=False))
+    config.output.output_dir = str(tmp_path)
+    lacking = SimpleNamespace(labels={None}, columns={"other"}, has_references=False, labels_cut_away=set)
+    monkeypatch.setattr(build, "_placed", lambda config: config)
+    monkeypatch.setattr(build, "_prompts", lambda config: ([lacking], lacking))
+    for passed in ("_fingerprint", "check_model", "_fit_to_data", "_rewards"):
+        monkeypatch.setattr(build, passed, lambda *_: None)
+    monkeypatch.setattr(build, "open_run", lambda *_: pytest.fail("the run is opened"))
+    monkeypatch.setattr(build, "_total_steps", lambda *_: 1)
+    config.guard.gold_recipe = '{"*": [[rule, exact, 1.0]]}'
+    with pytest.raises(ConfigError, match="exact compares with the reference, but no row of eval_data has one"):
+        build._built(config, None, None, [], [])
+    (tmp_path / "mine.py").write_text("def score(images, level):\n    return [0.0] * len(images)\n")
+    config.guard.gold_recipe, config.guard.gold_fn = None, f"{tmp_path}/mine.py:score"
+    with pytest.raises(ConfigError, match="score asks for 'level'"):
+        build._built(config, None, None, [], [])

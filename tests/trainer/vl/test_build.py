@@ -192,10 +192,26 @@ def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are
         SimpleNamespace(labels=own, video_labels=set(), columns=set(), has_references=own is not labels)
         for own in ({"a"}, labels)
     )
-    scorer = partial(build._scorer, RewardConfig(reward_recipe=json.dumps(rules) if rules else None), None)
-    scorer(SimpleNamespace(tokenizer=None), [trained])
-    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-        scorer(SimpleNamespace(tokenizer=None), [trained, held_out])
+    config = RewardConfig(reward_recipe=json.dumps(rules) if rules else None)
+    other = RewardConfig(components={"format": 1.0})
+    for given in ((config, None), (other, config)):
+        build._check_rewards(*given, [trained])
+        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+            build._check_rewards(*given, [trained, held_out])
+
+
+def test_gold_that_the_data_do_not_fit_is_refused_before_a_reward_model_loads(monkeypatch, tmp_path):
+    config = RunConfig(reward=RewardConfig(components={"format": 1.0}, reward_probe=False))
+    config.guard.gold_recipe = '{"*": [[func, exact, 1.0]]}'
+    config.output.output_dir = str(tmp_path)
+    lacking = SimpleNamespace(labels={None}, columns=set(), has_references=False)
+    monkeypatch.setattr(build, "_open", lambda config: (config, SimpleNamespace()))
+    monkeypatch.setattr(build, "_datasets", lambda *_: (lacking, None))
+    for passed in ("model_of", "check_model", "_fit_to_data"):
+        monkeypatch.setattr(build, passed, lambda *_: None)
+    monkeypatch.setattr(build, "_rewards", lambda *_: pytest.fail("a reward model loads"))
+    with pytest.raises(ConfigError, match="the scorer exact compares with the reference, but no row of the data has"):
+        build._build_parts(config, SimpleNamespace(), [])
 
 
 @pytest.mark.parametrize(
