@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name} is {given}; give a number of at least {least}")
         _ = registry.scorers[arguments.scorer]  # names are checked before torch is loaded
         from .rewards.remote.client import token_from_env
-        from .rewards.remote.server import ServerSettings, create_app, serve
+        from .rewards.remote.server import ServerSettings, serve
 
         settings = ServerSettings(
             max_batch=arguments.max_batch,
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             token=token_from_env(arguments.token_env),
             device=arguments.device,
         )
-        serve(create_app(build(arguments), settings), arguments.host, arguments.port, settings)
+        serve(build(arguments), arguments.host, arguments.port, settings)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

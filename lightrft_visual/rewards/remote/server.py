@@ -11,9 +11,12 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 from ...errors import ConfigError, DataError, RewardError
@@ -31,6 +34,7 @@ with needed("fastapi"):
 
 log = logging.getLogger(__name__)
 NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
+RunBeside = Callable[..., Awaitable[Any]]  # runs a function with its arguments outside the event loop's thread
 OF_ALL_SAMPLES = ("generated", "data_columns", "data_references")  # what merged requests have in common
 
 
@@ -60,8 +64,8 @@ class _Waiting:
 class Batcher:
     """Merges waiting requests into batches of at most `max_batch` samples and scores them one batch at a time."""
 
-    def __init__(self, source: Source, settings: ServerSettings) -> None:
-        self._source, self._settings = source, settings
+    def __init__(self, source: Source, settings: ServerSettings, beside: RunBeside) -> None:
+        self._source, self._settings, self._beside = source, settings, beside
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._held: _Waiting | None = None
         self.open: set[_Waiting] = set()  # not answered yet
@@ -98,7 +102,7 @@ class Batcher:
                 _settle(waiting, self.ended)
 
     async def _answer(self, group: list[_Waiting]) -> None:
-        outcome = await asyncio.to_thread(self._outcome, [waiting.batch for waiting in group])
+        outcome = await self._beside(self._outcome, [waiting.batch for waiting in group])
         if isinstance(outcome, RewardError) and len(group) > 1:
             for waiting in group:  # one bad request must not fail those it was merged with
                 await self._answer([waiting])
@@ -151,10 +155,18 @@ class _Refused(Exception):
         self.status = status
 
 
-def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | None = None) -> FastAPI:
-    """The application that serves one scorer. `scorer`: a callable, adapted by its signature, or a Source.
+def create_app(
+    scorer: Callable[..., Any] | Source,
+    settings: ServerSettings | None = None,
+    beside: RunBeside = asyncio.to_thread,
+) -> FastAPI:
+    """The application that serves one scorer. Raises ConfigError for a function that must be given what requests do
+    not hold.
 
-    Raises ConfigError for a function that must be given what requests do not hold.
+    Args:
+        scorer: a callable, adapted by its signature, or a Source.
+        settings: None: the defaults.
+        beside: runs the scorer, in another thread than the event loop's.
     """
     settings = settings or ServerSettings()
     source = scorer if isinstance(scorer, Source) else CallableSource(scorer)
@@ -166,7 +178,7 @@ def create_app(scorer: Callable[..., Any] | Source, settings: ServerSettings | N
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        batchers.append(Batcher(source, settings))
+        batchers.append(Batcher(source, settings, beside))
         task = batchers[0].start()
         yield
         task.cancel()
@@ -254,7 +266,31 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Announcing(uvicorn.Server):
+class _CallingThread:
+    """Runs functions of an event loop in the thread that calls `work`."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns. It must not raise."""
+        future: Future = Future()
+        self._waiting.put((future, function, arguments))
+        return await asyncio.wrap_future(future)
+
+    def work(self) -> None:
+        """Run what comes until `end`."""
+        while (item := self._waiting.get()) is not None:
+            future, function, arguments = item
+            if future.set_running_or_notify_cancel():
+                future.set_result(function(*arguments))
+
+    def end(self, *_: object) -> None:
+        """`work` returns once all before is done."""
+        self._waiting.put(None)
+
+
+class _Server(uvicorn.Server):
     """Prints its address once it accepts connections, so that whoever started it knows the port."""
 
     def __init__(self, config: uvicorn.Config, address: str) -> None:
@@ -265,17 +301,33 @@ class _Announcing(uvicorn.Server):
         await super().startup(sockets)
         print(f"serving on {self._address}", flush=True)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C also ends a function that does not return."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            raise KeyboardInterrupt
 
-def serve(app: FastAPI, host: str, port: int, settings: ServerSettings) -> None:
+
+def serve(scorer: Callable[..., Any] | Source, host: str, port: int, settings: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Prints one line, `serving on http://HOST:PORT/reward`.
 
+    The scorer runs in the thread that calls this, the main one of a process: libraries with time limits by
+    `signal.alarm`, as math_verify, work in no other.
+
     Args:
-        app: of `create_app`.
+        scorer: as of `create_app`.
         host: as of `bind`.
         port: likewise.
         settings: likewise.
     """
+    scoring = _CallingThread()
+    app = create_app(scorer, settings, scoring.run)
     sock = bind(host, port, settings)
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    _Announcing(config, f"http://{shown}:{sock.getsockname()[1]}/reward").run(sockets=[sock])
+    server = _Server(config, f"http://{shown}:{sock.getsockname()[1]}/reward")
+    with server.capture_signals(), ThreadPoolExecutor(1, "server") as thread:
+        running = thread.submit(server.run, [sock])
+        running.add_done_callback(scoring.end)
+        scoring.work()
+        running.result()

@@ -1,5 +1,8 @@
 import asyncio
 import json
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from reward_rollouts import make_samples
-from reward_servers import serving
+from reward_servers import closed_port, serving
 
 from lightrft_visual import serve_reward
 from lightrft_visual.config.shared import RewardConfig
@@ -119,7 +122,7 @@ def test_numbers_that_json_lacks_are_null_or_a_text_where_they_could_be_taken_fo
 )
 def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, monkeypatch):
     there = "lightrft_visual.rewards.remote.server.serve"
-    monkeypatch.setattr(there, lambda app, host, port, settings: bind(host, 0, settings).close())
+    monkeypatch.setattr(there, lambda scorer, host, port, settings: bind(host, 0, settings).close())
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
     assert serve_reward.parse_settings(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
@@ -333,3 +336,61 @@ def test_server_whose_batching_died_says_so_and_leaves_nobody_waiting(monkeypatc
             assert answer.status_code == 500 and "a defect of ours" in answer.json()["error"]
         health = http.get("/health")
         assert health.status_code == 503 and "a defect of ours" in health.json()["error"]
+
+
+USES_SIGNALS = """
+import pathlib, signal, time
+
+def score(completions):
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        rewards = [1.0] * len(completions)
+    except ValueError:
+        rewards = [0.0] * len(completions)
+    pathlib.Path(completions[0]).touch()
+    time.sleep(1)
+    return rewards
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_command_scores_in_the_main_thread_and_answers_what_it_has_begun_when_a_signal_ends_it(number, tmp_path):
+    (tmp_path / "mine.py").write_text(USES_SIGNALS)
+    begun, port, came = tmp_path / "begun", closed_port(), []
+
+    def ask_and_end():
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http, ThreadPoolExecutor(1) as pool:
+                wait_for(lambda: answers(http))
+                reply = pool.submit(http.post, "/reward", json={"queries": [str(begun)]})
+                wait_for(begun.exists)
+                health = httpx.get(f"http://127.0.0.1:{port}/health").json(), reply.done()
+                os.kill(os.getpid(), number)
+                return health, reply.result().json()
+        except BaseException:
+            os.kill(os.getpid(), number)
+            raise
+
+    before = signal.signal(number, lambda *_: came.append(number))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask_and_end)
+            assert serve_reward.main(["--reward_fn", f"{tmp_path}/mine.py:score", "--port", str(port)]) == 0
+            assert asked.result() == (({"status": "ok", "scorer": "score"}, False), {"rewards": [1.0]})
+    finally:
+        signal.signal(number, before)
+    assert came
+
+
+def wait_for(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def answers(http):
+    try:
+        return http.get("/health").is_success
+    except httpx.TransportError:
+        return False
