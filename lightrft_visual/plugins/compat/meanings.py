@@ -70,7 +70,7 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     elif system == "verl":
         _columns_of_verl(found)
     elif system == "openrlhf":
-        _of_openrlhf(verb, found)
+        _of_openrlhf(verb, found, left_out)
     elif system == "trl":
         _of_trl(verb, found, left_out, whole)
 
@@ -199,8 +199,15 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: boo
 # -- OpenRLHF --------------------------------------------------------------------------------------------------------
 
 
-def _of_openrlhf(verb: str, found: Found) -> None:
-    """A length of an overlong buffer turns it on; a length of everything holds that of a response."""
+def _of_openrlhf(verb: str, found: Found, left_out: dict[str, str]) -> None:
+    """A length of an overlong buffer turns it on; a length of everything holds that of a response; messages have a
+    template whatever is told."""
+    column = str(found.get("input_key", found.get("data.input_key")))
+    if column in ("message", "messages") and not found.keys() & {"apply_chat_template", "data.apply_chat_template"}:
+        found["apply_chat_template"] = True
+        left_out["apply_chat_template"] = (
+            f"where the column {column} holds messages, OpenRLHF's multimodal forks apply it without being asked"
+        )
     for prefix in ("", "reward."):
         if found.get(f"{prefix}overlong_buffer_len") is not None:
             found["overlong_buffer"] = True

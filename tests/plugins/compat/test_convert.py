@@ -77,6 +77,8 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
      {"output_dir": "", "bf16": "computed", "max_prompt_length": "not set", "**rest": "", "rollout_batch_size": ""}),
     "what needs no setting here": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
      "rollout.n_samples_per_prompt=8", {"use_vllm": "not needed", "vllm_mode": "", "rollout_batch_size": ""}),
+    "an engine of TRL that is not vLLM": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm False\n",
+     "rollout.engine_type=hf", {"rollout_batch_size": ""}),
     "KL that verl turns off": ("verl", "run.sh", """
 python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
     algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.002
@@ -156,6 +158,13 @@ deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key ans
      "--max_len 3000 --generate_max_len 2000\n",
      "algorithm.advantages_norm=true algorithm.reward_clip=10 rollout.prompt_max_len=1000 "
      "data.apply_chat_template=false model.bf16=true", None),
+    **{f"messages of OpenRLHF's multimodal forks in {name}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --{name} {column} --advantage_estimator rloo\n",
+     f"data.input_key={column} data.apply_chat_template=true", {"apply_chat_template": f"column {column}"})
+       for name, column in (("input_key", "message"), ("data.input_key", "messages"))},
+    "messages of OpenRLHF that are told to have no template": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --input_key message --apply_chat_template false\n",
+     "data.input_key=message data.apply_chat_template=false", {}),
     "what OpenRLHF turns off": ("openrlhf", "run.sh",
      "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce_baseline "
      "--no_advantage_std_norm --freeze_visual_encoder\n",
