@@ -18,7 +18,7 @@ from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
 from .meanings import meant, unset_there
 from .names import CONVERTS
-from .shell import Outside, ShellText, launched, settings_of
+from .shell import NESTED, Outside, ShellText, launched, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
@@ -208,7 +208,7 @@ def _shell(value: Any) -> str:
         return str(value).lower()
     text = str(value).replace(" ", "") if isinstance(value, list) else str(value)
     if isinstance(value, ShellText) and "$" in text:  # a variable of the shell stays one
-        return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'
+        return '"' + re.sub(rf'(\$\({NESTED}\))|(["\\`])', lambda each: each[1] or f"\\{each[2]}", text) + '"'
     return shlex.quote(text)
 
 

@@ -346,18 +346,39 @@ fi
     assert config.train.actor_learning_rate == 2e-6
 
 
-def test_output_of_commands_stays_for_the_shell(converted):
+def words_in_bash(command, folder):
+    """The command's words, as bash reads them in a script of this folder."""
+    (folder / "converted.sh").write_text("lightrft-visual() { printf '%s\\n' \"$@\"; }\n" + command)
+    script = [str(folder / "converted.sh")]
+    return subprocess.run(["bash", *script], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_output_of_commands_stays_for_the_shell(converted, tmp_path):
     text = """
-STAMP=$(date "+%F %T")
+STAMP=$(date -d @0 -u "+%F %T")
 HERE="$(dirname "$0")"
 python3 -m verl.trainer.main_ppo data.train_files=`pwd`/a.parquet \\
-    trainer.default_local_dir=out/$STAMP/$(date +%s) trainer.experiment_name="run $(git log -1 --format='%h')" \\
+    trainer.default_local_dir=out/$STAMP/$(echo 7) trainer.experiment_name="run $(printf 'a  b')" \\
     actor_rollout_ref.model.path=$HERE/model actor_rollout_ref.rollout.n=4
 """
-    words = shlex.split(converted("verl", "run.sh", text).command)
-    assert "$(pwd)/a.parquet" in words and "out/$(date '+%F %T')/$(date +%s)" in words
-    assert "run $(git log -1 --format='%h')" in words and "$(dirname $0)/model" in words
+    words = words_in_bash(converted("verl", "run.sh", text).command, tmp_path)
+    assert f"{tmp_path}/a.parquet" in words and "out/1970-01-01 00:00:00/7" in words
+    assert "run a  b" in words and f"{tmp_path}/model" in words
     assert words[words.index("--n_samples_per_prompt") + 1] == "4"
+
+
+def test_quotes_inside_commands_stay_as_the_script_has_them(converted, tmp_path):
+    text = r"""
+ROOT="$( cd "$( dirname "${BASH_SOURCE[0]}" )/.." && pwd )"
+HERE=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
+grpo.py --num_generations 8 --output_dir ${ROOT}/out --run_name $(basename "$0" .sh | sed "s/\.*ed$/ \"it's\"/") \
+    --model_name_or_path "$HERE/my \"model\""
+"""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    words = words_in_bash(converted("trl", "run.sh", text).command, folder)
+    wanted = {"output_dir": f"{tmp_path}/out", "run_name": 'convert "it\'s"', "pretrain": f'{folder}/my "model"'}
+    assert {name: words[words.index(f"--{name}") + 1] for name in wanted} == wanted
 
 
 def test_script_whose_variables_name_themselves_ends(converted):
