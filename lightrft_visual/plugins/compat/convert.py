@@ -176,7 +176,9 @@ def _why(names: Names, name: str, value: Any, error: ConfigError) -> str:
         return UNSET
     if name.replace("-", "_") in OF_FILES:
         return "the file that it names holds settings of its own: convert it as well"
-    told = names.hint(name.replace("-", "_"))
+    plain = name.replace("-", "_")
+    mapping = plain.rpartition(".")[0]
+    told = names.hint(plain) or (names.hint(mapping) if mapping.endswith("_kwargs") else None)
     if isinstance(value, Outside):
         return f"{value}{f': {told}' if told else ''}"
     return told or str(error).partition("\n")[0]
@@ -224,7 +226,8 @@ def _settings(file: Path) -> Iterator[tuple[str, Any]]:
         elif file.suffix == ".py":
             yield from _keywords(ast.parse(text))
         else:
-            yield from settings_of(text)
+            for name, value in settings_of(text):
+                yield from _flat({name: value}) if isinstance(value, Mapping) and value else [(name, value)]
     except (OSError, UnicodeDecodeError, ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read: {str(error).partition(chr(10))[0][:200]}") from error
 

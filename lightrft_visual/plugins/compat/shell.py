@@ -192,7 +192,7 @@ def _read(text: str) -> Any:
     text = text.translate(SHOWN)
     if "$" in text:
         return ShellText(text)
-    plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]", text, re.IGNORECASE)
+    plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]|\{.*:.*\}", text, re.IGNORECASE)
     try:
         found = yaml.safe_load(text) if plain else text
     except yaml.YAMLError:

@@ -86,6 +86,20 @@ python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor
     "KL of EasyR1 goes with its loss": ("easyr1", "c.yaml",
      "algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}\n",
      "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.01", None),
+    "older EasyR1, whose KL in the loss has a weight of its own": ("easyr1", "c.yaml", """
+algorithm: {adv_estimator: grpo, kl_coef: 0.0}
+worker: {actor: {use_kl_loss: true, kl_loss_coef: 1.0e-2, kl_loss_type: mse}}
+trainer: {total_episodes: 1}
+""", "algorithm.use_kl_loss=true algorithm.kl_estimator=k2 algorithm.init_kl_coef=0.01 train.num_episodes=1",
+     {"algorithm.kl_coef": "worker.actor.use_kl_loss says"}),
+    "older EasyR1, which leaves its KL in the loss": ("easyr1", "run.sh",
+     "python3 -m verl.trainer.main worker.actor.kl_loss_coef=0.02 algorithm.adv_estimator=grpo\n",
+     "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.02", {}),
+    "older EasyR1, whose KL is in the reward": ("easyr1", "c.yaml", """
+algorithm: {adv_estimator: grpo, kl_coef: 0.003}
+worker: {actor: {use_kl_loss: false, kl_loss_coef: 1.0e-2, kl_loss_type: low_var_kl}}
+""", "algorithm.use_kl_loss=false algorithm.kl_estimator=k1 algorithm.init_kl_coef=0.003",
+     {f"worker.actor.kl_loss_{end}": "use_kl_loss says" for end in ("coef", "type")}),
     "the split behind a name of EasyR1": ("easyr1", "run.sh",
      "python3 -m verl.trainer.main data.train_files=a/b@train\n",
      "data.prompt_data=a/b data.prompt_split=train", None),
@@ -482,6 +496,18 @@ def test_easyr1_defaults_and_the_file_that_a_script_names(converted, tmp_path):
     assert settings(found).train.num_episodes == 2
     assert not found.unset and "convert it as well" in found.left_out["config"]
     assert "kl" not in found.command  # which that file may set
+
+
+def test_mapping_on_the_command_line_is_the_settings_in_it(converted, tmp_path):
+    (tmp_path / "config.yaml").write_text("worker: {rollout: {val_override_config: {n: 1, top_p: 1.0}}}\n")
+    text = """python3 -m verl.trainer.main config=config.yaml algorithm.adv_estimator=grpo \\
+    worker.rollout.val_override_config='{"n":16,"temperature":1.0}' \\
+    worker.reward.reward_function_kwargs='{"format_weight": 0.5}' trainer.experiment_name='{a}'
+"""
+    found = converted("easyr1", "run.sh", text)
+    config = settings(found)
+    assert (config.output.eval_samples_per_prompt, config.output.run_name) == (16, "{a}")
+    assert "--reward_recipe" in found.left_out["worker.reward.reward_function_kwargs.format_weight"]
 
 
 def test_file_in_utf_8_is_read_wherever_it_is_run(tmp_path):
