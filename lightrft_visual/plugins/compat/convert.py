@@ -18,7 +18,7 @@ from ...config.spellings import ALGORITHMS, COMMA_LISTS
 from ...errors import ConfigError
 from .meanings import meant, unset_there
 from .names import CONVERTS
-from .shell import Outside, ShellText, launched, settings_of
+from .shell import NESTED, Outside, ShellText, launched, settings_of
 
 # What a file trains by: a class of TRL, `trl grpo`, or a module of OpenRLHF or verl.
 KINDS = re.compile(r"(\w+)(?:Trainer|Config)\(|\btrl (\w+)\b|openrlhf\.cli\.train_([a-z]+)|verl\.trainer\.\w*(sft)\w*")
@@ -176,7 +176,9 @@ def _why(names: Names, name: str, value: Any, error: ConfigError) -> str:
         return UNSET
     if name.replace("-", "_") in OF_FILES:
         return "the file that it names holds settings of its own: convert it as well"
-    told = names.hint(name.replace("-", "_"))
+    plain = name.replace("-", "_")
+    mapping = plain.rpartition(".")[0]
+    told = names.hint(plain) or (names.hint(mapping) if mapping.endswith("_kwargs") else None)
     if isinstance(value, Outside):
         return f"{value}{f': {told}' if told else ''}"
     return told or str(error).partition("\n")[0]
@@ -208,7 +210,7 @@ def _shell(value: Any) -> str:
         return str(value).lower()
     text = str(value).replace(" ", "") if isinstance(value, list) else str(value)
     if isinstance(value, ShellText) and "$" in text:  # a variable of the shell stays one
-        return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'
+        return '"' + re.sub(rf'(\$\({NESTED}\))|(["\\`])', lambda each: each[1] or f"\\{each[2]}", text) + '"'
     return shlex.quote(text)
 
 
@@ -224,7 +226,8 @@ def _settings(file: Path) -> Iterator[tuple[str, Any]]:
         elif file.suffix == ".py":
             yield from _keywords(ast.parse(text))
         else:
-            yield from settings_of(text)
+            for name, value in settings_of(text):
+                yield from _flat({name: value}) if isinstance(value, Mapping) and value else [(name, value)]
     except (OSError, UnicodeDecodeError, ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read: {str(error).partition(chr(10))[0][:200]}") from error
 

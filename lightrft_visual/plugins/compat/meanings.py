@@ -65,12 +65,14 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
         _of_verl(found, left_out)
         found.setdefault("bf16", True)
     if verb != "sft" and system in ("verl", "easyr1"):
+        if system == "easyr1" and found.keys() & {*OLDER_KL}:
+            _kl_of_older_easyr1(found, left_out, whole)
         if whole or found.keys() & {*KL_SWITCHES}:
             _kl_of_verl(found, left_out, whole, reward=system == "easyr1")
     elif system == "verl":
         _columns_of_verl(found)
     elif system == "openrlhf":
-        _of_openrlhf(verb, found)
+        _of_openrlhf(verb, found, left_out)
     elif system == "trl":
         _of_trl(verb, found, left_out, whole)
 
@@ -99,6 +101,7 @@ def _drop(found: Found, left_out: dict[str, str], names: Names, why: str) -> Non
 
 ACTOR = "actor_rollout_ref.actor."
 KL_SWITCHES = ("algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss")
+OLDER_KL = tuple(f"worker.actor.{end}" for end in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))  # of older EasyR1
 # Losses that average in a way of their own, whatever loss_agg_mode says.
 AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
 OF_LOSS = {"clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), "kl_cov": ("kl_cov_ratio", "ppo_kl_coef")}
@@ -196,11 +199,36 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: boo
         found.setdefault(form, "low_var_kl" if in_loss and not reward else "kl")
 
 
+def _kl_of_older_easyr1(found: Found, left_out: dict[str, str], whole: bool) -> None:
+    """By the names of today, which weigh one KL. It is in the loss unless told otherwise, by a weight and a form of its
+    own there."""
+    used, *own = OLDER_KL
+    in_loss = not _is(found, used, "false")
+    if _is(found, used, "true", "false"):
+        del found[used]
+    found["algorithm.use_kl_loss"] = in_loss
+    told = f"{used} says that it does not count there"
+    for there, here, usual in zip(own, ("algorithm.kl_coef", "algorithm.kl_penalty"), (0.001, "low_var_kl")):
+        if in_loss:
+            _drop(found, left_out, (here,), told)
+            value = found.pop(there, usual if whole else None)
+            found |= {} if value is None else {here: value}
+        else:
+            _drop(found, left_out, (there,), told)
+
+
 # -- OpenRLHF --------------------------------------------------------------------------------------------------------
 
 
-def _of_openrlhf(verb: str, found: Found) -> None:
-    """A length of an overlong buffer turns it on; a length of everything holds that of a response."""
+def _of_openrlhf(verb: str, found: Found, left_out: dict[str, str]) -> None:
+    """A length of an overlong buffer turns it on; a length of everything holds that of a response; messages have a
+    template whatever is told."""
+    column = str(found.get("input_key", found.get("data.input_key")))
+    if column in ("message", "messages") and not found.keys() & {"apply_chat_template", "data.apply_chat_template"}:
+        found["apply_chat_template"] = True
+        left_out["apply_chat_template"] = (
+            f"where the column {column} holds messages, OpenRLHF's multimodal forks apply it without being asked"
+        )
     for prefix in ("", "reward."):
         if found.get(f"{prefix}overlong_buffer_len") is not None:
             found["overlong_buffer"] = True

@@ -14,8 +14,10 @@ Variables = dict[str, str | list[str]]
 NAME = re.compile(r"(?:export|declare|local|readonly)?\s*(?:-\w+\s+)?(\w+)\+?=")
 ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+)?(\w+)(\+?)=\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", re.MULTILINE)
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-COMMAND = re.compile(r"\$\((?!\()((?:[^()\n]|\([^()\n]*\))*)\)|(?<!\\)`([^`\n]*)`")  # its output is the shell's
-HIDDEN = str.maketrans(" \t'", "\1\1\2")  # what would end a word, or a quotation around it
+NESTED = r"(?:[^()\n]|\((?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*\))*"  # with parentheses in it
+COMMAND = re.compile(rf"\$\((?!\()({NESTED})\)|(?<!\\)`([^`\n]*)`")  # its output is the shell's
+HIDDEN = str.maketrans(" \t'\"\\", "\1\1\2\3\4")  # what would end a word, or a quotation around it
+SHOWN = str.maketrans("\1\2\3\4", " '\"\\")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}$]*)|:?\?[^{}$]*)?\}|\$(\w+|[@*])")
 LEFT = re.compile(r"\0(\w+|[@*])\0(?=(\w)?)")
 WHOLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
@@ -69,8 +71,7 @@ def launched(text: str) -> tuple[list[str], list[tuple[str, Any]]]:
 
 def _one_word(command: re.Match[str]) -> str:
     """$( ... ) as one word that may stand between quotation marks; `_read` shows it again."""
-    quoted = re.sub(r'"([^"$]*)"', r"'\1'", command[1] or command[2] or "").replace('"', "")
-    return f"$({quoted.translate(HIDDEN)})"
+    return f"$({(command[1] or command[2] or '').translate(HIDDEN)})"
 
 
 def _without_arrays(text: str, variables: Variables) -> str:
@@ -188,10 +189,10 @@ def _settings(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 def _read(text: str) -> Any:
     text = LEFT.sub(lambda found: f"${{{found[1]}}}" if found[2] else f"${found[1]}", text)
-    text = text.replace("\1", " ").replace("\2", "'")
+    text = text.translate(SHOWN)
     if "$" in text:
         return ShellText(text)
-    plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]", text, re.IGNORECASE)
+    plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]|\{.*:.*\}", text, re.IGNORECASE)
     try:
         found = yaml.safe_load(text) if plain else text
     except yaml.YAMLError:

@@ -77,6 +77,8 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
      {"output_dir": "", "bf16": "computed", "max_prompt_length": "not set", "**rest": "", "rollout_batch_size": ""}),
     "what needs no setting here": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm --vllm_mode colocate\n",
      "rollout.n_samples_per_prompt=8", {"use_vllm": "not needed", "vllm_mode": "", "rollout_batch_size": ""}),
+    "an engine of TRL that is not vLLM": ("trl", "run.sh", "grpo.py --num_generations 8 --use_vllm False\n",
+     "rollout.engine_type=hf", {"rollout_batch_size": ""}),
     "KL that verl turns off": ("verl", "run.sh", """
 python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
     algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.002
@@ -84,6 +86,20 @@ python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor
     "KL of EasyR1 goes with its loss": ("easyr1", "c.yaml",
      "algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}\n",
      "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.01", None),
+    "older EasyR1, whose KL in the loss has a weight of its own": ("easyr1", "c.yaml", """
+algorithm: {adv_estimator: grpo, kl_coef: 0.0}
+worker: {actor: {use_kl_loss: true, kl_loss_coef: 1.0e-2, kl_loss_type: mse}}
+trainer: {total_episodes: 1}
+""", "algorithm.use_kl_loss=true algorithm.kl_estimator=k2 algorithm.init_kl_coef=0.01 train.num_episodes=1",
+     {"algorithm.kl_coef": "worker.actor.use_kl_loss says"}),
+    "older EasyR1, which leaves its KL in the loss": ("easyr1", "run.sh",
+     "python3 -m verl.trainer.main worker.actor.kl_loss_coef=0.02 algorithm.adv_estimator=grpo\n",
+     "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.02", {}),
+    "older EasyR1, whose KL is in the reward": ("easyr1", "c.yaml", """
+algorithm: {adv_estimator: grpo, kl_coef: 0.003}
+worker: {actor: {use_kl_loss: false, kl_loss_coef: 1.0e-2, kl_loss_type: low_var_kl}}
+""", "algorithm.use_kl_loss=false algorithm.kl_estimator=k1 algorithm.init_kl_coef=0.003",
+     {f"worker.actor.kl_loss_{end}": "use_kl_loss says" for end in ("coef", "type")}),
     "the split behind a name of EasyR1": ("easyr1", "run.sh",
      "python3 -m verl.trainer.main data.train_files=a/b@train\n",
      "data.prompt_data=a/b data.prompt_split=train", None),
@@ -156,6 +172,13 @@ deepspeed --module openrlhf.cli.train_sft --data.dataset d --data.output_key ans
      "--max_len 3000 --generate_max_len 2000\n",
      "algorithm.advantages_norm=true algorithm.reward_clip=10 rollout.prompt_max_len=1000 "
      "data.apply_chat_template=false model.bf16=true", None),
+    **{f"messages of OpenRLHF's multimodal forks in {name}": ("openrlhf", "run.sh",
+     f"python3 -m openrlhf.cli.train_ppo_ray --{name} {column} --advantage_estimator rloo\n",
+     f"data.input_key={column} data.apply_chat_template=true", {"apply_chat_template": f"column {column}"})
+       for name, column in (("input_key", "message"), ("data.input_key", "messages"))},
+    "messages of OpenRLHF that are told to have no template": ("openrlhf", "run.sh",
+     "python3 -m openrlhf.cli.train_ppo_ray --input_key message --apply_chat_template false\n",
+     "data.input_key=message data.apply_chat_template=false", {}),
     "what OpenRLHF turns off": ("openrlhf", "run.sh",
      "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator reinforce_baseline "
      "--no_advantage_std_norm --freeze_visual_encoder\n",
@@ -337,18 +360,39 @@ fi
     assert config.train.actor_learning_rate == 2e-6
 
 
-def test_output_of_commands_stays_for_the_shell(converted):
+def words_in_bash(command, folder):
+    """The command's words, as bash reads them in a script of this folder."""
+    (folder / "converted.sh").write_text("lightrft-visual() { printf '%s\\n' \"$@\"; }\n" + command)
+    script = [str(folder / "converted.sh")]
+    return subprocess.run(["bash", *script], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_output_of_commands_stays_for_the_shell(converted, tmp_path):
     text = """
-STAMP=$(date "+%F %T")
+STAMP=$(date -d @0 -u "+%F %T")
 HERE="$(dirname "$0")"
 python3 -m verl.trainer.main_ppo data.train_files=`pwd`/a.parquet \\
-    trainer.default_local_dir=out/$STAMP/$(date +%s) trainer.experiment_name="run $(git log -1 --format='%h')" \\
+    trainer.default_local_dir=out/$STAMP/$(echo 7) trainer.experiment_name="run $(printf 'a  b')" \\
     actor_rollout_ref.model.path=$HERE/model actor_rollout_ref.rollout.n=4
 """
-    words = shlex.split(converted("verl", "run.sh", text).command)
-    assert "$(pwd)/a.parquet" in words and "out/$(date '+%F %T')/$(date +%s)" in words
-    assert "run $(git log -1 --format='%h')" in words and "$(dirname $0)/model" in words
+    words = words_in_bash(converted("verl", "run.sh", text).command, tmp_path)
+    assert f"{tmp_path}/a.parquet" in words and "out/1970-01-01 00:00:00/7" in words
+    assert "run a  b" in words and f"{tmp_path}/model" in words
     assert words[words.index("--n_samples_per_prompt") + 1] == "4"
+
+
+def test_quotes_inside_commands_stay_as_the_script_has_them(converted, tmp_path):
+    text = r"""
+ROOT="$( cd "$( dirname "${BASH_SOURCE[0]}" )/.." && pwd )"
+HERE=$(cd "$(dirname "$(readlink -f "$0")")" && pwd)
+grpo.py --num_generations 8 --output_dir ${ROOT}/out --run_name $(basename "$0" .sh | sed "s/\.*ed$/ \"it's\"/") \
+    --model_name_or_path "$HERE/my \"model\""
+"""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    words = words_in_bash(converted("trl", "run.sh", text).command, folder)
+    wanted = {"output_dir": f"{tmp_path}/out", "run_name": 'convert "it\'s"', "pretrain": f'{folder}/my "model"'}
+    assert {name: words[words.index(f"--{name}") + 1] for name in wanted} == wanted
 
 
 def test_script_whose_variables_name_themselves_ends(converted):
@@ -452,6 +496,18 @@ def test_easyr1_defaults_and_the_file_that_a_script_names(converted, tmp_path):
     assert settings(found).train.num_episodes == 2
     assert not found.unset and "convert it as well" in found.left_out["config"]
     assert "kl" not in found.command  # which that file may set
+
+
+def test_mapping_on_the_command_line_is_the_settings_in_it(converted, tmp_path):
+    (tmp_path / "config.yaml").write_text("worker: {rollout: {val_override_config: {n: 1, top_p: 1.0}}}\n")
+    text = """python3 -m verl.trainer.main config=config.yaml algorithm.adv_estimator=grpo \\
+    worker.rollout.val_override_config='{"n":16,"temperature":1.0}' \\
+    worker.reward.reward_function_kwargs='{"format_weight": 0.5}' trainer.experiment_name='{a}'
+"""
+    found = converted("easyr1", "run.sh", text)
+    config = settings(found)
+    assert (config.output.eval_samples_per_prompt, config.output.run_name) == (16, "{a}")
+    assert "--reward_recipe" in found.left_out["worker.reward.reward_function_kwargs.format_weight"]
 
 
 def test_file_in_utf_8_is_read_wherever_it_is_run(tmp_path):
