@@ -94,8 +94,8 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
-    if isinstance(answer, Sequence) and not isinstance(answer, str):
-        texts = (part.get("text") for part in answer if isinstance(part, Mapping))
+    if are_mappings(answer):
+        texts = (part.get("text") for part in answer)
         answer = "".join(text for text in texts if isinstance(text, str))
     return Content(messages[:-1], answer, consumed=consumed)
 

@@ -139,8 +139,13 @@ def test_bad_rows_are_errors_that_name_file_and_row(raw, message):
 def test_without_chat_template_the_prompt_is_a_string_that_is_kept():
     row = parse({"prompt": "<|image_pad|> x <image>", "images": ["a"]}, apply_chat_template=False)
     assert row.prompt == "<|image_pad|> x <image>" and row.images == ["/data/a"]
-    with pytest.raises(DataError, match="apply_chat_template false the prompt must be a string"):
-        parse({"prompt": [{"role": "user", "content": "q"}]}, apply_chat_template=False)
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_without_chat_template_messages_are_refused_also_as_json_text(write):
+    told = "with apply_chat_template false the prompt must be a string, not chat messages"
+    with pytest.raises(DataError, match=told):
+        parse({"prompt": write([{"role": "user", "content": "q"}])}, apply_chat_template=False)
 
 
 PLAIN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("which?")]}
