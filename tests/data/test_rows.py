@@ -178,6 +178,28 @@ def test_images_under_a_name_that_nothing_reads_are_refused_with_the_way_on(valu
     assert parse({"prompt": "hi", "photo": value}, images_key="").images == []
 
 
+@pytest.mark.parametrize("column", ["path", "file", "file_name"])
+def test_paths_of_media_under_a_name_that_says_no_kind_are_refused_where_no_media_are_read(column):
+    for kind, value in {"images": "./a.png", "videos": "./a.mp4"}.items():
+        with pytest.raises(DataError, match=f"column {column!r} holds {kind} that are not read: set --{kind}_key"):
+            parse({"prompt": "hi", column: value})
+        assert getattr(parse({"prompt": "hi", column: value, kind: ["b"]}), kind) == ["/data/b"]
+    for row in ({column: "main.py"}, {column: None}, {column: "a.png", "images": ["b"]}, {f"my_{column}": "a.png"}):
+        assert parse({"prompt": "hi", **row}).metadata.items() <= row.items()
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_messages_with_images_in_a_column_beside_the_prompt_are_refused_where_no_images_are_read(write):
+    row = {"question": "which?", "answer": "red", "message": write([PLAIN])}
+    with pytest.raises(DataError, match="'message' holds chat messages with images that are not read: set --input_key"):
+        parse(row)
+    assert parse(row, input_key="message").images == ["/data/a.png"]
+    assert parse(row | {"images": ["b"]}).images == ["/data/b"]
+    assert parse(row, images_key="").images == []
+    for other in ('say "image"', write([{"role": "user", "content": 'an "image"'}]), write([1, "image"])):
+        assert parse(row | {"message": other}).metadata["message"] == other
+
+
 def test_other_columns_with_such_names_are_metadata():
     for value in (3, None, [], {"width": 3}, b"1", "a picture.", {"bytes": 1, "path": 2}):
         assert parse({"prompt": "hi", "image_id": value}).metadata == {"image_id": value}
