@@ -3,6 +3,7 @@
 So a configuration stays text, whatever a run is given from Python: functions, modules, rows of data.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ class GivenRows:
         table = hasattr(data, "with_format") and hasattr(data, "features") and data.format["type"] != "custom"
         self._rows = data.with_format("arrow") if table else data
         self._table = table
+        self._json = json_in(self._rows.features.arrow_schema) if table else None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,10 +93,34 @@ class GivenRows:
         return f"{self._name}:row {index}"
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        if self._table:  # images stay in their stored form
-            return self._rows[index : index + 1].to_pylist()[0]
         with refused_as(DataError, self.name(index)):  # it may be code of the program
+            if self._table:  # images stay in their stored form
+                return with_json(self._rows[index : index + 1].to_pylist()[0], self._json)
             return _with_lists(self._rows[index])
+
+
+def json_in(kind: Any) -> Any:
+    """Where an Arrow type or schema holds JSON text, as `datasets` stores values of mixed types: True for such text,
+    [inner] for a list, {name: inner} for a struct, None where there is none."""
+    import pyarrow  # slow to import, and needed for tables alone
+
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return True
+    if isinstance(kind, pyarrow.Schema | pyarrow.StructType):
+        return {field.name: inner for field in kind if (inner := json_in(field.type))} or None
+    inner = json_in(kind.value_type) if hasattr(kind, "value_type") else None
+    return [inner] if inner else None
+
+
+def with_json(value: Any, inner: Any) -> Any:
+    """A value of a table with the JSON text in it read; `inner`: what `json_in` says of its type."""
+    if value is None or inner is None:
+        return value
+    if inner is True:
+        return json.loads(value)
+    if isinstance(inner, list):
+        return [with_json(each, inner[0]) for each in value]
+    return {**value, **{name: with_json(value[name], each) for name, each in inner.items()}}
 
 
 def _with_lists(value: Any) -> Any:

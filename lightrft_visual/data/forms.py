@@ -94,8 +94,8 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
-    if isinstance(answer, Sequence) and not isinstance(answer, str):
-        texts = (part.get("text") for part in answer if isinstance(part, Mapping))
+    if are_mappings(answer):
+        texts = (part.get("text") for part in answer)
         answer = "".join(text for text in texts if isinstance(text, str))
     return Content(messages[:-1], answer, consumed=consumed)
 
@@ -178,7 +178,25 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
             f"(--{flag} '' for a run without {kind}s)",
             "column not read",
         )
+    read = (config.input_key, getattr(config, "response_key", None))
+    for name, value in columns.items():
+        if name not in read and _are_messages_with(value, kind):
+            raise DataError(
+                f"column {name!r} holds chat messages with {kind}s that are not read: set --input_key {name} "
+                f"(--{flag} '' for a run without {kind}s)",
+                "column not read",
+            )
     return MediaCell(cell, None, (key,))
+
+
+def _are_messages_with(value: Any, kind: str) -> bool:
+    """Whether a cell holds chat messages, also as JSON text, with a part of this kind."""
+    if isinstance(value, str) and f'"{kind}' not in value:  # most texts, without reading them
+        return False
+    messages = json_list(value)
+    contents = [message.get("content") for message in messages] if are_mappings(messages) else []
+    parts = (part for content in contents if are_mappings(content) for part in content)
+    return any(part.get("type") in (kind, f"{kind}_url") for part in parts)
 
 
 def _filled(cell: Any) -> bool:

@@ -43,8 +43,8 @@ _SUFFIXES = {
     "video": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }
 _MEDIA_NAME = {
-    "image": re.compile("image|img|picture|photo|pic(s|$)|frame", re.IGNORECASE),
-    "video": re.compile("video|clip|movie", re.IGNORECASE),
+    "image": re.compile("image|img|picture|photo|pic(s|$)|frame|^(path|file|file_name)$", re.IGNORECASE),
+    "video": re.compile("video|clip|movie|^(path|file|file_name)$", re.IGNORECASE),
 }
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNED_BY = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}  # what of a PNG's header may hold it

@@ -85,14 +85,14 @@ def parse_row(
         reading = _answer_apart(replace(reading, columns=_with_inner(reading.columns, config)), config)
         columns = reading.columns
         _check_columns(columns, config)
-        prompt: Any = columns[config.input_key]
+        prompt: Any = messages_in(columns[config.input_key])
         messages = _as_messages(prompt) if config.apply_chat_template else None
         cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
         images, videos = (as_source_list(cells[kind].cell, kind) for kind in MEDIA)
         if messages is not None:
             prompt, images, videos = _place_media(messages, images, videos)
         elif not isinstance(prompt, str):
-            kind = type(prompt).__name__
+            kind = "chat messages" if are_mappings(prompt) else type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
         _check_not_empty(prompt)
         reference, used = _find_reference(columns, config)
@@ -247,7 +247,6 @@ def as_source_list(cell: Any, kind: str) -> list[Any]:
 
 
 def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
-    prompt = messages_in(prompt)
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError("the prompt is empty", "prompt form")

@@ -18,13 +18,13 @@ import pyarrow.parquet
 
 from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
-from ..given import GivenRows, given, is_given, source_of
+from ..given import GivenRows, given, is_given, json_in, source_of, with_json
 from ..runtime.hub import is_hub_name, load_data_set
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
 CACHE_BYTES = 2**30  # decoded row groups that a process keeps of one Parquet file
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
-_ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError)
+_ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
 
 
 class RowSource(Protocol):
@@ -200,6 +200,7 @@ class ParquetSource(NumberedRows):
             metadata = self._file.metadata
             counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
             names = self._file.schema_arrow.names
+            self._json = json_in(self._file.schema_arrow)
         except _ARROW_ERRORS as error:
             raise DataError(f"{path}: not a parquet file: {error}") from None
         if any(count < 0 for count in counts):
@@ -216,7 +217,7 @@ class ParquetSource(NumberedRows):
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         group = bisect_right(self._starts, row) - 1
         try:
-            return _row_of(self._group(group), row - self._starts[group])
+            return with_json(self._group(group).slice(row - self._starts[group], 1).to_pylist()[0], self._json)
         except _ARROW_ERRORS as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
@@ -245,19 +246,16 @@ class FolderSource(NumberedRows):
     def __init__(self, path: Path, split: str) -> None:
         super().__init__(path, path)
         self._table = _load_folder(path, split).with_format("arrow")
+        self._json = json_in(self._table.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         try:
-            return _row_of(self._table[row : row + 1], 0)
+            return with_json(self._table[row : row + 1].to_pylist()[0], self._json)
         except _ARROW_ERRORS as error:
             raise DataError(f"{self.name(row)}: cannot be read: {error}", "damaged page") from None
-
-
-def _row_of(table: pyarrow.Table, row: int) -> Mapping[str, Any]:
-    return table.slice(row, 1).to_pylist()[0]
 
 
 def _load_folder(path: Path, split: str) -> Any:

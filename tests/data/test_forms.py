@@ -48,6 +48,12 @@ def test_openai_messages(read, png):
     assert (row.reference, row.images[0].size) == ("red", (30, 20))
 
 
+@pytest.mark.parametrize("answer", [[1.0, 2.0, 3.0, 4.0], ["a", "b"], 12.5])
+def test_answer_that_is_no_list_of_parts_stays_as_it_is(read, answer):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+    assert [row.reference for row in read("chat.jsonl", [{"messages": messages}])] == [answer]
+
+
 def test_a_form_that_is_named_is_required_of_every_row(read):
     with pytest.raises(DataError, match="not a row of data_format messages; it has: prompt"):
         read("a.jsonl", [{"prompt": "a red cube"}], data_format="messages")

@@ -139,8 +139,13 @@ def test_bad_rows_are_errors_that_name_file_and_row(raw, message):
 def test_without_chat_template_the_prompt_is_a_string_that_is_kept():
     row = parse({"prompt": "<|image_pad|> x <image>", "images": ["a"]}, apply_chat_template=False)
     assert row.prompt == "<|image_pad|> x <image>" and row.images == ["/data/a"]
-    with pytest.raises(DataError, match="apply_chat_template false the prompt must be a string"):
-        parse({"prompt": [{"role": "user", "content": "q"}]}, apply_chat_template=False)
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_without_chat_template_messages_are_refused_also_as_json_text(write):
+    told = "with apply_chat_template false the prompt must be a string, not chat messages"
+    with pytest.raises(DataError, match=told):
+        parse({"prompt": write([{"role": "user", "content": "q"}])}, apply_chat_template=False)
 
 
 PLAIN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("which?")]}
@@ -171,6 +176,28 @@ def test_images_under_a_name_that_nothing_reads_are_refused_with_the_way_on(valu
         parse({"prompt": "hi", "photo": value})
     assert parse({"prompt": "hi", "photo": value}, images_key="photo").images
     assert parse({"prompt": "hi", "photo": value}, images_key="").images == []
+
+
+@pytest.mark.parametrize("column", ["path", "file", "file_name"])
+def test_paths_of_media_under_a_name_that_says_no_kind_are_refused_where_no_media_are_read(column):
+    for kind, value in {"images": "./a.png", "videos": "./a.mp4"}.items():
+        with pytest.raises(DataError, match=f"column {column!r} holds {kind} that are not read: set --{kind}_key"):
+            parse({"prompt": "hi", column: value})
+        assert getattr(parse({"prompt": "hi", column: value, kind: ["b"]}), kind) == ["/data/b"]
+    for row in ({column: "main.py"}, {column: None}, {column: "a.png", "images": ["b"]}, {f"my_{column}": "a.png"}):
+        assert parse({"prompt": "hi", **row}).metadata.items() <= row.items()
+
+
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_messages_with_images_in_a_column_beside_the_prompt_are_refused_where_no_images_are_read(write):
+    row = {"question": "which?", "answer": "red", "message": write([PLAIN])}
+    with pytest.raises(DataError, match="'message' holds chat messages with images that are not read: set --input_key"):
+        parse(row)
+    assert parse(row, input_key="message").images == ["/data/a.png"]
+    assert parse(row | {"images": ["b"]}).images == ["/data/b"]
+    assert parse(row, images_key="").images == []
+    for other in ('say "image"', write([{"role": "user", "content": 'an "image"'}]), write([1, "image"])):
+        assert parse(row | {"message": other}).metadata["message"] == other
 
 
 def test_other_columns_with_such_names_are_metadata():

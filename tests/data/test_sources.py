@@ -10,6 +10,7 @@ import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import DataError
+from lightrft_visual.given import GivenRows
 
 
 def rows_of(path):
@@ -145,3 +146,43 @@ def test_a_file_in_another_encoding_is_told_what_to_do(tmp_path, name, encoding)
     (tmp_path / name).write_bytes((row if name.endswith("l") else f"[{row}]").encode(encoding))
     with pytest.raises(DataError, match=rf"{name}.*: not in UTF-8 \(.*: save the file in UTF-8"):
         rows_of(tmp_path / name)
+
+
+def mixed_rows(row):
+    """As users of `datasets` make them by `map`: parts with different keys, which it stores as JSON text."""
+    parts = [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": parts}]
+    return {"prompt": messages, "extra_info": {"a": [1, {"b": None}]} if row["id"] else "text", "include": [parts, []]}
+
+
+@pytest.mark.parametrize("kind", ["given", "to_parquet", "save_to_disk", "folder of jsonl"])
+def test_values_of_mixed_types_are_read_as_datasets_gives_them(tmp_path, kind):
+    datasets = pytest.importorskip("datasets", minversion="5")
+    data = datasets.Dataset.from_list([{"id": 0, "image": {"bytes": b"1", "path": None}}, {"id": 1}]).map(mixed_rows)
+    if kind == "folder of jsonl":
+        data = data.remove_columns("image")
+    wanted = data.to_list()
+    assert wanted[1]["extra_info"] == {"a": [1, {"b": None}]} and wanted[0]["prompt"][0]["content"] == "S"
+    if kind == "given":
+        source = GivenRows(data, "train_dataset")
+    elif kind == "to_parquet":
+        data.to_parquet(tmp_path / "a.parquet")
+        source = open_source(tmp_path / "a.parquet", "train")
+    elif kind == "save_to_disk":
+        data.save_to_disk(tmp_path / "saved")
+        source = open_source(tmp_path / "saved", "train")
+    else:
+        (tmp_path / "files").mkdir()
+        (tmp_path / "files" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wanted))
+        source = open_source(tmp_path / "files", "train")
+    assert [source[row] for row in range(len(source))] == wanted
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut", "nested too deep"])
+def test_a_cell_that_is_no_json_where_its_type_says_so_makes_its_row_bad(tmp_path, text):
+    cells = pyarrow.array(['"q"', text], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": cells}), tmp_path / "a.parquet")
+    source = open_source(tmp_path / "a.parquet", "train")
+    assert source[0] == {"prompt": "q"}
+    with pytest.raises(DataError, match="a.parquet:row 1: "):
+        source[1]
