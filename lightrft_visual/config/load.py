@@ -403,7 +403,7 @@ def _written(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _written(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written(item) for item in value]
+        return [_written(item, name) for item in value]
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
         if names_secret(name, value):
             return MASK

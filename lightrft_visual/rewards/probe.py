@@ -29,6 +29,7 @@ from ..runtime.usercode.surroundings import is_users
 from .batch import Call, Job, PendingSource, RewardBatch, Scores, pick_output
 from .engine import RewardComputationEngine, model_device
 from .imaging import to_pil
+from .local.callables import scores_parameter
 from .recipe import RecipeEntry
 from .registry import Catalogue, find_scorer
 from .remote.client import FIRST_WAIT, Exchange, RemoteReward, RequestFailed, shown_body, token_from_env
@@ -249,7 +250,7 @@ class _Probe:
         function, batch = engine.aggregator, self._batch(index)
         scores = [self.scores.get(id(job.source), UNKNOWN) for job in engine.jobs_of(batch.labels[0])]
         known = [UNKNOWN if score != score else score for score in scores]
-        function.given["model_reward_list"] = [torch.tensor([score]) for score in known]
+        function.given[scores_parameter(function.signature)] = [torch.tensor([score]) for score in known]
         self._ask_function(Job(function.name, function, [0], torch.ones(1)), index)
 
     # -- servers -------------------------------------------------------------------------------------------------

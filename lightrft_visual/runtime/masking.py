@@ -119,7 +119,7 @@ def masked_names(value: Any, name: str = "") -> Iterator[str]:
             yield from masked_names(item, str(key))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from masked_names(item)
+            yield from masked_names(item, name)
     elif value == MASK and SECRET_NAME.search(name):
         yield name
 

@@ -227,7 +227,8 @@ def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for
     tokens = ["--reward.kwargs.mine.yes_token=Yes", "--reward.kwargs.mine.stop_token=<|im_end|>"]
     config = plain(*given, *tokens)
     assert plain("--config", str(write_resolved(config, tmp_path / "plain.yaml"))) == config
-    deep = plain(*given, "--reward.kwargs.mine.headers={Authorization: secret1}", "--engine_kwargs.hf_token=secret111")
+    headers = "--reward.kwargs.mine.headers={Authorization: [secret1, secret12]}"
+    deep = plain(*given, headers, "--engine_kwargs.hf_token=secret111")
     file = write_resolved(deep, tmp_path / "deep.yaml")
     assert "secret1" not in file.read_text()
     assert "rollout: hf_token is ***" in refused("--config", str(file))

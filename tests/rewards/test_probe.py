@@ -54,6 +54,7 @@ def functions(tmp_path):
         "    return [float(calls)]\n\n"
         "def picky(prompts, labels):\n    return [1.0 if label == 'b' else labels.fail for label in labels]\n\n"
         "def by_hand(model_reward_list, labels):\n    return [float(len(model_reward_list))]\n\n"
+        "def of_scores(scores):\n    return [float(len(scores))]\n\n"
         "def by_hand_wrong(model_reward_list, labels):\n    return [model_reward_list[7]]\n"
     )
     return path
@@ -114,7 +115,8 @@ def test_function_that_fails_on_some_samples_is_no_fault_where_these_are_left_ou
 
 
 def test_function_that_aggregates_is_asked_with_a_score_of_each_reward(functions):
-    ask(reward_fn=f"{functions}:by_hand", reward_pretrain="/no/such/model")
+    for name in ("by_hand", "of_scores"):
+        ask(reward_fn=f"{functions}:{name}", reward_pretrain="/no/such/model")
     with pytest.raises(ConfigError, match="raised IndexError"):
         ask(reward_fn=f"{functions}:by_hand_wrong", reward_pretrain="/no/such/model")
 
