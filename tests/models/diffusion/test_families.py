@@ -301,7 +301,7 @@ def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts
     torch.testing.assert_close(found[0], pipeline.scheduler.timesteps)
     torch.testing.assert_close(found[1], pipeline.scheduler.sigmas[:-1])
     if "shift_terminal" in settings:  # stretched to its last sigma, one step is 0 / 0
-        with pytest.raises(ConfigError, match="num_steps 1: FlowMatchEulerDiscreteScheduler has no such schedule"):
+        with pytest.raises(ConfigError, match=r"no schedule of 1 step\(s\).*num_steps or eval_num_steps"):
             family.default_schedule(1, shape, None)
     given = family.default_schedule(3, shape, 4.0)
     pipeline.scheduler = tiny_families.euler(**settings | {"shift": 4.0, "use_dynamic_shifting": False})
@@ -384,6 +384,15 @@ def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
         family_of(pipeline_of("ltx2"), 24)
     with pytest.raises(ConfigError, match="has no registers"):
         family_of(tiny_families.ltx2(connectors_are={"video_connector_num_learnable_registers": None}), 32)
+
+
+@pytest.mark.parametrize("size", [(32, 64, 9), (64, 32, 9)])
+def test_ltx2_refuses_a_side_of_one_latent_where_its_decoder_mirrors_edges(size):
+    family = family_of(pipeline_of("ltx2"), 32)
+    with pytest.raises(ConfigError, match="must be at least 64 for this model"):
+        family.latent_shape(*size)
+    family.pipeline.vae.register_to_config(decoder_spatial_padding_mode="zeros")
+    assert family.latent_shape(*size)[2:] == (size[0] // 32, size[1] // 32)
 
 
 def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):

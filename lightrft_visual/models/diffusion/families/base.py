@@ -266,11 +266,11 @@ class DiffusionFamily(ABC):
             scheduler = self.shifted(scheduler, flow_shift)
         steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
         scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
+        name = type(scheduler).__name__
         if not torch.isfinite(scheduler.sigmas).all():
-            raise ConfigError(f"num_steps {num_steps}: {type(scheduler).__name__} has no such schedule; take more")
+            raise ConfigError(f"{name} has no schedule of {num_steps} step(s): raise num_steps or eval_num_steps")
         if (first := float(scheduler.sigmas[0])) > 1.001:
-            told = f"{type(scheduler).__name__} begins at sigma {first:.3g}, and flow matching at 1 at most"
-            raise ConfigError(f"the pipeline's scheduler is of other models: {told}")
+            raise ConfigError(f"the pipeline's scheduler is of other models: {name} begins at sigma {first:.3g} > 1")
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
