@@ -23,6 +23,8 @@ from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
+from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
+from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
@@ -246,6 +248,25 @@ def test_settings_that_a_model_does_not_read_are_refused(name, setting, told):
     vars(config.sampling).update(setting)
     with pytest.raises(ConfigError, match=told) if told else nullcontext():
         policy_of(name).family.follow(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "setting", "told"),
+    [
+        (StableDiffusion15, "awm", {"trajectory": "dance"}, "trajectory ode or sde, not dance"),
+        (StableDiffusion15, "awm", {"flow_shift": 3.0}, "leave scheduler, timesteps"),
+        (StableDiffusion15, "awm", {"trajectory": "sde"}, None),
+        (Flux2, "flow_grpo", {"negative_prompt": "blurred"}, "reads no negative prompt"),
+        (Flux2, "flow_grpo", {"negative_prompt": "blurred", "guidance_scale": 1.0}, None),
+        (Flux2Klein, "flow_grpo", {"negative_prompt": "blurred"}, None),  # as its checkpoint says
+    ],
+)
+def test_settings_that_no_model_of_a_family_reads_are_refused_before_it_is_loaded(family, algorithm, setting, told):
+    config = DiffusionRunConfig()
+    config.algorithm.diffusion_algorithm = algorithm
+    vars(config.sampling).update({"scheduler": "model_default", "guidance_scale": 3.0} | setting)
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        family.check(config)
 
 
 def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds():

@@ -375,6 +375,12 @@ def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
         ("--num_frames 5", "num_frames 5 is of videos"),
         ("--source_pixels 4096", "this model edits none"),
         ("--trainable_models transformer_2", "this model has no 'transformer_2'"),
+        ("--negative_prompt blurred --guidance_scale 3", "it reads no negative prompt"),
+        (
+            "--diffusion_algorithm reward_fl --differentiable_reward rewards.py:soft --n_samples_per_prompt 1 "
+            "--max_timestep_boundary 0.5",
+            "choose between two experts, and this model has one",
+        ),
     ],
 )
 def test_what_no_model_of_a_family_follows_is_refused_by_its_plan(settings, told) -> None:

@@ -119,6 +119,13 @@ class DiffusionFamily(ABC):
             if name not in cls.denoiser_names:
                 told = did_you_mean(name, cls.denoiser_names)
                 raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
+        if config.sampling.negative_prompt and config.sampling.guidance_scale > 1 and not cls.uses_negative:
+            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+        between = (config.algorithm.min_timestep_boundary, config.algorithm.max_timestep_boundary)
+        if algorithm.trains_on == "reward" and between != (0.0, 1.0) and len(cls.denoiser_names) == 1:
+            told = "min_timestep_boundary and max_timestep_boundary choose between two experts"
+            raise ConfigError(f"{told}, and this model has one network: leave them out")
+        config.check_schedule(cls.prediction)
 
     @classmethod
     def draws_videos(cls) -> bool:
