@@ -24,6 +24,7 @@ from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
+from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
 from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
@@ -258,6 +259,7 @@ def test_settings_that_a_model_does_not_read_are_refused(name, setting, told):
         (StableDiffusion15, "awm", {"trajectory": "sde"}, None),
         (Flux2, "flow_grpo", {"negative_prompt": "blurred"}, "reads no negative prompt"),
         (Flux2, "flow_grpo", {"negative_prompt": "blurred", "guidance_scale": 1.0}, None),
+        (QwenImage21, "flow_grpo", {"height": 32, "width": 48}, "must be multiples of 32"),
         (Flux2Klein, "flow_grpo", {"negative_prompt": "blurred"}, None),  # as its checkpoint says
     ],
 )
