@@ -271,7 +271,8 @@ class DiffusionRunConfig(Section):
         self._check_coupled()
         self._check_trajectory()
         self._check_family()
-        self._check_schedule()
+        named = registry.diffusion_families[self.model.family].prediction if self.model.family != "auto" else None
+        self.check_schedule(self.algorithm.entry.prediction or named)
         require(
             (self.model.teacher_pretrain is not None) == self.algorithm.entry.teacher,
             "teacher_pretrain names the model that diffusion_algorithm diffusion_opd learns from: give both, or none",
@@ -447,15 +448,17 @@ class DiffusionRunConfig(Section):
             f"model.family to: {', '.join(fitting)}, or use diffusion_algorithm {' or '.join(others)}",
         )
 
-    def _check_schedule(self) -> None:
-        s, algorithm, family = self.sampling, self.algorithm.entry, self.model.family
-        known = algorithm.prediction or (family != "auto" and registry.diffusion_families[family].prediction)
-        own = s.scheduler == "model_default" and s.timesteps is None and s.sigmas is None and s.flow_shift is None
+    def check_schedule(self, prediction: str | None) -> None:
+        """Raise ConfigError for a schedule or trajectory that no model of this prediction follows; None: not known."""
+        if prediction != "epsilon":
+            return
+        s, name = self.sampling, self.algorithm.diffusion_algorithm
         require(
-            own or known != "epsilon",
-            f"{algorithm.name} samples by the DDIM model's own schedule: leave scheduler, timesteps, sigmas and "
-            "flow_shift out",
+            s.scheduler == "model_default" and s.timesteps is None and s.sigmas is None and s.flow_shift is None,
+            f"{name} samples by the DDIM model's own schedule: leave scheduler, timesteps, sigmas and flow_shift out",
         )
+        told = f"a DDIM model samples by trajectory ode or sde, not {self.trajectory}"
+        require(self.trajectory in ("ode", "sde"), told)
 
     def _check_trajectory(self) -> None:
         algorithm = self.algorithm.entry

@@ -17,6 +17,7 @@ def load(*arguments: str) -> DiffusionRunConfig:
 
 
 REWARD_FL = ("--diffusion_algorithm", "reward_fl")
+AWM = ("--diffusion_algorithm", "awm")
 NFT = ("--diffusion_algorithm", "diffusion_nft")
 DPO = ("--diffusion_algorithm", "diffusion_dpo")
 PAIRS = (*DPO, "--pair_data", "embedded")
@@ -48,6 +49,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--diffusion_algorithm", "ddpo", "--family", "sd3"], "set model.family to: sd15"),
         (["--family", "sd15"], "use diffusion_algorithm ddpo or dpok"),
         (["--diffusion_algorithm", "awm", "--family", "sd15"], "leave scheduler"),  # the embedded SD3's
+        ([*AWM, "--family", "sd15", "--pretrain", "m", "--trajectory", "dance"], "by trajectory ode or sde, not dance"),
         (["--pair_data", "embedded"], "pair_data belongs to diffusion_algorithm diffusion_dpo"),
         ([*PAIRS, "--prompt_data", "rows.csv"], "takes the place of prompt_data"),
         ([*PAIRS, "--n_samples_per_prompt", "4"], "a pair is two samples"),

@@ -22,15 +22,19 @@ from .meta import adapters_in, on_meta
 from .shapes import find_shipped
 
 NOT_MODELS = ("tokenizer", "scheduler", "feature_extractor", "image_processor", "processor", "safety_checker", "guider")
-# Transformers that branch on what is in their masks.
-READ_VALUES = ("HunyuanVideo15Pipeline", "QwenImage21Pipeline")
+# Pipelines whose transformers branch on what is in their masks, with the parts that say which sizes they draw; without
+# such parts the family checks sizes by itself.
+READ_VALUES: dict[str, tuple[str, ...]] = {
+    "HunyuanVideo15Pipeline": ("transformer", "vae"), "QwenImage21Pipeline": (),
+}  # fmt: skip
 
 
 def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     """The policy of a run on meta tensors, with its adapters; None where the pipeline's shape is not known, or its
     forward is not computed without values.
 
-    Raises ConfigError for a family that does not read it, and for settings that the policy refuses.
+    Raises ConfigError for a family that does not read it, for settings that the policy refuses, and for sizes that a
+    model without a plan does not draw.
     """
     model = config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float32
@@ -42,6 +46,9 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     adapter.check(config)
     family = adapter(pipeline, model.max_sequence_length or saved)
     family.follow(config)
+    if type(pipeline).__name__ in READ_VALUES:
+        family.latent_shape(config.sampling.height, config.sampling.width, config.sampling.num_frames)
+        return None
     with torch.device("meta"):
         policy = DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
     adapters_in(policy.denoisers, dtype)
@@ -94,9 +101,10 @@ def _is_model(name: str, entry: Any) -> bool:
 
 
 def _assemble(index: dict[str, Any]) -> DiffusionPipeline | None:
-    """The pipeline itself, its models on meta tensors; without tokenizers, which nothing here needs. None of those of
-    READ_VALUES."""
-    if index["_class_name"] in READ_VALUES:
+    """The pipeline itself, its models on meta tensors; without tokenizers, which nothing here needs. Of those of
+    READ_VALUES with these parts alone, and None where there are none."""
+    wanted = READ_VALUES.get(index["_class_name"])
+    if wanted == ():
         return None
     import diffusers
 
@@ -104,7 +112,7 @@ def _assemble(index: dict[str, Any]) -> DiffusionPipeline | None:
     parts: dict[str, Any] = {name: None for name in kind._get_signature_types() if name not in index}
     for name, entry in index.items():
         if _is_model(name, entry):
-            parts[name] = _part(*entry)
+            parts[name] = _part(*entry) if wanted is None or name in wanted else None
         elif isinstance(entry, list):
             parts[name] = _scheduler(entry) if name == "scheduler" else None
         elif not name.startswith("_"):

@@ -23,6 +23,9 @@ from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
 from lightrft_visual.models.diffusion.families.base import join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
+from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
+from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
+from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
@@ -248,6 +251,26 @@ def test_settings_that_a_model_does_not_read_are_refused(name, setting, told):
         policy_of(name).family.follow(config)
 
 
+@pytest.mark.parametrize(
+    ("family", "algorithm", "setting", "told"),
+    [
+        (StableDiffusion15, "awm", {"trajectory": "dance"}, "trajectory ode or sde, not dance"),
+        (StableDiffusion15, "awm", {"flow_shift": 3.0}, "leave scheduler, timesteps"),
+        (StableDiffusion15, "awm", {"trajectory": "sde"}, None),
+        (Flux2, "flow_grpo", {"negative_prompt": "blurred"}, "reads no negative prompt"),
+        (Flux2, "flow_grpo", {"negative_prompt": "blurred", "guidance_scale": 1.0}, None),
+        (QwenImage21, "flow_grpo", {"height": 32, "width": 48}, "must be multiples of 32"),
+        (Flux2Klein, "flow_grpo", {"negative_prompt": "blurred"}, None),  # as its checkpoint says
+    ],
+)
+def test_settings_that_no_model_of_a_family_reads_are_refused_before_it_is_loaded(family, algorithm, setting, told):
+    config = DiffusionRunConfig()
+    config.algorithm.diffusion_algorithm = algorithm
+    vars(config.sampling).update({"scheduler": "model_default", "guidance_scale": 3.0} | setting)
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        family.check(config)
+
+
 def test_a_frame_rate_is_followed_where_positions_in_time_are_seconds():
     policy, config = policy_of("ltx2"), DiffusionRunConfig()
     asked = torch.randn(2, 4, 3, 2, 3), [800.0, 300.0], policy.encode_prompts(PROMPTS)
@@ -301,7 +324,7 @@ def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts
     torch.testing.assert_close(found[0], pipeline.scheduler.timesteps)
     torch.testing.assert_close(found[1], pipeline.scheduler.sigmas[:-1])
     if "shift_terminal" in settings:  # stretched to its last sigma, one step is 0 / 0
-        with pytest.raises(ConfigError, match="num_steps 1: FlowMatchEulerDiscreteScheduler has no such schedule"):
+        with pytest.raises(ConfigError, match=r"no schedule of 1 step\(s\).*num_steps or eval_num_steps"):
             family.default_schedule(1, shape, None)
     given = family.default_schedule(3, shape, 4.0)
     pipeline.scheduler = tiny_families.euler(**settings | {"shift": 4.0, "use_dynamic_shifting": False})
@@ -384,6 +407,15 @@ def test_ltx2_refuses_texts_that_its_registers_do_not_fill():
         family_of(pipeline_of("ltx2"), 24)
     with pytest.raises(ConfigError, match="has no registers"):
         family_of(tiny_families.ltx2(connectors_are={"video_connector_num_learnable_registers": None}), 32)
+
+
+@pytest.mark.parametrize("size", [(32, 64, 9), (64, 32, 9)])
+def test_ltx2_refuses_a_side_of_one_latent_where_its_decoder_mirrors_edges(size):
+    family = family_of(pipeline_of("ltx2"), 32)
+    with pytest.raises(ConfigError, match="must be at least 64 for this model"):
+        family.latent_shape(*size)
+    family.pipeline.vae.register_to_config(decoder_spatial_padding_mode="zeros")
+    assert family.latent_shape(*size)[2:] == (size[0] // 32, size[1] // 32)
 
 
 def test_qwen_image_runs_over_as_much_of_the_texts_as_the_longest_one_takes(monkeypatch):

@@ -1,6 +1,7 @@
 """Plans of runs: what fits, what is refused, and the shipped recipes on the hardware that they name."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import tiny_families
@@ -329,7 +330,7 @@ def test_a_drawing_pipeline_in_a_folder_is_planned(tmp_path, name: str) -> None:
 @pytest.mark.parametrize("name", ["hunyuan_video15", "qwen_image21"])
 def test_a_model_that_branches_on_values_is_not_planned(tmp_path, name: str) -> None:
     tiny_families.FAMILIES[name]().save_pretrained(tmp_path)
-    size = f"--pretrain {tmp_path} --height 32 --width 32 --num_frames 5 --plan_device h100-80gb".split()
+    size = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb".split()
     assert plan_of(*size, schema=DiffusionRunConfig) is None
 
 
@@ -375,9 +376,26 @@ def test_texts_in_the_encoders_are_counted(tmp_path) -> None:
         ("--num_frames 5", "num_frames 5 is of videos"),
         ("--source_pixels 4096", "this model edits none"),
         ("--trainable_models transformer_2", "this model has no 'transformer_2'"),
+        ("--negative_prompt blurred --guidance_scale 3", "it reads no negative prompt"),
+        (
+            "--diffusion_algorithm reward_fl --differentiable_reward rewards.py:soft --n_samples_per_prompt 1 "
+            "--max_timestep_boundary 0.5",
+            "choose between two experts, and this model has one",
+        ),
     ],
 )
 def test_what_no_model_of_a_family_follows_is_refused_by_its_plan(settings, told) -> None:
     named = ["--pretrain", "black-forest-labs/FLUX.1-dev", "--height", "64", "--width", "64"]
     with pytest.raises(ConfigError, match=told):
         pipeline_policy(parse_run(DiffusionRunConfig, [*named, *settings.split()]).config)
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [((32, 32, 6), r"takes 4 n \+ 1 frames"), ((40, 33, 5), "must be multiples"), ((32, 32, 5), None)]
+)
+def test_sizes_of_a_model_that_is_not_planned_are_checked_before_it_is_loaded(size, told, tmp_path) -> None:
+    tiny_families.FAMILIES["hunyuan_video15"]().save_pretrained(tmp_path)
+    named = [word for name, value in zip(("height", "width", "num_frames"), size) for word in (f"--{name}", str(value))]
+    config = parse_run(DiffusionRunConfig, ["--pretrain", str(tmp_path), *named]).config
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        assert pipeline_policy(config) is None

@@ -119,6 +119,13 @@ class DiffusionFamily(ABC):
             if name not in cls.denoiser_names:
                 told = did_you_mean(name, cls.denoiser_names)
                 raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
+        if config.sampling.negative_prompt and config.sampling.guidance_scale > 1 and not cls.uses_negative:
+            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+        between = (config.algorithm.min_timestep_boundary, config.algorithm.max_timestep_boundary)
+        if algorithm.trains_on == "reward" and between != (0.0, 1.0) and len(cls.denoiser_names) == 1:
+            told = "min_timestep_boundary and max_timestep_boundary choose between two experts"
+            raise ConfigError(f"{told}, and this model has one network: leave them out")
+        config.check_schedule(cls.prediction)
 
     @classmethod
     def draws_videos(cls) -> bool:
@@ -266,11 +273,11 @@ class DiffusionFamily(ABC):
             scheduler = self.shifted(scheduler, flow_shift)
         steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
         scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
+        name = type(scheduler).__name__
         if not torch.isfinite(scheduler.sigmas).all():
-            raise ConfigError(f"num_steps {num_steps}: {type(scheduler).__name__} has no such schedule; take more")
+            raise ConfigError(f"{name} has no schedule of {num_steps} step(s): raise num_steps or eval_num_steps")
         if (first := float(scheduler.sigmas[0])) > 1.001:
-            told = f"{type(scheduler).__name__} begins at sigma {first:.3g}, and flow matching at 1 at most"
-            raise ConfigError(f"the pipeline's scheduler is of other models: {told}")
+            raise ConfigError(f"the pipeline's scheduler is of other models: {name} begins at sigma {first:.3g} > 1")
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:

@@ -23,7 +23,7 @@ class Flux2Klein(DiffusionFamily):
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
-        self.uses_negative = not pipeline.config.get("is_distilled")
+        self.uses_negative = self.uses_negative and not pipeline.config.get("is_distilled")
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
@@ -72,6 +72,4 @@ class Flux2Klein(DiffusionFamily):
 class Flux2(Flux2Klein):
     """FLUX.2 [dev]: guidance is an embedding, as in FLUX; images beside the prompt are not read."""
 
-    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
-        super().__init__(pipeline, text_length)
-        self.uses_negative = False
+    uses_negative = False

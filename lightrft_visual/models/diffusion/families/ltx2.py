@@ -84,6 +84,9 @@ class LTX2(DiffusionFamily):
         pipeline = self.pipeline
         temporal, spatial = pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio
         size = video_latent((height, width, frames), temporal, spatial, spatial)
+        mirrors = pipeline.vae.config.decoder_spatial_padding_mode == "reflect"  # which takes two latents a side
+        if mirrors and min(size[1:]) < 2:
+            raise ConfigError(f"height {height} and width {width} must be at least {2 * spatial} for this model")
         return pipeline.transformer.config.in_channels, *size
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:

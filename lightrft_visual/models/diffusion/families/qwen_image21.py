@@ -3,6 +3,7 @@
 import torch
 from diffusers import DiffusionPipeline
 
+from ....config.diffusion import DiffusionRunConfig
 from ....errors import ConfigError
 from ....experience.vision import MASK, Conditions, used_widths
 from ..layers import upcast
@@ -10,6 +11,7 @@ from .base import DiffusionFamily, by_kind, spatial_latent
 from .qwen_image import QwenImage
 
 T = torch.Tensor
+SCALE = 16  # pixels of a latent along each side, in its pipeline a constant too
 
 
 class QwenImage21(QwenImage):
@@ -25,6 +27,12 @@ class QwenImage21(QwenImage):
         if pipeline.config.get("sample_sigmas"):
             raise ConfigError("this Qwen-Image 2.1 has sigmas of its own (sample_sigmas), which is not built")
         super().__init__(pipeline)
+
+    @classmethod
+    def check(cls, config: DiffusionRunConfig) -> None:
+        """Also of a size that it does not draw, whatever the checkpoint."""
+        super().check(config)
+        spatial_latent(config.sampling.height, config.sampling.width, SCALE, 2 * SCALE)
 
     def encode_prompts(self, prompts: list[str]) -> Conditions:
         """context (B, L, D) and its mask (B, L), padded to the longest of these texts."""
@@ -60,5 +68,4 @@ class QwenImage21(QwenImage):
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """(C, height / 16, width / 16)."""
-        scale = self.pipeline.vae_scale_factor
-        return self.pipeline.transformer.config.in_channels, *spatial_latent(height, width, scale, 2 * scale)
+        return self.pipeline.transformer.config.in_channels, *spatial_latent(height, width, SCALE, 2 * SCALE)
