@@ -48,6 +48,7 @@ def load(text: str) -> RunConfig:
         ("--guard.watch false --guard.policy stop", "needs guard.watch"),
         ("--guard.policy rollback --guard.keep_best false", "keep_best"),
         ("--gold_fn a.py:f --gold_recipe b.yaml", "not both"),
+        ("--gold_fn a.py:f --gold_every 0 --max_eval_samples 0", "gold has nothing to score: no rollouts .gold_every"),
         ("--policy_loss luspo", "made by --loss_agg_mode seq-mean-token-sum"),
         ("--policy_loss dppo_tv --tis_mode token", "compares with the engine's log-probs itself"),
         ("--policy_loss vespo --top_p 0.9", "top_p 1"),
