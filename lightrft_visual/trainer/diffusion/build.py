@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,14 @@ def _evaluation(
     config: DiffusionRunConfig, model: TrainedVelocity, prompts: DrawPrompts | None,
     rewards: RewardComputationEngine, gold: DrawingGold | None,
 ) -> DiffusionEvaluation | None:  # fmt: skip
-    """The fixed evaluation, with a seed of its own where `eval_seed` gives one; None without prompts."""
+    """The fixed evaluation, with a seed of its own where `eval_seed` gives one and noise of each row's own; None
+    without prompts."""
     if prompts is None:
         return None
     output = config.output
     seed = config.train.seed if output.eval_seed is None else output.eval_seed
-    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), config.sampling, seed)
+    drawn = replace(config.sampling, same_latent=False)
+    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), drawn, seed)
     shown = output.num_trajectories_to_save
     return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, shown), shown, gold)
 
