@@ -304,6 +304,11 @@ class OutputConfig(Section):
                 save = usual if evaluate % parts else evaluate // parts
         return save, evaluate
 
+    def check_best(self, evaluated: bool) -> None:
+        """`best_metric` is of evaluations, which need held-out prompts."""
+        told = "best_metric compares evaluations, and there are no held-out prompts (eval_data, max_eval_samples)"
+        require(self.best is None or evaluated, told)
+
     def follow_ema(self, enable_ema: bool) -> None:
         """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""
         if self.eval_ema is None:

@@ -19,6 +19,7 @@ def load(*arguments: str) -> DiffusionRunConfig:
 REWARD_FL = ("--diffusion_algorithm", "reward_fl")
 NFT = ("--diffusion_algorithm", "diffusion_nft")
 DPO = ("--diffusion_algorithm", "diffusion_dpo")
+BEST = ("--best_metric", "eval_reward")
 PAIRS = (*DPO, "--pair_data", "embedded")
 
 
@@ -69,6 +70,8 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*DPO, "--pair_data", "a.jsonl", "--gold_fn", "a.py:f"], "no rollouts .pairs of a file., and no held-out"),
         (["--prompt_data", "rows.csv", "--gold_fn", "a.py:f", "--gold_every", "0"], "gold has nothing to score"),
         (["--max_eval_samples", "0", "--gold_fn", "a.py:f", "--gold_every", "0"], "gold has nothing to score"),
+        (["--prompt_data", "rows.csv", *BEST], "best_metric compares evaluations, and there are no held-out prompts"),
+        (["--max_eval_samples", "0", *BEST], "best_metric compares evaluations"),
         (["--sp_size", "2", "--diffusion_algorithm", "dgpo", "--guidance_scale", "1"], "dgpo"),
         (["--sp_size", "2", *REWARD_FL], "reward_fl"),
     ),
