@@ -295,6 +295,8 @@ class DiffusionRunConfig(Section):
         built_in = data.prompt_data in registry.drawing_tasks
         held_out = (data.eval_data is not None or built_in) and data.max_eval_samples > 0
         self.guard.check_best(self.guard.gold(self.reward) is not None or built_in, held_out)
+        self.guard.check_scored(held_out, drawn=not self.offline)
+        self.output.check_best(held_out)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
         self.asynchronous.settle(self.distributed.split, corrected=False)

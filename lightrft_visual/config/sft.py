@@ -104,7 +104,8 @@ class SFTRunConfig(Section):
         return self.rollout.generate_max_len
 
     def check(self) -> None:
-        """The embedded model that draws has a task of its own."""
+        """The embedded model that draws has a task of its own; a best metric is of held-out rows."""
+        self.output.check_best(self.data.evaluated)
         require(
             self.model.pretrain != EMBEDDED or self.model.embedded_family != "janus",
             "embedded_family janus answers and draws by `train unified`; train sft takes the other families",

@@ -208,6 +208,11 @@ class GuardConfig(Section):
         """Whether each new best gold of an evaluation is saved as checkpoint-best."""
         return self.policy == "rollback" if self.keep_best is None else self.keep_best
 
+    @property
+    def judges_rollouts(self) -> bool:
+        """Whether gold scores what training draws, and not evaluations alone."""
+        return self.watch and self.gold_every > 0
+
     def check(self) -> None:
         """What rolling back goes back to; one gold."""
         require(self.watch or self.policy == "warn", f"policy {self.policy} acts on alarms: it needs guard.watch")
@@ -215,6 +220,13 @@ class GuardConfig(Section):
             self.policy != "rollback" or self.keeps_best, "policy rollback goes back to the best checkpoint: keep_best"
         )
         require(self.gold_recipe is None or self.gold_fn is None, "give gold_recipe or gold_fn, not both")
+
+    def check_scored(self, evaluated: bool, drawn: bool = True) -> None:
+        """Gold that is named scores held-out prompts, where these are evaluated, or rollouts, where these are drawn."""
+        named = self.gold_recipe is not None or self.gold_fn is not None
+        none = "gold_every 0" if drawn else "pairs of a file"
+        told = f"gold has nothing to score: no rollouts ({none}), and no held-out prompts (eval_data, max_eval_samples)"
+        require(not named or evaluated or (drawn and self.gold_every > 0), told)
 
     def check_best(self, gold: bool, evaluated: bool) -> None:
         """The best checkpoint is that of the best eval_gold: a run needs gold, and held-out prompts, to have one."""
@@ -291,6 +303,11 @@ class OutputConfig(Section):
                 parts = -(-evaluate // usual)
                 save = usual if evaluate % parts else evaluate // parts
         return save, evaluate
+
+    def check_best(self, evaluated: bool) -> None:
+        """`best_metric` is of evaluations, which need held-out prompts."""
+        told = "best_metric compares evaluations, and there are no held-out prompts (eval_data, max_eval_samples)"
+        require(self.best is None or evaluated, told)
 
     def follow_ema(self, enable_ema: bool) -> None:
         """What `eval_ema` means where it was not set; ConfigError where there is no average to evaluate."""

@@ -314,6 +314,8 @@ class RunConfig(Section):
             "set train_batch_size",
         )
         self.guard.check_best(self.gold is not None, self.data.evaluated)
+        self.guard.check_scored(self.data.evaluated)
+        self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
         self.episodes.check_run(self)

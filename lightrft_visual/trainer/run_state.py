@@ -192,7 +192,7 @@ class RunState:
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
         if self.best is not None and self.best[0] not in metrics:
-            known = ", ".join(metrics) or "none, there is no evaluation data"
+            known = ", ".join(metrics)
             raise ConfigError(f"best_metric {self.best[0]!r} is no metric of the evaluation; those are: {known}")
 
     def save_final(self, folder: Path) -> None:

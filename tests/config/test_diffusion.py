@@ -20,6 +20,7 @@ REWARD_FL = ("--diffusion_algorithm", "reward_fl")
 AWM = ("--diffusion_algorithm", "awm")
 NFT = ("--diffusion_algorithm", "diffusion_nft")
 DPO = ("--diffusion_algorithm", "diffusion_dpo")
+BEST = ("--best_metric", "eval_reward")
 PAIRS = (*DPO, "--pair_data", "embedded")
 
 
@@ -68,6 +69,11 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--compile", "true", "--zero_stage", "3"], "zero_stage 0 to 2"),
         (["--eval_ema", "true"], "enable_ema"),
         (["--prompt_data", "rows.csv", "--guard.policy", "rollback"], "name a judge by --gold_recipe or --gold_fn"),
+        ([*DPO, "--pair_data", "a.jsonl", "--gold_fn", "a.py:f"], "no rollouts .pairs of a file., and no held-out"),
+        (["--prompt_data", "rows.csv", "--gold_fn", "a.py:f", "--gold_every", "0"], "gold has nothing to score"),
+        (["--max_eval_samples", "0", "--gold_fn", "a.py:f", "--gold_every", "0"], "gold has nothing to score"),
+        (["--prompt_data", "rows.csv", *BEST], "best_metric compares evaluations, and there are no held-out prompts"),
+        (["--max_eval_samples", "0", *BEST], "best_metric compares evaluations"),
         (["--sp_size", "2", "--diffusion_algorithm", "dgpo", "--guidance_scale", "1"], "dgpo"),
         (["--sp_size", "2", *REWARD_FL], "reward_fl"),
     ),

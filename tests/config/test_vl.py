@@ -4,6 +4,7 @@ import pytest
 
 from lightrft_visual.config.idle import check_run
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 
@@ -48,6 +49,8 @@ def load(text: str) -> RunConfig:
         ("--guard.watch false --guard.policy stop", "needs guard.watch"),
         ("--guard.policy rollback --guard.keep_best false", "keep_best"),
         ("--gold_fn a.py:f --gold_recipe b.yaml", "not both"),
+        ("--best_metric eval_reward --max_eval_samples 0", "best_metric compares evaluations, and there are no"),
+        ("--gold_fn a.py:f --gold_every 0 --max_eval_samples 0", "gold has nothing to score: no rollouts .gold_every"),
         ("--policy_loss luspo", "made by --loss_agg_mode seq-mean-token-sum"),
         ("--policy_loss dppo_tv --tis_mode token", "compares with the engine's log-probs itself"),
         ("--policy_loss vespo --top_p 0.9", "top_p 1"),
@@ -113,6 +116,13 @@ def test_updates_that_do_not_divide_a_rollout_are_refused_with_numbers_that_work
     )
     with pytest.raises(ConfigError, match=told):
         sizes("--n_samples_per_prompt 5 --train_batch_size 300")
+
+
+def test_best_metric_of_a_supervised_run_needs_held_out_rows():
+    rows = ["--prompt_data", "a.jsonl", "--best_metric", "eval_loss"]
+    with pytest.raises(ConfigError, match="best_metric compares evaluations"):
+        load_config(SFTRunConfig, rows, preset=None)
+    load_config(SFTRunConfig, [*rows, "--eval_data", "b.jsonl"], preset=None)
 
 
 def test_gold_is_asked_with_the_limits_and_the_token_of_the_rewards_and_by_what_it_names_alone():

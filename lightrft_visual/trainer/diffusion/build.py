@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,14 @@ def _built(
     sets = [each for each in (prompts, eval_prompts) if each is not None]
     if trained_on is not None:
         _check_training_reward(trained_on, config, prompts, strategy)
-    judged = _judged(config, eval_prompts, task)
+    judged, golden = _judged(config, prompts, eval_prompts, task)
     scored = next(iter(sets[1:] if config.offline else sets), None)
     config.reward = probed(config.reward, scored, partial(_drawn, config, scored))
-    judged = probed(judged, eval_prompts, partial(_drawn, config, eval_prompts))
+    if judged is not None:
+        columns = set().union(*(each.columns for each in golden))
+        judged = probed(judged, golden[0], partial(_drawn, config, golden[0]), columns)
     rewards = _rewards(config, strategy, sets, trained_on is None)
-    gold = _gold(judged, strategy, eval_prompts, task)
+    gold = _gold(judged, strategy, golden, eval_prompts, task)
     algorithm, total_steps = config.algorithm.entry, _total_steps(config, len(prompts))
     loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
     run = open_run(config, loop, locks, sets)
@@ -119,6 +122,7 @@ def _built(
         evaluation=_evaluation(config, model, eval_prompts, rewards, gold),
         old=old,
         trained_on=trained_on,
+        gold=gold,
         teacher=teacher,
         sequence=strategy.sequence,
     )
@@ -139,12 +143,14 @@ def _evaluation(
     config: DiffusionRunConfig, model: TrainedVelocity, prompts: DrawPrompts | None,
     rewards: RewardComputationEngine, gold: DrawingGold | None,
 ) -> DiffusionEvaluation | None:  # fmt: skip
-    """The fixed evaluation, with a seed of its own where `eval_seed` gives one; None without prompts."""
+    """The fixed evaluation, with a seed of its own where `eval_seed` gives one and noise of each row's own; None
+    without prompts."""
     if prompts is None:
         return None
     output = config.output
     seed = config.train.seed if output.eval_seed is None else output.eval_seed
-    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), config.sampling, seed)
+    drawn = replace(config.sampling, same_latent=False)
+    sampling = DiffusionSampling(model, DiffusionSampler(evaluation_sampling(config)), drawn, seed)
     shown = output.num_trajectories_to_save
     return DiffusionEvaluation(sampling, prompts, rewards, max(SHEET_IMAGES, shown), shown, gold)
 
@@ -362,34 +368,39 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     return serving & chosen
 
 
-def _judged(config: DiffusionRunConfig, prompts: DrawPrompts | None, task: Task | None) -> RewardConfig | None:
-    """What `guard.gold_*` names; a built-in task may have a judge of its own. Raises ConfigError where the held-out
-    prompts do not fit it."""
-    own = task.judge if task is not None else None
+def _judged(
+    config: DiffusionRunConfig, prompts: DrawPrompts, held_out: DrawPrompts | None, task: Task | None
+) -> tuple[RewardConfig | None, list[DrawPrompts]]:
+    """What `guard.gold_*` names, and the data that it scores: those of rollouts, unless they are none of its, and the
+    held-out ones, where a built-in task may have a judge of its own. Raises ConfigError where they do not fit it."""
+    own = task.judge if task is not None and held_out is not None else None
     judged = config.guard.gold(config.reward) or (RewardConfig(reward_recipe=own) if own is not None else None)
-    if judged is None or prompts is None:
-        return None
+    trained = [prompts] if config.guard.judges_rollouts and not config.offline else []
+    evaluated = [held_out] if held_out is not None else []
+    if judged is None or not trained + evaluated:
+        return None, []
     check_reward_config(judged)
-    check_references(judged, [], [prompts])
-    return judged
+    check_references(judged, trained, evaluated)
+    return judged, trained + evaluated
 
 
 def _gold(
-    judged: RewardConfig | None, strategy: DeepspeedStrategy, prompts: DrawPrompts | None, task: Task | None
-) -> DrawingGold | None:
-    """Scores by gold, where there is any."""
-    if judged is None or prompts is None:
+    judged: RewardConfig | None, strategy: DeepspeedStrategy, sets: list[DrawPrompts],
+    held_out: DrawPrompts | None, task: Task | None,
+) -> DrawingGold | None:  # fmt: skip
+    """Scores by gold, where there is any. sets: as of `_judged`."""
+    if judged is None:
         return None
     rewards = RewardComputationEngine.from_config(
         judged,
         strategy=strategy,
-        labels=prompts.labels,
-        columns=prompts.columns,
-        references=prompts.has_references,
+        labels=set().union(*(each.labels for each in sets)),
+        columns=set().union(*(each.columns for each in sets)),
+        references=any(each.has_references for each in sets),
     )
-    if task is None or task.sets is None:
+    if held_out is None or task is None or task.sets is None:
         return DrawingGold(rewards)
-    return load_target(task.sets)(rewards, prompts)
+    return load_target(task.sets)(rewards, held_out)
 
 
 def load_teacher(

@@ -125,13 +125,14 @@ class DiffusionParts(RunParts):
     evaluation: DiffusionEvaluation | None
     old: WeightCopy | None = None
     trained_on: TrainingReward | None = None
+    gold: DrawingGold | None = None
     teacher: DiffusionPolicy | None = None
     sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
 
     @property
     def has_gold(self) -> bool:
         """Whether a judge that training never sees is named."""
-        return self.evaluation is not None and self.evaluation.gold is not None
+        return self.gold is not None
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
@@ -143,4 +144,4 @@ class DiffusionParts(RunParts):
 
     def watched(self) -> DrawingWatched:
         """What the guard looks at."""
-        return DrawingWatched(self.evaluation.gold if self.evaluation is not None else None)
+        return DrawingWatched(self.gold)

@@ -66,8 +66,7 @@ class GuardHook(StepHook):
 
     def on_scores(self, rollouts: Any) -> Any:
         """Gold comes before media are released."""
-        every = self.config.gold_every
-        due = self.config.watch and self.gold and every > 0 and self.context.step() % every == 0
+        due = self.gold and self.config.judges_rollouts and self.context.step() % self.config.gold_every == 0
         self.scores = self.paired_scores = None  # also where a signal ends the judge
         self.scores = self.watched.gold_of(rollouts) if due else None
         return rollouts

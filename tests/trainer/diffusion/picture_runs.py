@@ -77,7 +77,8 @@ RUNS = {
     "frames": "--reward_fn {folder}/scores.py:red --num_frames 5 --max_steps 1",
     "all_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth_nowhere --reward_max_invalid 1",
     "most_invalid": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth",
-    "most_invalid_allowed": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth --reward_max_invalid 0.75",
+    "most_invalid_allowed": f"{PULLED} --differentiable_reward {{folder}}/scores.py:smooth --reward_max_invalid 0.75 "
+    "--gold_fn {folder}/scores.py:falling",
     "no_training_reward": UNLOADED,
     "no_gradient": f"{UNLOADED} --differentiable_reward {{folder}}/scores.py:flat",
     "unknown_prompts": f"{UNLOADED} --differentiable_reward shape_match --prompt_data {{folder}}/photos.jsonl",

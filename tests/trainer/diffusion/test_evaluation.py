@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightrft_visual.config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.observe import metrics
 from lightrft_visual.rewards.batch import RewardOutput
-from lightrft_visual.trainer.diffusion import evaluation
-from lightrft_visual.trainer.diffusion.stages import Sampled
+from lightrft_visual.trainer.diffusion import build, evaluation
+from lightrft_visual.trainer.diffusion.stages import Sampled, drawing_batch
 
 
 def test_ranks_whose_prompts_have_other_rewards_meet_in_one_collective(monkeypatch):
@@ -33,6 +34,14 @@ def evaluated(reward: torch.Tensor, labels: list[str]) -> dict[str, float]:
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
     sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8))]  # noqa: E731
     return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0, 0).run(1)
+
+
+def test_an_evaluation_draws_each_prompt_from_noise_of_its_own_as_that_of_an_exported_model_does():
+    policy = SimpleNamespace(latent_shape=lambda *size: (4, 4, 4), device=torch.device("cpu"))
+    requests = drawing_batch([PromptRow("a", []), PromptRow("a", [])], [0, 1], first=0)
+    config = DiffusionRunConfig(sampling=DiffusionSamplingConfig(same_latent=True))
+    found = build._evaluation(config, SimpleNamespace(policy=policy), Rows(), None, None)
+    assert found.sampling.batch(requests, {}, 0, "eval").latents is None and config.sampling.same_latent
 
 
 @pytest.mark.parametrize(("scores", "lost"), [([1.0, 3.0, 2.0], None), ([1.0, math.nan, 2.0], 1 / 3)])

@@ -8,7 +8,7 @@ import torch
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.config.shared import GuardConfig, RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.errors import ConfigError, RewardError
@@ -94,9 +94,57 @@ def test_held_out_prompts_without_the_reference_that_their_reward_or_gold_compar
     with pytest.raises(ConfigError, match="no row of the data has one"):
         build._rewards(config, None, [lacking, given], True)
     config.guard.gold_recipe = '{"*": [[rule, exact, 1.0]]}'
-    build._gold(build._judged(config, given, None), None, given, None)
+    judged, sets = build._judged(config, given, given, None)
+    build._gold(judged, None, sets, given, None)
     with pytest.raises(ConfigError, match=told):
-        build._judged(config, lacking, None)
+        build._judged(config, given, lacking, None)
+
+
+def labelled(*labels: str, columns: tuple[str, ...] = (), references: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(labels=set(labels), columns=set(columns), has_references=references)
+
+
+def gold_of(recipe: str, prompts: SimpleNamespace, held_out: SimpleNamespace | None, **guard):
+    config = DiffusionRunConfig(guard=GuardConfig(gold_recipe=recipe, **guard))
+    judged, sets = build._judged(config, prompts, held_out, None)
+    return build._gold(judged, None, sets, held_out, None)
+
+
+JPEG = "[[rule, jpeg_compressibility, 1.0]]"
+
+
+def test_gold_without_held_out_prompts_scores_rollouts():
+    assert gold_of(f"{{'*': {JPEG}}}", labelled("x"), None) is not None
+    assert gold_of(f"{{'*': {JPEG}}}", labelled("x"), None, watch=False) is None
+
+
+def test_gold_that_scores_rollouts_has_a_recipe_for_the_labels_of_all_prompts():
+    both, one = labelled("x", "y"), labelled("x")
+    assert gold_of(f"{{x: {JPEG}, y: {JPEG}}}", both, one) is not None
+    with pytest.raises(ConfigError, match="'y'"):
+        gold_of(f"{{x: {JPEG}}}", both, one)
+    for guard in ({"gold_every": 0}, {"watch": False}):
+        assert gold_of(f"{{x: {JPEG}}}", both, one, **guard) is not None
+
+
+def test_gold_that_scores_rollouts_compares_with_references_of_all_prompts():
+    recipe = "{x: [[rule, exact, 1.0]]}"
+    with pytest.raises(ConfigError, match="no row of the data has one"):
+        gold_of(recipe, labelled("x"), labelled("x", references=True))
+    assert gold_of(recipe, labelled("x"), labelled("x", references=True), gold_every=0) is not None
+
+
+def test_gold_of_pairs_scores_held_out_prompts_alone():
+    config = DiffusionRunConfig(guard=GuardConfig(gold_recipe=f"{{x: {JPEG}}}"))
+    config.data.pair_data = "pairs.jsonl"
+    held_out = labelled("x")
+    assert build._judged(config, labelled("y"), held_out, None)[1] == [held_out]
+
+
+def test_a_judge_of_a_built_in_task_goes_with_held_out_prompts():
+    task = SimpleNamespace(judge="{'*': " + JPEG + "}", sets=None)
+    assert build._judged(DiffusionRunConfig(), labelled("x"), None, task) == (None, [])
+    assert build._judged(DiffusionRunConfig(), labelled("x"), labelled("x"), task)[0] is not None
 
 
 def test_gold_that_the_held_out_prompts_do_not_fit_is_refused_before_a_model_loads(monkeypatch, tmp_path):
@@ -104,7 +152,8 @@ def test_gold_that_the_held_out_prompts_do_not_fit_is_refused_before_a_model_loa
     config.output.output_dir = str(tmp_path)
     lacking = SimpleNamespace(labels={None}, columns={"other"}, has_references=False, labels_cut_away=set)
     monkeypatch.setattr(build, "_placed", lambda config: config)
-    monkeypatch.setattr(build, "_prompts", lambda config: ([lacking], lacking))
+    prompts = type("Prompts", (list,), {**vars(lacking), "has_references": True})()
+    monkeypatch.setattr(build, "_prompts", lambda config: (prompts, lacking))
     for passed in ("_fingerprint", "check_model", "_fit_to_data", "_rewards"):
         monkeypatch.setattr(build, passed, lambda *_: None)
     monkeypatch.setattr(build, "open_run", lambda *_: pytest.fail("the run is opened"))

@@ -153,3 +153,8 @@ def test_a_reward_that_nothing_can_be_learned_from_is_refused_before_the_model_l
     text = facts(folder, name)["text"]
     assert told in text, text
     assert "Rewards with a gradient are shape_match (" in text and "face_similarity" in text and "path.py:name" in text
+
+
+def test_gold_without_held_out_prompts_scores_the_rollouts_of_reward_fl(folder):
+    (line,) = (json.loads(line) for line in (folder / "most_invalid_allowed" / "gold.jsonl").open())
+    assert (line["kind"], line["step"]) == ("step", 1)
