@@ -26,6 +26,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ..errors import ConfigError, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml
 from ..runtime.masking import MASK, mask_text, mask_urls, masked_names, names_secret
+from ..runtime.start_up import open_closed_streams
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
@@ -163,6 +164,7 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     ``--dry_run`` prints the run's plan behind the configuration, as comments of the YAML; the exit code is 1 where the
     run does not fit on a device that was named (plan_device).
     """
+    open_closed_streams()
     try:
         check_launch()
         run = parse_run(schema, argv, files=missing_files, **options)
