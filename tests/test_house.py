@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2360, "experience": 3164, "config": 4898, "runtime": 5741, "data": 3332,
+    "": 2362, "experience": 3164, "config": 4914, "runtime": 5748, "data": 3332,
     "models": 5881, "rollout": 5100, "rewards": 4356, "algorithms": 1822, "trainer": 7349, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
