@@ -24,6 +24,7 @@ from .config.shared import REWARDS
 from .errors import ConfigError, DataError, did_you_mean
 from .given import give, source_of, unique_name
 from .runtime.hub import FILES, is_hub_name, load_data_set
+from .runtime.presence import ranks_started
 
 SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
@@ -276,7 +277,7 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
             raise ConfigError(f"{name} has adapters: {how}, and give lora_rank for new ones")
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
-    run = os.getpid() if os.environ.get("WORLD_SIZE", "1") == "1" else os.environ.get("MASTER_PORT", "")
+    run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")
     # Neither another run nor another host, with which the cache may be shared, removes it.
     folder = cache_root() / "given" / f"{_digest(model)}-{socket.gethostname()}-{run}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -23,6 +23,7 @@ from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
+from .runtime.presence import ranks_started
 
 PIPELINE = "model_index.json"
 SETTINGS = "config.resolved.yaml"  # of a run
@@ -238,7 +239,7 @@ def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:
     of the run whose engine is used, which in fewer bits asks for a tis_mode."""
     rollout = run.get("rollout") or {}
     coarse = rollout.get("engine_quantization") or rollout.get("engine_kv_cache_dtype", "").startswith("fp8")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = ranks_started()
     few = min(8, len(prompts)) if isinstance(prompts, list) else 8
     size = max(world, few // world * world)
     return {"advantage_estimator": "reinforce", "rollout_batch_size": size, "groups_per_update": size,

@@ -30,6 +30,7 @@ from .runtime.presence import handled, hangup_ends
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
+    open_closed_streams,
     say_last,
     screen,
     seldom_collecting,
@@ -155,6 +156,7 @@ def _close(trainer: PolicyTrainer) -> None:
 
 
 def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
+    open_closed_streams()
     try:
         with handled(signal.SIGTERM, _end_at_once), handled(signal.SIGINT, _end_at_once), hangup_ends():
             bound_spinning()  # before anything loads torch

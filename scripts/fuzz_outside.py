@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.config.leaves import names_of
-from lightrft_visual.config.load import CONFIG_DIRS, check_launch, parse_run, resolved_yaml
+from lightrft_visual.config.load import CONFIG_DIRS, parse_run, resolved_yaml
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import ROOTS
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -139,7 +139,6 @@ def arguments(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
         return
     odd = {name: rng.choice(("abc", "-1", "", " 1", "1e3", "²")) for name in RANKS if rng.random() < 0.05}
     with patch.dict(os.environ, odd), contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        check_launch()
         run = parse_run(root.schema, argv, preset=rng.choice((None, root.preset)))
         resolved_yaml(run.config).encode("utf-8")
 

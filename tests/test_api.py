@@ -391,7 +391,12 @@ def of_another_host(monkeypatch):
 @pytest.mark.parametrize(("other_place", "world"), [(of_another_run, "1"), (of_another_host, "2")])
 def test_a_loaded_model_has_a_folder_for_each_run_and_host_of_a_cache(monkeypatch, tmp_path, other_place, world):
     """One that ends first takes its folder away, and its processor may be another."""
-    for name, value in {"LIGHTRFT_CACHE": str(tmp_path), "WORLD_SIZE": world, "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "LIGHTRFT_CACHE": str(tmp_path),
+        "RANK": "0",
+        "WORLD_SIZE": world,
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
 
     class Loaded:

@@ -26,6 +26,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ..errors import ConfigError, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml
 from ..runtime.masking import MASK, mask_text, mask_urls, masked_names, names_secret
+from ..runtime.start_up import open_closed_streams
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
@@ -42,6 +43,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
+OF_SEVERAL = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what each of several ranks is told
 TILDES = re.compile(r"(?:^|(?<=[,=])|(?<=, ))~[^/,]*(?=/|,|$)")
 LONGEST_NAME = 255  # bytes that a file's name can have
 SCRIPT = "the script's default"
@@ -85,6 +87,7 @@ def parse_run(
         ConfigError: one that names every setting that is wrong, and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    check_launch([*arguments, *(settings or {})])
     names = names_of(schema)
     if {"-h", "--help"} & set(arguments):
         load_plugins(plugins_in(arguments))
@@ -163,8 +166,8 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
     ``--dry_run`` prints the run's plan behind the configuration, as comments of the YAML; the exit code is 1 where the
     run does not fit on a device that was named (plan_device).
     """
+    open_closed_streams()
     try:
-        check_launch()
         run = parse_run(schema, argv, files=missing_files, **options)
         for note in run.notes:
             _print_once(f"note: {note}", sys.stderr)
@@ -179,21 +182,36 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
         raise SystemExit(2) from error
 
 
-def check_launch() -> None:
-    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers."""
+def check_launch(given: Sequence[str] = ()) -> None:
+    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers, or
+    where some are missing. Empty ones count as missing, and are taken out: libraries would read them.
+
+    given: names of settings, or words of a command line; some launchers give `--local_rank` there.
+    """
+    for name in (*RANK_VARIABLES, "MASTER_ADDR"):
+        if not os.environ.get(name, "0"):
+            del os.environ[name]
     for name in RANK_VARIABLES:
-        text = os.environ.get(name) or "0"
+        text = os.environ.get(name, "0")
         if not (text.isascii() and text.isdigit()):
             raise ConfigError(
                 f"the environment variable {name} is {writable(text)!r}; a launcher sets it to a whole number: unset "
                 "it, or start the run by deepspeed or torchrun"
             )
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        return
+    told = {"LOCAL_RANK"} if any("local_rank" in word.replace("-", "_") for word in given) else set()
+    if missing := [name for name in OF_SEVERAL if name not in os.environ and name not in told]:
+        raise ConfigError(
+            f"the environment variable RANK is set without {', '.join(missing)}: set what a launcher does, start the "
+            "run by deepspeed or torchrun, or unset RANK for a run of one rank"
+        )
 
 
 def _print_once(text: str, file: TextIO | None = None) -> None:
-    """Print in the first rank alone, as the launcher numbers them; a script without a launcher is that rank."""
+    """Print in the first rank alone, as the launcher numbers them; a script that runs alone is that rank."""
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or not rank.isdecimal():
+    if rank == "0" or not rank.isdecimal() or os.environ.get("WORLD_SIZE", "1") == "1":
         print(text, file=Escaped(file or sys.stdout))
 
 

@@ -1,11 +1,11 @@
 """What the configurations of both kinds of run share: rewards, processes, outputs."""
 
-import os
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from ..errors import ConfigError, did_you_mean
+from ..runtime.presence import ranks_started
 from .constraints import (
     Constraint,
     NonNegativeInt,
@@ -44,7 +44,7 @@ Checkpointing = Annotated[bool | str, _words]
 
 def accumulated(steps: int, micro_batch_size: int) -> int:
     """Samples of an update that is `steps` micro-batches on each rank, as many as the launcher started."""
-    return steps * micro_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+    return steps * micro_batch_size * ranks_started()
 
 
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:

@@ -1,11 +1,11 @@
 """A run in a few lines, before anything heavy is imported: what is trained, on what, for what, and what was set."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ..runtime.masking import mask_text
+from ..runtime.presence import ranks_started
 from .shared import RewardConfig
 
 WIDTH, MOST_LINES = 160, 2
@@ -21,7 +21,7 @@ def what_runs(config: Any) -> str:
     """Model, data, rewards and plan of a run, in a line."""
     names = ("diffusion_algorithm", "advantage_estimator")
     kind = next((getattr(config.algorithm, name) for name in names if hasattr(config.algorithm, name)), "sft")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = ranks_started()
     form = f"LoRA rank {config.model.lora_rank}" if config.model.lora_rank else "all weights"
     ranks = f"{world} rank{'s' if world > 1 else ''}, ZeRO-{config.distributed.zero_stage}"
     precision = "bf16" if config.model.bf16 else "fp32"

@@ -1,6 +1,7 @@
 """Files that rows are read from, each with random access, its rows' names for messages, and its media root."""
 
 import csv
+import glob
 import io
 import json
 import os
@@ -263,6 +264,10 @@ def _load_folder(path: Path, split: str) -> Any:
     import datasets  # slow to import, and needed for folders alone
 
     saved = any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+    whole = str(path if saved else path.resolve())
+    if "::" in whole or (not saved and glob.escape(whole) != whole):
+        told = "the library datasets reads [ * ? and :: in the path of a folder as a pattern, also of other folders"
+        raise DataError(f"{whole}: {told}: rename it, or name its files")
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except (datasets.exceptions.DatasetsError, *_ARROW_ERRORS) as error:

@@ -20,7 +20,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from ..errors import ConfigError
-from . import collectives, vendor_patches, watchdog
+from . import collectives, presence, vendor_patches, watchdog
 from .host_memory import keep_freed_memory
 from .precision import FP32Kept
 from .safe_loading import use_safe_loading
@@ -31,7 +31,7 @@ from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
 
 logger = logging.getLogger(__name__)
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # what one rank needs
 
 
 class Distribution(Protocol):
@@ -114,7 +114,7 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
     """
     on_host = accelerator.device_name() == "cpu"
     backend = "gloo" if on_host else accelerator.communication_backend_name()
-    if int(os.environ["WORLD_SIZE"]) == 1 and not dist.is_initialized():
+    if presence.ranks_started() == 1 and not dist.is_initialized():
         begin = partial(dist.init_process_group, backend, rank=0, world_size=1, timeout=timeout)
         begin(store=dist.HashStore())
         if deepspeed.comm.is_initialized():  # an earlier run's engine ended its group: let DeepSpeed forget that
@@ -155,8 +155,9 @@ class DeepspeedStrategy:
 
         Raises ConfigError where sp_size does not divide the ranks, or where their port is taken.
         """
-        if "RANK" not in os.environ:
-            os.environ.update(ALONE)
+        if presence.ranks_started() == 1:
+            given = os.environ if os.environ.get("RANK") else {}
+            os.environ.update({name: given.get(name) or value for name, value in ALONE.items()})
         if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too
             os.environ["LOCAL_RANK"] = str(self.config.local_rank)
         accelerator = get_accelerator()

@@ -43,14 +43,21 @@ class Escaped:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace a file as a whole: a reader, or a crash, sees the old or the new text and never a part."""
+    """Replace a file as a whole: a reader, or a crash, sees the old or the new text and never a part.
+
+    Where it cannot be written, on a full disk say, no part of it stays behind and takes room.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(writable(data).encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            file.write(writable(data).encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 FULL = {

@@ -1,4 +1,4 @@
-"""Whether a rank's launcher is still there, and what a lost terminal does."""
+"""How many ranks the launcher has started, whether it is still there, and what a lost terminal does."""
 
 import os
 import signal
@@ -15,6 +15,11 @@ FRONTS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # start one of the fo
 STARTERS = ("deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "torch.distributed.launch")
 WITH_VALUE = ("-W", "-X")  # options of Python whose value may be the next word
 STARTED_BY = "LIGHTRFT_STARTED_BY"  # environment variable: the process that a rank's launcher has put beside it
+
+
+def ranks_started() -> int:
+    """By the launcher, which numbers them by RANK. Without that there is one, whatever else a shell has left over."""
+    return int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
 
 
 def program(command: Sequence[str]) -> str:

@@ -24,6 +24,21 @@ def log_stage(stage: str) -> None:
         print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}", file=screen(), flush=True)
 
 
+def open_closed_streams() -> None:
+    """Of a program that was started with closed streams (`>&-`), let what it writes there be lost, and no error.
+
+    Their numbers are taken too: else the next file that is opened gets one, and all that is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+
+
 class ForeignLines:
     """While a run starts, what libraries and their programs print goes to a file, and our own lines to the screen.
 

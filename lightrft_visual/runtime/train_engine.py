@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CheckpointError, NonFiniteError
-from . import collectives
+from . import collectives, vendor_patches
 from .checkpoint.ranks import files_of_ranks, masters_of, stage_3, stages_1_and_2
 from .offload import OptimizerOffload, empty_storages
 
@@ -279,7 +279,8 @@ class TrainEngine:
         kept = ("params", "lr", "initial_lr")
         set_here = [{k: v for k, v in group.items() if k not in kept} for group in self._optimizer_groups()]
         if self.zero_stage == 0 or saved_ranks in (None, collectives.world_size()):
-            loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
+            with vendor_patches.folder_taken_literally(self.engine):
+                loaded, _ = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_weights)
             if loaded is None:
                 raise CheckpointError(f"DeepSpeed found no state in {folder}/{tag}")
         else:

@@ -3,6 +3,7 @@
 Each entry says why, and in which versions it was seen to be needed. An entry goes when the library offers a setting.
 """
 
+import glob
 import os
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,21 @@ def gradients_one_by_one() -> Iterator[None]:
         yield
     finally:
         stage3.z3_leaf_parameter = before
+
+
+@contextmanager
+def folder_taken_literally(engine: Any) -> Iterator[None]:
+    """Inside, this train engine loads a checkpoint of the folder that it is given, also where the path holds `[`.
+
+    Why: it reads the path as a pattern. Beside `run[1]` it would load the weights of `run1`.
+    Versions: DeepSpeed 0.14 to 0.19.
+    """
+    found_by = engine._get_all_ckpt_names
+    engine._get_all_ckpt_names = lambda folder, tag: found_by(glob.escape(folder), tag)
+    try:
+        yield
+    finally:
+        del engine._get_all_ckpt_names
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Spellings, types, precedence, secrets and the resolved file."""
 
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
 from lightrft_visual.config.spellings import PATHS, REMOVED, ROOTS
-from lightrft_visual.config.summary import in_lines
+from lightrft_visual.config.summary import in_lines, what_runs
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, nearest
 from lightrft_visual.rewards.recipe import wrong_names
@@ -318,6 +320,9 @@ def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
     assert parse_run(RunConfig, argv).dry_run == dry
 
 
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
@@ -328,6 +333,8 @@ def test_the_dry_run_is_a_bool_like_others(argv: list[str], dry: bool) -> None:
 )
 def test_only_the_first_rank_prints(argv: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     printed = []
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop:
@@ -451,3 +458,54 @@ def test_a_launchers_variable_that_is_no_number_is_one_line(
         config_or_exit(RunConfig, ["--dry_run"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: the environment variable {name} is {value!r}; a launcher sets")
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({**LAUNCHED, "WORLD_SIZE": ""}, "WORLD_SIZE"),
+        ({**LAUNCHED, "LOCAL_RANK": "", "MASTER_PORT": ""}, "LOCAL_RANK, MASTER_PORT"),
+    ],
+)
+def test_a_rank_whose_launcher_left_variables_out_is_told_which_also_in_python(
+    there: dict[str, str], missing: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launchers_variables(monkeypatch, there)
+    told = f"the environment variable RANK is set without {missing}: "
+    with pytest.raises(ConfigError, match=told):
+        parse_run(RunConfig, [])
+    with pytest.raises(SystemExit):
+        config_or_exit(RunConfig, [])
+    assert (told in capsys.readouterr().err) == ("WORLD_SIZE" in missing)  # else rank 0 says it
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        config_or_exit(RunConfig, [])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "ranks"),
+    [
+        (dict.fromkeys(LAUNCHED, ""), 1),
+        ({"WORLD_SIZE": "2"}, 1),
+        ({"RANK": "", "WORLD_SIZE": "2"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, 1),
+        (LAUNCHED, 2),
+        ({name: value for name, value in LAUNCHED.items() if name != "LOCAL_RANK"}, 2),
+    ],
+)
+def test_ranks_are_those_of_a_launcher_that_numbers_them_and_empty_variables_are_none(
+    there: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launchers_variables(monkeypatch, there)
+    config = parse_run(RunConfig, ["--local_rank=1"] if ranks == 2 else []).config
+    assert f" on {ranks} rank" in what_runs(config)
+    assert not [name for name in LAUNCHED if os.environ.get(name) == ""]
+
+
+def set_launchers_variables(monkeypatch: pytest.MonkeyPatch, there: Mapping[str, str]) -> None:
+    for name in LAUNCHED:
+        monkeypatch.setenv(name, there.get(name, ""))
+        if name not in there:
+            monkeypatch.delenv(name)

@@ -141,7 +141,15 @@ class TestRewardFL:
             self.check(dry_run(line, "reward_fl"), tmp_path)
 
     def test_an_update_is_what_all_ranks_accumulate(self, block: str, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        launched = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
         (tmp_path / "reward_fl.yaml").write_text(block)
         found = dry_run(f"--config {tmp_path}/reward_fl.yaml --gradient_accumulation_steps 2", "reward_fl")
         assert found["train"]["train_batch_size"] == 4

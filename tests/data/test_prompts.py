@@ -91,6 +91,23 @@ def test_a_folder_of_data_files_loads_by_split(folder, monkeypatch):
         open_rows(folder / "set", split="dev")
 
 
+@pytest.mark.parametrize("name", ["set[1]", "a::b/set", "s*t"])
+def test_a_folder_of_data_files_whose_path_is_a_pattern_is_refused_and_one_that_was_saved_is_read(folder, name):
+    for each in (name, "set1"):
+        (folder / each).mkdir(parents=True)
+        write_jsonl(folder / each / "train.jsonl", ROWS[:1])
+    with pytest.raises(DataError, match="reads .* as a pattern, .* rename it, or name its files"):
+        open_rows(folder / name)
+    assert len(open_rows(folder / name / "train.jsonl", image_root=str(folder))) == 1
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    saved = (folder / "saved").rename(folder / name / "saved")
+    if "::" not in name:
+        assert len(open_rows(saved, image_root=str(folder))) == 3
+        return
+    with pytest.raises(DataError, match="as a pattern"):
+        open_rows(saved)
+
+
 def test_images_inside_hugging_face_data_sets_stay_encoded(folder):
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20)).save(buffer, "PNG")

@@ -25,6 +25,19 @@ def test_any_text_can_be_written_and_read_back(tmp_path):
     assert read_jsonl(path) == read_jsonl(tmp_path / "whole.jsonl") == [record]
 
 
+def test_of_a_file_that_a_full_disk_refuses_no_part_stays_and_the_old_one_does(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    write_atomic(path, "old")
+
+    def refuse(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new" * 1000)
+    assert os.listdir(tmp_path) == ["report.html"] and path.read_text() == "old"
+
+
 HOLDER = """
 import os, sys, time
 from pathlib import Path

@@ -51,6 +51,7 @@ def test_ranks_on_the_cpu_start_without_collectives_over_shared_memory(monkeypat
     begin = lambda **arguments: seen.append(ops["deepspeed_shm_comm"])  # noqa: E731
     monkeypatch.setattr(deepspeed_strategy.deepspeed, "init_distributed", begin)
     monkeypatch.setattr(deepspeed_strategy.dist, "is_initialized", lambda: True)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     deepspeed_strategy.join(SimpleNamespace(device_name=lambda: "cpu"), timedelta(seconds=1))
     assert seen == [False]

@@ -13,7 +13,7 @@ from waiting import polls
 
 from lightrft_visual.config.vl import DistributedConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+from lightrft_visual.runtime.deepspeed import ALONE, DeepspeedStrategy
 
 
 @pytest.fixture
@@ -47,6 +47,14 @@ def first_ranks(port: int, ranks: int, runs: int, folder: Path) -> list[str]:
 
 def test_two_runs_of_one_rank_start_at_the_same_taken_port(taken, tmp_path):
     assert first_ranks(taken, 1, 2, tmp_path) == ["joined 1 1.0"] * 2
+
+
+@pytest.mark.parametrize("told", [{"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "2"}])
+def test_one_rank_whose_launcher_says_no_more_starts_alone(told, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in (*ALONE, "MASTER_PORT")} | told
+    result = str(tmp_path / "result")
+    together(run_work, [(join, (str(tmp_path), 1), result, environment)], 260)
+    assert torch.load(result) == "joined 1 1.0"
 
 
 def test_several_ranks_at_a_taken_port_are_told_which_and_what_to_do(taken, tmp_path):

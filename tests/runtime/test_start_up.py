@@ -157,5 +157,35 @@ def test_where_no_log_can_be_written_everything_is_shown(tmp_path):
     assert done.returncode == 0 and "by a library" in done.stdout
 
 
+CLOSED = """
+import sys
+from lightrft_visual import launch
+from lightrft_visual.config.load import config_or_exit
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
+
+def build():
+    with open(__file__) as file:
+        raise ConfigError(f"that is all, {file.fileno() > 2}")
+
+if sys.argv[2] == "config":
+    config_or_exit(RunConfig, ["--no_such_setting", "1"])
+config = RunConfig()
+config.output.output_dir = sys.argv[1]
+launch._run(config, build)
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("part", "told"), [("run", "ConfigError: that is all, True"), ("config", "no_such_setting")])
+def test_with_closed_streams_a_program_ends_as_with_open_ones(tmp_path, closed, part, told):
+    script = tmp_path / "closed.py"
+    script.write_text(CLOSED)
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, str(script), str(tmp_path / "run"), part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert ("2>&-" in closed and not done.stderr) or told in done.stderr
+
+
 def test_a_log_has_no_control_characters():
     assert cleaned("a\x1b[31mred\x1b[0m\x07\n\n 10%\r 50%\r100%\r\nb") == "ared\n100%\nb\n"

@@ -148,6 +148,34 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
             assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage
 
 
+def test_a_folder_with_brackets_in_its_path_is_loaded_and_not_one_that_its_name_fits_as_a_pattern(tmp_path):
+    (found,) = on_ranks(loaded_beside_another, str(tmp_path), ranks=1)
+    for stage, (saved, loaded, alone) in found.items():
+        assert saved == loaded == alone, stage
+
+
+def loaded_beside_another(out: str) -> dict[int, tuple]:
+    """By stage, sums of the weights that were saved, and of those that were loaded with and without a decoy beside."""
+    found = {}
+    for stage in (0, 2, 3):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+        if not found:
+            strategy.setup_distributed()
+        engine, inputs = made(strategy)
+        engine.save(f"{out}/{stage}/run1", "middle")
+        saved, sums = stepped(engine, inputs), []
+        folders = f"{out}/{stage}/run[1]", f"{out}/{stage}/[a]*/run"
+        for folder in folders:
+            engine.save(folder, "middle")
+        for folder in folders:
+            stepped(engine, inputs)
+            engine.load(folder, "middle")
+            with engine.gathered(list(engine.module.parameters())):
+                sums.append([p.double().sum().item() for p in engine.module.parameters()])
+        found[stage] = saved, *sums
+    return found
+
+
 # What is trained, and what a backward runs again. LoRA leaves the inputs of the first block without gradients.
 TRAINED = {
     "all": {},

@@ -17,6 +17,7 @@ from ...config.shared import ATTENTION, AUTO, FULL, NONE, PlanConfig
 from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...runtime import collectives
+from ...runtime.presence import ranks_started
 from .process import cpu, present
 from .shapes import language_model, near_shipped
 from .table import Plan
@@ -95,7 +96,7 @@ def named_device(config: AnyConfig) -> tuple[Device, int, int]:
 
 def started() -> tuple[int, int]:
     """(ranks, ranks on this host) that a launcher has started."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = ranks_started()
     return ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
 
 

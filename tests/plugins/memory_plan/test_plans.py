@@ -215,7 +215,9 @@ GIVEN = [*SEVEN, "--auto_micro_batches", "false"]  # nothing is left to the plan
 
 def test_a_plan_warns_by_default_and_refuses_where_it_is_asked_to(monkeypatch, caplog) -> None:
     monkeypatch.setattr(check, "present", lambda local: CARD)
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"does not fit(.|\n)*largest item"):
         check.check_fits(parse_run(RunConfig, [*GIVEN, "--plan", "refuse"]).config)
     check.check_fits(parse_run(RunConfig, [*GIVEN, "--offload_trainer", "--plan", "refuse"]).config)
