@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2384, "experience": 3164, "config": 4896, "runtime": 5702, "data": 3342,
-    "models": 5898, "rollout": 5100, "rewards": 4357, "algorithms": 1822, "trainer": 7372, "observe": 3525,
+    "models": 5898, "rollout": 5100, "rewards": 4357, "algorithms": 1822, "trainer": 7377, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -196,7 +196,13 @@ def open_model(config: C) -> tuple[C, Checkpoint]:
         _resolve_names(config)
     collectives.barrier()
     _resolve_names(config)  # other ranks find it in the cache
-    return config, open_checkpoint(config.model.pretrain, config.model, config.data)
+    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    for name in OWN_RATES:
+        frozen = name == "vision_learning_rate" and config.model.freeze_prefix.lower() == "true"
+        if getattr(config.train, name) is not None and (frozen or not checkpoint.vision):
+            why = "freeze_prefix true freezes the vision tower" if checkpoint.vision else "this model reads text only"
+            raise ConfigError(f"{name}: {why}; leave it out")
+    return config, checkpoint
 
 
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:

@@ -32,6 +32,7 @@ from lightrft_visual.trainer.vl.build import (
     _resolve_sharing,
     _teacher,
     load_actor,
+    open_model,
 )
 from lightrft_visual.trainer.vl.episodes import schemas_of
 
@@ -134,6 +135,24 @@ def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
     own = actor_of(student)(inputs, rule, with_entropy=False).log_probs
     assert not torch.allclose(found, own)
     torch.testing.assert_close(teacher_for(student, student.path)(inputs, rule), own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "rate", "told"),
+    [
+        ("qwen2", "", "vision_learning_rate", "this model reads text only"),
+        ("qwen2", "", "projector_learning_rate", "this model reads text only"),
+        ("internvl", "true", "vision_learning_rate", "freeze_prefix true freezes the vision tower"),
+        ("internvl", "true", "projector_learning_rate", None),
+        ("internvl", "", "vision_learning_rate", None),
+    ],
+)
+def test_a_rate_of_a_tower_that_is_frozen_or_not_there_is_refused_before_a_model_loads(
+    kind, frozen, rate, told, tmp_path
+):
+    model = ModelConfig(pretrain=checkpoint_of(tmp_path, kind).path, freeze_prefix=frozen)
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=f"{rate}: {told}"):
+        open_model(RunConfig(model=model, train=TrainConfig(**{rate: 1e-7})))
 
 
 def config_with(setting: str, path: object, **more) -> RunConfig:
