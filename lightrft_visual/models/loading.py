@@ -108,13 +108,30 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
     return checkpoint
 
 
+def open_critic(path: str, model: ModelConfig) -> tuple[Any, dict[str, int]]:
+    """Configuration, and tokens by text: {} where no tokenizer lies there. Raises ConfigError, naming the path."""
+    check_path(path)
+    fetch_model(path, code=model.trust_remote_code)
+    with refused_as(ConfigError, f"model {path} cannot be loaded"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError):
+        return config, {}
+    return config, tokenizer.get_vocab() if _has_words(tokenizer) else {}
+
+
+def _has_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Where a tokenizer's files lack transformers builds one without words."""
+    return bool(tokenizer("a", add_special_tokens=False)["input_ids"])
+
+
 def _check_text(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError for a checkpoint that cannot read text or write it."""
     other = re.search(r"\w*For(\w*Classification|RewardModel|QuestionAnswering)", f"{config.architectures}")
     if other:
         raise ConfigError(f"model {path} is a {other[0]}, which writes no text: give a language model")
-    # Where its files lack transformers builds one without words.
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+    if not _has_words(tokenizer):
         raise ConfigError(
             f"model {path}: its tokenizer makes no token of a text: copy tokenizer.json from the model that "
             "it was made from"

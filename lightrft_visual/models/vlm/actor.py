@@ -264,7 +264,7 @@ class Actor(nn.Module):
         self.backbone = Backbone(transformer, share_prefix, sequence)
         self.drawing = self.backbone.family.drawing(transformer)
         if sequence is not None and self.drawing is not None:
-            raise ConfigError("sp_size: the halves of guided images are not divided over ranks; leave it at 1")
+            raise ConfigError("sp_size: a model that draws is scored on whole rows; leave it at 1")
         self.register_buffer("banned_ids", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
         self.register_buffer("eos_ids", torch.tensor(sorted(set(eos_ids)), dtype=torch.long), persistent=False)
         with_eos = sorted({*banned_ids, *eos_ids})

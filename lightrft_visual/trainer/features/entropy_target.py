@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.vl import AlgorithmConfig
-from ...errors import ConfigError
 from ..hooks import StepHook
 
 
@@ -51,10 +50,6 @@ class EntropyTargetHook(StepHook):
 
 
 def build(parts: Any) -> EntropyTargetHook | None:
-    """For `entropy_target`. Raises ConfigError for a model that also draws, whose entropies are of two kinds."""
+    """For `entropy_target`."""
     algorithm = parts.config.algorithm
-    if algorithm.entropy_target is None:
-        return None
-    if len(parts.loss_parts) > 1:
-        raise ConfigError("entropy_target is one entropy: this model's answers and images have each their own")
-    return EntropyTargetHook(algorithm)
+    return None if algorithm.entropy_target is None else EntropyTargetHook(algorithm)

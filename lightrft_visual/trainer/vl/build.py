@@ -21,7 +21,7 @@ from ...data.prompts import PromptDataset, RowChecks
 from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
-from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
+from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint, open_critic
 from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
@@ -196,7 +196,13 @@ def open_model(config: C) -> tuple[C, Checkpoint]:
         _resolve_names(config)
     collectives.barrier()
     _resolve_names(config)  # other ranks find it in the cache
-    return config, open_checkpoint(config.model.pretrain, config.model, config.data)
+    checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    for name in OWN_RATES:
+        frozen = name == "vision_learning_rate" and config.model.freeze_prefix.lower() == "true"
+        if getattr(config.train, name) is not None and (frozen or not checkpoint.vision):
+            why = "freeze_prefix true freezes the vision tower" if checkpoint.vision else "this model reads text only"
+            raise ConfigError(f"{name}: {why}; leave it out")
+    return config, checkpoint
 
 
 def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
@@ -204,11 +210,38 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     config, checkpoint = open_model(config)
     checkpoint = with_tools(config, checkpoint)
     check_abilities(config, checkpoint)
+    _check_beside(config, checkpoint)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
         registry.services.load("placement").check(config)
     return config, checkpoint
+
+
+def _check_beside(config: RunConfig, policy: Checkpoint) -> None:
+    """Raise ConfigError for a critic or a teacher that does not read what the policy's samples hold."""
+    critic, teacher, own = config.model.critic_pretrain, config.model.teacher_pretrain, policy.tokenizer.get_vocab()
+    if critic is not None:
+        settings, tokens = open_critic(critic, config.model)
+        least = min(len(policy.tokenizer), policy.config.get_text_config().vocab_size)
+        known, few = {*tokens.values()}, settings.get_text_config().vocab_size < least
+        other = few or any(token in known and tokens.get(text) != token for text, token in own.items())
+        _check_reads(f"critic_pretrain {critic}", family_of(settings), policy, other)
+    if teacher is not None:
+        opened = open_checkpoint(teacher, config.model, config.data)
+        _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, opened.tokenizer.get_vocab() != own)
+
+
+def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens: bool) -> None:
+    if type(family) is not type(policy.family):
+        raise ConfigError(f"{named} is a {family.config.model_type}, the policy is of another family")
+    if other_tokens:
+        raise ConfigError(f"{named} has other tokens than the policy: it cannot read its responses")
+    try:
+        if policy.processor is not None:
+            family.check_processor(policy.processor)
+    except ConfigError as error:
+        raise ConfigError(f"{named} cannot read images from the policy's processor: {error}") from error
 
 
 def model_of(named: str, config: RunConfig | SFTRunConfig, checkpoint: Checkpoint, critic: bool) -> dict[str, Any]:
@@ -379,15 +412,11 @@ def _reference(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Check
 
 
 def _teacher(config: RunConfig, strategy: DeepspeedStrategy, checkpoint: Checkpoint):
-    """Log-probs of the model to learn from, None without one. Raises ConfigError where it reads other tokens."""
+    """Log-probs of the model to learn from, None without one."""
     path = config.model.teacher_pretrain
     if path is None:
         return None
     teacher = open_checkpoint(path, config.model, config.data)
-    if type(teacher.family) is not type(checkpoint.family):
-        raise ConfigError(f"teacher_pretrain {path} is a {teacher.config.model_type}, the policy is of another family")
-    if teacher.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
-        raise ConfigError(f"teacher_pretrain {path} has other tokens than the policy: it cannot score its responses")
     with strategy.loading():
         transformer = load_transformer(path, config.model, strategy.dtype)
     banned = checkpoint.family.banned_ids(checkpoint.tokenizer)

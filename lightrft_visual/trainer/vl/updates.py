@@ -436,6 +436,8 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
     if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
         raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
+    if config.algorithm.entropy_target is not None and checkpoint.family.draws:
+        raise ConfigError("entropy_target is one entropy: this model's answers and images have each their own")
     measured = checkpoint.processor is not None and not checkpoint.family.draws
     if not measured and config.rollout.image_dependence_every not in (0, RolloutConfig.image_dependence_every):
         raise ConfigError("image_dependence_every measures models that see and do not draw; leave it out")
@@ -451,6 +453,8 @@ def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
     refused = checkpoint.family.sharing_refused(config.model.attn_implementation) or state
     if sequence > 1 and refused:
         raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
+    if sequence > 1 and checkpoint.family.draws:
+        raise ConfigError(f"sp_size {sequence}: a model that draws is scored on whole rows; leave it at 1")
     if config.model.compile and (refused or count_experts(checkpoint.config)):
         raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 

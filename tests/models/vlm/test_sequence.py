@@ -167,7 +167,7 @@ def test_losses_and_gradients_are_those_of_one_rank(differences, kind):
     [
         ("qwen2", 3, "sdpa", "sp_size 3 does not divide the model's 4 attention heads"),
         ("qwen2", 2, "eager", "sp_size is not proven for model type 'qwen2' with attention eager"),
-        ("janus", 2, "sdpa", "the halves of guided images"),
+        ("janus", 2, "sdpa", "sp_size: a model that draws is scored on whole rows"),
     ],
 )
 def test_a_model_or_ranks_that_cannot_be_divided_are_refused(root, kind, size, attention, text):

@@ -6,7 +6,6 @@ import pytest
 
 from lightrft_visual.algorithms.loss_terms import LossDenominators, terms_of
 from lightrft_visual.config.vl import AlgorithmConfig
-from lightrft_visual.errors import ConfigError
 from lightrft_visual.trainer.features.entropy_target import EntropyTargetHook, build
 from lightrft_visual.trainer.vl.updates import LossPart, TrainBatch, parts_of_loss
 
@@ -38,11 +37,8 @@ def test_a_train_batch_gets_the_coefficient_of_its_step():
     assert changed.settings.entropy_coef == pytest.approx(0.003) and part.settings.entropy_coef == 0.001
 
 
-def test_a_model_that_draws_is_refused():
-    parts = SimpleNamespace(config=SimpleNamespace(algorithm=CONFIG), loss_parts=[1, 2])
-    with pytest.raises(ConfigError, match="entropy_target is one entropy"):
-        build(parts)
-    parts.loss_parts = [1]
+def test_the_hook_is_built_where_a_target_is_given():
+    parts = SimpleNamespace(config=SimpleNamespace(algorithm=CONFIG))
     assert build(parts) is not None
     parts.config.algorithm = AlgorithmConfig()
     assert build(parts) is None

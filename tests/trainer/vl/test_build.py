@@ -23,13 +23,16 @@ from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
+    _check_beside,
     _check_ranks,
     _engine,
     _fit_to_data,
     _loss_parts,
+    _open,
     _resolve_sharing,
     _teacher,
     load_actor,
+    open_model,
 )
 from lightrft_visual.trainer.vl.episodes import schemas_of
 
@@ -132,11 +135,66 @@ def test_a_larger_model_of_the_same_tokens_can_teach(tmp_path):
     own = actor_of(student)(inputs, rule, with_entropy=False).log_probs
     assert not torch.allclose(found, own)
     torch.testing.assert_close(teacher_for(student, student.path)(inputs, rule), own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "rate", "told"),
+    [
+        ("qwen2", "", "vision_learning_rate", "this model reads text only"),
+        ("qwen2", "", "projector_learning_rate", "this model reads text only"),
+        ("internvl", "true", "vision_learning_rate", "freeze_prefix true freezes the vision tower"),
+        ("internvl", "true", "projector_learning_rate", None),
+        ("internvl", "", "vision_learning_rate", None),
+    ],
+)
+def test_a_rate_of_a_tower_that_is_frozen_or_not_there_is_refused_before_a_model_loads(
+    kind, frozen, rate, told, tmp_path
+):
+    model = ModelConfig(pretrain=checkpoint_of(tmp_path, kind).path, freeze_prefix=frozen)
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=f"{rate}: {told}"):
+        open_model(RunConfig(model=model, train=TrainConfig(**{rate: 1e-7})))
+
+
+def config_with(setting: str, path: object, **more) -> RunConfig:
+    learns = {"critic_pretrain": {"advantage_estimator": "gae"}, "teacher_pretrain": {"teacher_coef": 1.0}}[setting]
+    return RunConfig(model=ModelConfig(**{setting: str(path)}, **more), algorithm=AlgorithmConfig(**learns))
+
+
+@pytest.mark.parametrize("setting", ["critic_pretrain", "teacher_pretrain"])
+def test_a_critic_or_teacher_that_cannot_read_what_the_policy_reads_is_refused_before_a_model_loads(setting, tmp_path):
+    kinds = {
+        kind: checkpoint_of(tmp_path, kind) for kind in ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+    }
+    text, policy = kinds["qwen2"], kinds["qwen2_5_vl"]
+    for kind in ("qwen2", "internvl"):
+        with pytest.raises(ConfigError, match=f"^{setting} .* is a {kind}, the policy is of another family"):
+            _check_beside(config_with(setting, kinds[kind].path), policy)
+    with pytest.raises(
+        ConfigError, match=f"^{setting} .* cannot read images from the policy's .* patches of 14 pixels"
+    ):
+        _check_beside(config_with(setting, kinds["qwen3_vl"].path), policy)
     other = build_tiny_checkpoint(tmp_path / "other", "qwen2", texts=["quite other words"])
+    with pytest.raises(ConfigError, match=f"^{setting} .* has other tokens than the policy"):
+        _check_beside(config_with(setting, other), text)
+    with pytest.raises(ConfigError, match=f"{setting} .* is a qwen2_5_vl, the policy is of another family"):
+        _open(config_with(setting, policy.path, pretrain=text.path))
+    _check_beside(config_with(setting, kinds["qwen2_vl"].path), policy)
+    _check_beside(config_with(setting, text.path), text)
+
+
+def test_a_critic_needs_neither_tokenizer_nor_processor_and_may_be_a_reward_model(tmp_path):
+    policy = checkpoint_of(tmp_path, "qwen2_5_vl")
+    critic = Path(shutil.copytree(policy.path, tmp_path / "critic"))
+    for file in critic.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    settings = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(settings | {"architectures": ["Qwen2ForTokenClassification"]}))
+    _check_beside(config_with("critic_pretrain", critic), policy)
+    settings["text_config"]["vocab_size"] = len(policy.tokenizer) - 1
+    (critic / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="has other tokens than the policy"):
-        teacher_for(student, other)
-    with pytest.raises(ConfigError, match="is a qwen2_5_vl, the policy is of another family"):
-        teacher_for(student, checkpoint_of(tmp_path, "qwen2_5_vl").path)
+        _check_beside(config_with("critic_pretrain", critic), policy)
 
 
 def test_a_teacher_of_another_type_computes_each_prompt_anew(tmp_path):

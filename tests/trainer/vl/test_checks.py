@@ -48,6 +48,8 @@ def check(config, flags: str) -> None:
         ),
         (Qwen3_5Config(), "--compile", "compile: its linear attention carries a state along a row; leave it out"),
         (Qwen3_5Config(), "--sp_size 2", "sp_size 2 divides packed rows over ranks: its linear attention carries"),
+        (JanusConfig(), "--sp_size 2", "sp_size 2: a model that draws is scored on whole rows; leave it at 1"),
+        (JanusConfig(), "--entropy_target 1.0", "entropy_target is one entropy"),
         (Kimi_K25Config(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
         (Glm4vMoeConfig(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
         (GPT2Config(), "--compile", "compile: it is not proven for model type 'gpt2'; leave it out"),
