@@ -17,7 +17,7 @@ from lightrft_visual.models.weight_copies import WeightAverage
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.vl import trainer as vl_trainer
+from lightrft_visual.trainer.vl import parts
 from lightrft_visual.trainer.vl.sft import HeldOutLoss
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
@@ -101,8 +101,9 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
     average = WeightAverage(trainer.actor.module.parameters(), decay=0.5)
     average.copies = [torch.full_like(each, 2.0) for each in average.copies]
     trainer.hooks = SimpleNamespace(weights_for=lambda purpose: average.swapped())
-    trainer.parts, exported = SimpleNamespace(checkpoint=None), []
-    monkeypatch.setattr(vl_trainer, "export_actor", lambda actor, state, *rest: exported.append(state))
+    trainer.actor.module.transformer, exported = None, []
+    trainer.parts = SimpleNamespace(checkpoint=SimpleNamespace(processor=None, tokenizer=None))
+    monkeypatch.setattr(parts, "export_hf", lambda model, tokenizer, folder, state: exported.append(state))
     trainer._load_engine_weights()
     trainer.export(Path())
     assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
