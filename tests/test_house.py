@@ -125,7 +125,7 @@ def test_no_file_of_the_core_imports_a_plug_in():
 
 
 def test_only_the_registry_names_what_is_in_a_plug_in():
-    """Elsewhere a module of a plug-in would be loaded by a path that nobody checks; `choice.py` knows the folder."""
+    """Elsewhere a module of a plug-in would be loaded by a path that nobody checks; `constraints` knows the folder."""
     allowed = {"lightrft_visual.config.registry", "lightrft_visual.config.constraints"}
     said = [
         f"{name}: {node.value!r}"
