@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2384, "experience": 3159, "config": 4896, "runtime": 5713, "data": 3342,
-    "models": 5881, "rollout": 5095, "rewards": 4349, "algorithms": 1822, "trainer": 7339, "observe": 3523,
+    "models": 5881, "rollout": 5098, "rewards": 4349, "algorithms": 1822, "trainer": 7339, "observe": 3523,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -79,9 +79,9 @@ class EngineWeights:
     actor: TrainEngine
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
-        if getattr(self.engine, "adapters_alone", False):
+        if self.engine.adapters_alone:
             return adapter_weights(self.actor)
-        if getattr(self.engine, "file_names", False):
+        if self.engine.file_names:
             whole = itertools.chain(named_weights(self.actor), _kept_buffers(self.actor.module.model))
             return _as_in_files(self.actor.module.transformer, whole)
         return named_weights(self.actor)

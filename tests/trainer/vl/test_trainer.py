@@ -14,6 +14,7 @@ from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.weight_copies import WeightAverage
+from lightrft_visual.rollout.engine import RolloutEngine
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
@@ -58,13 +59,11 @@ def test_the_controller_goes_on_unless_the_command_names_another_coefficient(coe
     assert told == [] if coefficient == 0.1 else "init_kl_coef was 0.1" in told[0]
 
 
-class ReadsAfterTheEnd:
+class ReadsAfterTheEnd(RolloutEngine):
     """An engine that copies weights only when all of them were named, as vLLM does with a padded vocabulary.
 
     gone: names of tensors whose memory was given back before they were read. Reading them would end the process.
     """
-
-    shares_weights = False
 
     def __init__(self):
         self.gone: list[str] = []
@@ -122,10 +121,8 @@ def test_weights_that_a_probe_has_read_leave_before_the_next_generation():
     assert seen[0] == 0 < seen[1] and bytes_of(model) == 0
 
 
-class Sleeps:
+class Sleeps(RolloutEngine):
     """What an engine on the accelerator is told, and the saving and moving of states in between."""
-
-    shares_weights = lacks_weights = False
 
     def __init__(self):
         self.told: list[str] = []
