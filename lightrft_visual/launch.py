@@ -104,7 +104,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
-    with _released_on_error(config) as held:
+    with _released_on_error() as held:
         held.append(trainer := _build(partial(built, config, callbacks)))
         _train(trainer)
     return trainer
@@ -113,7 +113,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 @contextmanager
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
-    with _released_on_error(config) as held:
+    with _released_on_error() as held:
         held.append(trainer := _build(partial(built, config)))
         if trainer.state.resume_folder is not None:
             trainer.state.take_weights()
@@ -123,7 +123,7 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 
 
 @contextmanager
-def _released_on_error(config: AnyConfig) -> Iterator[list[PolicyTrainer]]:
+def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
     bound_spinning()  # before anything loads torch
     with importing():

@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2388, "experience": 3164, "config": 4939, "runtime": 5748, "data": 3347,
-    "models": 5905, "rollout": 5100, "rewards": 4357, "algorithms": 1822, "trainer": 7388, "observe": 3525,
+    "": 2388, "experience": 3159, "config": 4939, "runtime": 5759, "data": 3347,
+    "models": 5905, "rollout": 5098, "rewards": 4350, "algorithms": 1822, "trainer": 7378, "observe": 3523,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
@@ -125,7 +125,7 @@ def test_no_file_of_the_core_imports_a_plug_in():
 
 
 def test_only_the_registry_names_what_is_in_a_plug_in():
-    """Elsewhere a module of a plug-in would be loaded by a path that nobody checks; `choice.py` knows the folder."""
+    """Elsewhere a module of a plug-in would be loaded by a path that nobody checks; `constraints` knows the folder."""
     allowed = {"lightrft_visual.config.registry", "lightrft_visual.config.constraints"}
     said = [
         f"{name}: {node.value!r}"

@@ -219,7 +219,7 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
     with importing():  # as a start that fails behind its imports leaves it
         del left
     try:
-        with launch._released_on_error(RunConfig()), importing():
+        with launch._released_on_error(), importing():
             pass
         assert gone() is None
     finally:

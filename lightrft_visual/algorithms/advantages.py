@@ -149,7 +149,7 @@ def rewards_at_turns(experience: Any, rewards: T) -> T:
 
 
 class GroupStatistics:
-    """Count, mean and spread of each group's valid rewards, each looked up per sample (N), in the rewards' dtype."""
+    """Count, mean and std of each group's valid rewards, each looked up per sample (N), in the rewards' dtype."""
 
     def __init__(self, rewards: T, group_ids: T, valid: T) -> None:
         _, index = torch.unique(group_ids, return_inverse=True)
@@ -358,7 +358,7 @@ class GroupNormCalculator(AdvantageCalculator):
 
 
 class CPGDCalculator(GroupNormCalculator):
-    """CPGD (arXiv 2505.12504) with its weight by spread: as GRPO, the standard deviation with n."""
+    """CPGD (arXiv 2505.12504) weighted by the std of the group: as GRPO, but over n."""
 
     correction = 0
 

@@ -4,7 +4,7 @@ A policy loss maps `LossInputs` to values per token (`TokenLoss`); `policy_loss`
 aggregates with denominators of the whole train batch, and adds the KL and entropy terms. A new algorithm is one
 function and one entry of the registry. Formulas with their sources: docs/algorithms.md.
 
-All returned losses and `metrics` are additive shares: their sum over micro-batches and ranks is the figure of the train
+All returned losses and `metrics` are additive shares: their sum over micro-batches and ranks is the value of the train
 batch. `maxima` combine by the maximum.
 """
 

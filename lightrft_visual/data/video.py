@@ -69,11 +69,11 @@ def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     name = _describe_video(source)
     try:
         if isinstance(source, (np.ndarray, torch.Tensor)):
-            return _from_array(source, options, name)
+            return _from_array(source, options)
         if _is_frame_list(source):
             return _from_list(source, options, allow_remote=allow_remote, max_pixels=max_pixels)
         content = read_source(source, allow_remote=allow_remote)
-        return _decode(content, options, name, max_pixels)
+        return _decode(content, options, max_pixels)
     except ValueError as error:  # also DataError of a frame, which gains the video's name
         raise DataError(f"video {name}: {error}", getattr(error, "cause", None) or "video damaged") from error
 
@@ -180,7 +180,7 @@ def _kept(options: Mapping[str, float], total: int, fps: float) -> list[int]:
     return torch.linspace(0, total - 1, count).round().long().tolist()
 
 
-def _from_array(array: np.ndarray | torch.Tensor, options: dict[str, Any], name: str) -> Video:
+def _from_array(array: np.ndarray | torch.Tensor, options: dict[str, Any]) -> Video:
     frames = np.asarray(array)
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.size == 0:
         raise DataError(f"expected a uint8 array [T, H, W, 3], got {frames.dtype} {frames.shape}", "video options")
@@ -238,19 +238,19 @@ def _bound_frame(frame: Image.Image, options: Mapping[str, float], limit: int) -
     return frame.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _decode(content: bytes | Path, options: dict[str, Any], name: str, max_pixels: int) -> Video:
+def _decode(content: bytes | Path, options: dict[str, Any], max_pixels: int) -> Video:
     import av  # loads FFmpeg's libraries: only where a video is read
 
     handle = io.BytesIO(content) if isinstance(content, bytes) else str(content)
     try:
         # FFmpeg may open nothing but the file itself.
         with av.open(handle, options={"protocol_whitelist": "file"}) as container:
-            return _decode_container(container, options, name, max_pixels)
+            return _decode_container(container, options, max_pixels)
     except av.error.FFmpegError as error:
         raise DataError(f"damaged, or no video: {error}") from error
 
 
-def _decode_container(container: Any, options: dict[str, Any], name: str, max_pixels: int) -> Video:
+def _decode_container(container: Any, options: dict[str, Any], max_pixels: int) -> Video:
     if not set(container.format.name.split(",")) & set(_CONTAINERS):
         raise DataError(f"container format {container.format.name} is not supported")
     if not container.streams.video:

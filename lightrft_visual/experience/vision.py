@@ -336,16 +336,11 @@ NEGATIVE = "negative_"  # conditions of the unguided branch carry this prefix
 MASK = "mask"
 
 
-def widened(value: T, length: int, fill: float = 0) -> T:
-    """The value with its second axis made longer, filled up behind what is there.
-
-    Args:
-        value: (B, L, ...).
-        length: of the second axis, at least L.
-        fill: what stands behind.
-    """
+def widened(value: T, length: int) -> T:
+    """The value with its second axis made longer, with zeros behind what is there. value: (B, L, ...); length: at
+    least L."""
     missing = length - value.shape[1]
-    return pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill) if missing else value
+    return pad(value, (0, 0) * (value.dim() - 2) + (0, missing)) if missing else value
 
 
 def joined(values: Sequence[T]) -> T:

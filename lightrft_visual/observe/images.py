@@ -215,13 +215,12 @@ def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
     os.replace(partial, path)
 
 
-def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]], fps: int = 8) -> Path:
+def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> Path:
     """contact_sheet.png in `folder`, and video_000.mp4 … for the records that are videos; gives the sheet's path.
 
     Args:
         folder: of one evaluation; made where it is missing.
         records: as of `contact_sheet`.
-        fps: frames per second of the videos.
     """
     folder = Path(folder)
     sheet = contact_sheet(records)
@@ -231,5 +230,5 @@ def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]
     os.replace(partial, folder / SHEET)
     for index, record in enumerate(records):
         for video in record.get("videos") or []:
-            write_mp4(folder / f"video_{index:03d}.mp4", video, fps)
+            write_mp4(folder / f"video_{index:03d}.mp4", video)
     return folder / SHEET

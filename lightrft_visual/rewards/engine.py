@@ -268,24 +268,17 @@ class RewardComputationEngine:
         streaming = {source: at for source, at in streaming.items() if isinstance(source, StreamingSource)}
         return EarlyScores(streaming, Call(chunk, model_device()), self._data) if streaming else None
 
-    def score_rollouts(
-        self,
-        rollouts: Sequence[Rollout],
-        chunk: int,
-        device: torch.device | str | None = None,
-        early: EarlyScores | None = None,
-    ) -> RewardOutput:
+    def score_rollouts(self, rollouts: Sequence[Rollout], chunk: int, early: EarlyScores | None = None) -> RewardOutput:
         """Rewards of rollouts, in order. Raises as `compute_rewards`, which is the same for padded micro-batches.
 
         Args:
             rollouts: they are only read.
             chunk: samples a remote request.
-            device: as in `compute_rewards`.
             early: what `begin` has started for these rollouts.
         """
         if not rollouts:
             raise RewardError("score_rollouts was given no rollouts")
-        return self.score(batch_from_rollouts(rollouts), chunk, device, early)
+        return self.score(batch_from_rollouts(rollouts), chunk, early=early)
 
     def score_media(
         self,

@@ -364,6 +364,6 @@ def plausible_media(height: int, width: int, frames: int | None = None) -> torch
     return image if frames is None else torch.stack([image * (1 - 0.5 * i / frames) for i in range(frames)], dim=1)
 
 
-def plausible_image(height: int = 64, width: int = 64) -> Image.Image:
+def plausible_image() -> Image.Image:
     """`plausible_media` of an image, as PIL."""
-    return to_pil(plausible_media(height, width))
+    return to_pil(plausible_media(64, 64))

@@ -102,10 +102,10 @@ def scored_labels(config: RewardConfig) -> frozenset[str] | None:
     return None if recipe is None or ANY_LABEL in recipe.entries else frozenset(recipe.entries)
 
 
-def check_reward_config(config: RewardConfig, labels: Iterable[str | None] = ()) -> None:
-    """Raise ConfigError for a missing file or function, a bad URL, an unknown rule, label or model name, or a token
+def check_reward_config(config: RewardConfig) -> None:
+    """Raise ConfigError for a missing file or function, a bad URL, an unknown rule or model name, or a token
     variable that is not set. Loads no model and opens no connection."""
-    engine_arguments(config, labels)
+    engine_arguments(config)
 
 
 def _check_parts(

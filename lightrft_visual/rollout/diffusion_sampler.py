@@ -342,7 +342,7 @@ class DiffusionSampler:
         timesteps, sigmas = self.schedule(model, batch.latent_shape)
         if timesteps.shape != sigmas.shape:
             raise ConfigError(f"the schedule has {len(timesteps)} timesteps and {len(sigmas)} sigmas")
-        x = self._starting_noise(model, batch, generators) * model.starting_scale(float(sigmas[0]))
+        x = self._starting_noise(batch, generators) * model.starting_scale(float(sigmas[0]))
         closed = torch.cat([sigmas, sigmas.new_zeros(1)])
         stochastic = self.stochastic_steps(window)
         path, log_probs, means, kept = [x], [], [], []
@@ -369,7 +369,7 @@ class DiffusionSampler:
             _joined(keep, kept),
         )  # fmt: skip
 
-    def _starting_noise(self, model: VelocityModel, batch: DiffusionBatch, generators: list[torch.Generator]) -> T:
+    def _starting_noise(self, batch: DiffusionBatch, generators: list[torch.Generator]) -> T:
         if batch.latents is not None:
             return batch.latents.clone() if batch.latents.dtype == torch.float64 else batch.latents.float().clone()
         device = next((value.device for value in batch.conditions.values()), torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,15 +25,24 @@ class RolloutEngine(Protocol):
     shares_weights: it samples from the trainer's own parameters, not from a copy that `update_weights` replaces.
     lacks_weights: it slept without them, and must be given new ones before it generates. streams: whether `generate`
     takes a third argument, which it calls with the number of each prompt and its completions once they are finished.
-    in_step: whether ranks call `generate` together, and equally often; default: each when it likes.
+    in_step: whether ranks call `generate` together, and equally often; default: each when it likes. adapters_alone:
+    whether `update_weights` takes LoRA's adapters by the names of the trainer's model, and nothing else. file_names:
+    whether it takes weights by the names and in the parts of a checkpoint's files.
     """
 
     shares_weights: bool = False
     lacks_weights: bool = False
     streams: bool = False
+    in_step: bool = False
+    adapters_alone: bool = False
+    file_names: bool = False
 
     def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
         """n completions a prompt, in order."""
+
+    def admission(self, settings: SamplingSettings) -> Any:
+        """An `episodes.Admission`, for requests one after the other; None where the engine has none."""
+        return None
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over weights by the names of the actor's checkpoint; caches of the old ones are void.
@@ -211,7 +220,7 @@ class RolloutStage:
             given.add(number)
             take(number, responses)
 
-        streamed = (pass_on,) if at_once and getattr(self.engine, "streams", False) else ()
+        streamed = (pass_on,) if at_once and self.engine.streams else ()
         for number, responses in enumerate(self.engine.generate(prompts, settings, *streamed)):
             if number not in given:
                 take(number, responses)

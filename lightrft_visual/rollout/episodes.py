@@ -144,8 +144,7 @@ class _Round:
 
     def run(self) -> None:
         """Until no rank has an active episode, where the engine keeps ranks in step."""
-        opened, most = getattr(self.stage.engine, "admission", None), self.stage.limits.environments
-        admission = None if opened is None else opened(self.settings)
+        admission, most = self.stage.engine.admission(self.settings), self.stage.limits.environments
         if admission is not None:
             try:
                 self._run_freely(admission, most)
@@ -353,7 +352,7 @@ class _Round:
 
     def _any_rank(self, own: bool) -> bool:
         """Whether it holds on any rank, where ranks generate together; else whether it holds here."""
-        if not getattr(self.stage.engine, "in_step", False):
+        if not self.stage.engine.in_step:
             return own
         return bool(collectives.all_reduce_max(torch.tensor([float(own)])).item())
 

@@ -63,7 +63,7 @@ class ParityGate:
 
     @classmethod
     def from_config(cls, config: RunConfig, checkpoint: Checkpoint, **parts: Any) -> ParityGate:
-        """The gate of a run: tolerance and figure follow from its precision. parts: the other fields."""
+        """The gate of a run: tolerance and `averages` follow from its precision. parts: the other fields."""
         rollout, bf16, moe = config.rollout, config.model.bf16, count_experts(checkpoint.config) > 0
         full = FP32_TOLERANCE if not bf16 else MOE_BF16_TOLERANCE if moe else BF16_TOLERANCE
         usual = COARSE_TOLERANCE if rollout.coarse else full
@@ -72,7 +72,7 @@ class ParityGate:
         return cls(vision=checkpoint.vision, tolerance=tolerance, averages=bf16 or moe or rollout.coarse, **parts)
 
     def check(self, batch: PromptBatch, temperature: float = 1.0) -> float:
-        """The figure, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""
+        """The difference, largest over all ranks; raises RolloutError with the likely cause above the tolerance."""
         largest = self._largest(batch, temperature)
         if largest <= self.tolerance:
             return largest
@@ -250,7 +250,7 @@ class RolloutCheck:
         self.sums = torch.cat([torch.maximum(before[:1], difference.max()), before[1:] + found])
 
     def settle(self, heard: T | None = None) -> None:
-        """The differences over all ranks; raises RolloutError where the gate refuses its figure of them, and
+        """The differences over all ranks; raises RolloutError where the gate refuses them, and
         NonFiniteError where the trainer's own scores are not finite.
 
         To be called once all micro-batches are added and before anything is trained on them. heard (ranks, 4): what

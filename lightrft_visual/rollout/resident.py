@@ -12,8 +12,7 @@ from .engine import RolloutEngine
 class ResidentEngine(RolloutEngine):
     """How such an engine sleeps and wakes; a subclass says how memory is let go and taken back.
 
-    enable_sleep: whether it does. failure: of an earlier call, whose requests may still be under way. file_names: it
-    takes weights by the names and in the parts of a checkpoint's files.
+    enable_sleep: whether it does. failure: of an earlier call, whose requests may still be under way.
     """
 
     file_names = True

@@ -52,17 +52,14 @@ class _Weight:
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters)
 
 
-def named_weights(
-    engine: TrainEngine, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[str, T]]:
+def named_weights(engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, T]]:
     """(checkpoint name, tensor) of every weight of the policy, in module order; tied weights come once.
 
-    Tensors are the trainer's own, where nothing has to be gathered, merged or cast: read them at once. LoRA layers come
+    Tensors are the trainer's own, where nothing has to be gathered or merged: read them at once. LoRA layers come
     as base + scale * B A, leaving the layers themselves as they are.
 
     Args:
         engine: which trains the policy.
-        dtype: of the tensors; None: as they are.
         bucket_bytes: gathered at a time under ZeRO-3 (one larger weight alone), so all ranks must consume in step; a
             gathered tensor stays as long as it is referred to.
     """
@@ -71,8 +68,7 @@ def named_weights(
     for bucket in in_buckets(weights, bucket_bytes, lambda weight: weight.bytes):
         with engine.gathered([parameter for weight in bucket for parameter in weight.parameters]):
             for weight in bucket:
-                tensor = weight.value().detach()
-                yield weight.name, tensor if dtype is None else tensor.to(dtype)
+                yield weight.name, weight.value().detach()
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,9 @@ class EngineWeights:
     actor: TrainEngine
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
-        if getattr(self.engine, "adapters_alone", False):
+        if self.engine.adapters_alone:
             return adapter_weights(self.actor)
-        if getattr(self.engine, "file_names", False):
+        if self.engine.file_names:
             whole = itertools.chain(named_weights(self.actor), _kept_buffers(self.actor.module.model))
             return _as_in_files(self.actor.module.transformer, whole)
         return named_weights(self.actor)
@@ -173,17 +169,16 @@ def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:
     return tensor
 
 
-def gathered_state_dict(engine: TrainEngine, keep: bool, dtype: torch.dtype | None = None) -> dict[str, T]:
+def gathered_state_dict(engine: TrainEngine, keep: bool) -> dict[str, T]:
     """All weights under checkpoint names on the host, and what a checkpoint holds beside them (running means of
     batch norms). A collective.
 
     Args:
         engine: which trains the policy.
         keep: whether this rank keeps them (rank 0); elsewhere the result is empty.
-        dtype: of the weights; None: as they are.
     """
     state: dict[str, T] = {}
-    for name, tensor in itertools.chain(named_weights(engine, dtype), _kept_buffers(engine.module.model)):
+    for name, tensor in itertools.chain(named_weights(engine), _kept_buffers(engine.module.model)):
         if keep:
             state[name] = tensor.to("cpu", copy=True)
     return state

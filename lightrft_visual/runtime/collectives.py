@@ -154,12 +154,12 @@ def _all_to_all(tensor: torch.Tensor, sending: list[int], arriving: list[int]) -
     return result.cpu()
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Rank `source`'s value on every rank."""
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value on every rank."""
     if _alone():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

@@ -16,7 +16,7 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.rewards import RewardComputationEngine, load_recipe, load_reward_fn, parse_recipe
 from lightrft_visual.rewards.functions.judge import TEMPLATE
 from lightrft_visual.rewards.remote.wire import decode_reply, decode_request
-from lightrft_visual.rewards.settings import check_reward_config
+from lightrft_visual.rewards.settings import engine_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs" / "rewards.md").read_text()
@@ -45,7 +45,7 @@ def test_composed_example():
 
 
 def test_judge_example_is_a_sound_recipe():
-    check_reward_config(RewardConfig(reward_recipe="examples/rewards/judge.yaml"), labels=["any", None])
+    engine_arguments(RewardConfig(reward_recipe="examples/rewards/judge.yaml"), ["any", None])
 
 
 def test_aggregate_example():

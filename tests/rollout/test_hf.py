@@ -27,6 +27,7 @@ from lightrft_visual.errors import ConfigError, NonFiniteError, RolloutError
 from lightrft_visual.experience.rollouts import SamplingSettings
 from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.models.vlm.actor import Actor
+from lightrft_visual.rollout.engine import RolloutEngine
 from lightrft_visual.rollout.hf import Decoding, PromptLayer, TransformersEngine, draw, truncated
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
@@ -229,7 +230,7 @@ def generated_by_ranks(checkpoint) -> list[list[int]]:
 
 
 def test_wrong_prompt_ids_are_refused(rig):
-    class Longer:
+    class Longer(RolloutEngine):
         def generate(self, requests, settings):
             made = rig.engine.generate(requests, settings)
             for completion in made[1]:

@@ -40,7 +40,6 @@ def test_all_weights_come_once_whole_and_equal_to_the_model_and_its_file(root, k
     assert len(names) == len(set(names))
     own = actor.model.state_dict()
     assert all(torch.equal(own[name], tensor) and not tensor.requires_grad for name, tensor in sent)
-    assert {tensor.dtype for _, tensor in named_weights(engine_of(actor), torch.bfloat16)} == {torch.bfloat16}
     assert ("lm_head.weight" in names) == (not kind.endswith("+tied"))
     saved = load_file(f"{checkpoint_of(root, kind).path}/model.safetensors")
     assert sorted(each.sum().item() for each in saved.values()) == sorted(each.sum().item() for _, each in sent)
@@ -99,14 +98,14 @@ def test_a_state_dict_is_a_copy_on_the_ranks_that_keep_it_with_what_a_checkpoint
 def test_an_engine_that_reads_files_gets_their_names_and_parts(tmp_path, name):
     checkpoint = stock_checkpoint(tmp_path, name)
     actor = Actor(load_transformer(checkpoint.path, ModelConfig(), torch.float32), [], [])
-    sent = dict(EngineWeights(SimpleNamespace(file_names=True), engine_of(actor)))
+    sent = dict(EngineWeights(SimpleNamespace(adapters_alone=False, file_names=True), engine_of(actor)))
     held = load_file(tmp_path / "model.safetensors")
     assert sent.keys() == held.keys()
     assert all(torch.equal(sent[key], held[key]) for key in held)
     with torch.no_grad():
         for parameter in actor.parameters():
             parameter.mul_(2)
-    later = dict(EngineWeights(SimpleNamespace(file_names=True), engine_of(actor)))
+    later = dict(EngineWeights(SimpleNamespace(adapters_alone=False, file_names=True), engine_of(actor)))
     # Buffers, such as the bounds of a clipped layer, have not changed.
     doubled = [key for key in held if torch.equal(later[key], 2 * held[key])]
     assert later.keys() == held.keys() and len(doubled) >= len([*actor.parameters()])

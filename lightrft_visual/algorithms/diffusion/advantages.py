@@ -7,13 +7,12 @@ from ...runtime.collectives import all_gather_object, rank
 from ..advantages import GroupStatistics, decoupled_rewards
 
 T = torch.Tensor
+EPS = 1e-4  # added to standard deviations
 FILLS = ((0, float("nan")), (1, 0.0))  # a rank whose samples have no such reward: no score, no weight
 
 
-def group_advantages(
-    rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0, eps: float = 1e-4
-) -> T:
-    """(N) advantages (r - mean of its group) / (std + eps), computed in fp64 and returned as fp32.
+def group_advantages(rewards: T, group_id: T, valid: T, *, global_std: bool = False, clip: float = 5.0) -> T:
+    """(N) advantages (r - mean of its group) / (std + EPS), computed in fp64 and returned as fp32.
 
     Args:
         rewards: (N) float.
@@ -22,22 +21,21 @@ def group_advantages(
         global_std: take the population standard deviation of all valid rewards (Flow-GRPO's published code), not that
             of the group.
         clip: largest absolute advantage; 0 for none.
-        eps: added to the standard deviation.
 
     Returns:
         The advantages; 0 where invalid or without another valid sample of the group.
     """
     groups = GroupStatistics(rewards.double(), group_id, valid)
     std = Moments.of(rewards[valid]).std if global_std else groups.std(correction=0)
-    advantages = torch.where(groups.comparable, groups.centered() / (std + eps), 0.0)  # std is NaN of none
+    advantages = torch.where(groups.comparable, groups.centered() / (std + EPS), 0.0)  # std is NaN of none
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 
 def decoupled_group_advantages(
-    components: dict[str, T], weights: dict[str, T], group_id: T, valid: T, *, clip: float = 5.0, eps: float = 1e-4
+    components: dict[str, T], weights: dict[str, T], group_id: T, valid: T, *, clip: float = 5.0
 ) -> T:
     """(N) advantages of GDPO (arXiv 2601.05242): `decoupled_rewards`, then minus their mean over the batch and over
-    their standard deviation + eps.
+    their standard deviation + EPS.
 
     Args:
         components: (N) scores of each reward, by name; NaN where it does not apply.
@@ -45,16 +43,15 @@ def decoupled_group_advantages(
         group_id: (N) long.
         valid: (N) bool.
         clip: largest absolute advantage; 0 for none.
-        eps: added to standard deviations.
 
     Returns:
         The advantages; 0 where invalid or without another valid sample of the group.
     """
     doubles = [{name: values.double() for name, values in each.items()} for each in (components, weights)]
-    total = decoupled_rewards(*doubles, group_id, valid, correction=0, eps=eps)
+    total = decoupled_rewards(*doubles, group_id, valid, correction=0, eps=EPS)
     comparable = GroupStatistics(total, group_id, valid).comparable
     moments = Moments.of(total[comparable])
-    advantages = torch.where(comparable & (total != 0), (total - moments.mean) / (moments.std + eps), 0.0)
+    advantages = torch.where(comparable & (total != 0), (total - moments.mean) / (moments.std + EPS), 0.0)
     return (advantages.clamp(-clip, clip) if clip else advantages).float()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..loss_terms import LossOutputs
 from ..policy_losses import clipped_surrogate
-from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import ratio_means
 
@@ -51,8 +51,7 @@ class AWM(DiffusionLoss):
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """max(-A r, -A clip(r)) + KLs, summed over valid rows / denominator."""
-        mixed, target = noised(context, batch)
-        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        inputs, target = asked(context, batch, self.guidance_scale)
         v_old = context.by_rollouts(inputs)
         v_reference = context.by_reference(inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)

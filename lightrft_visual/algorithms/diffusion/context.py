@@ -132,16 +132,20 @@ def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
     return Noised((1 - when.square()).clamp_min(0).sqrt() * data + when * noise, noise)
 
 
-def noised(context: LossContext, batch: DenoisingBatch, shared: bool = False) -> Noised:
-    """Finished samples with noise, as the context's model is asked.
+def asked(
+    context: LossContext, batch: DenoisingBatch, guidance_scale: float, shared: bool = False
+) -> tuple[tuple[T, T, dict[str, T], float], T]:
+    """What the model is asked about finished samples with noise, as arguments of `velocity`, and the right answer.
 
     Args:
         context: for its seed and what its model predicts.
         batch: M samples, each at one step.
+        guidance_scale: of the training forward.
         shared: samples of one group get the same noise.
     """
     noise = forward_noise(context.seed, batch, shared)
-    return add_noise(batch.data, noise, batch.sigma, context.policy.prediction)
+    mixed, target = add_noise(batch.data, noise, batch.sigma, context.policy.prediction)
+    return (mixed, batch.timesteps, batch.conditions, guidance_scale), target
 
 
 def squared_error(predicted: T, target: T) -> T:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, noised, scaled_error, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .nft import optimality
 from .preference import sums_of_groups
@@ -46,7 +46,7 @@ class CenteredReward(DiffusionLoss):
                 where the batch holds whole groups.
             denominator: that of the update.
         """
-        inputs, target = self._asked(context, batch)
+        inputs, target = asked(context, batch, self.guidance_scale)
         v_old = context.by_rollouts(inputs)
         v_base = context.by_reference(inputs) if self.kl_beta > 0 else None
         v = context.velocity(*inputs)
@@ -70,15 +70,10 @@ class CenteredReward(DiffusionLoss):
     @torch.no_grad()
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M, 2) beta r - a and 1 of each sample, 0 of an invalid one: what its group's means are made of."""
-        inputs, target = self._asked(context, batch)
+        inputs, target = asked(context, batch, self.guidance_scale)
         implicit = scaled_error(context.by_rollouts(inputs), target)
         implicit = implicit - scaled_error(context.velocity(*inputs), target)
         return _terms(self.beta * implicit - optimality(batch.advantages, self.adv_max), batch)
-
-    def _asked(self, context: LossContext, batch: DenoisingBatch) -> tuple[tuple, T]:
-        """What the model is asked, and the right answer."""
-        mixed, target = noised(context, batch)
-        return (mixed, batch.timesteps, batch.conditions, self.guidance_scale), target
 
 
 def _terms(gap: T, batch: DenoisingBatch) -> T:

@@ -10,7 +10,7 @@ import torch
 
 from ...rollout.diffusion_sampler import per_sample
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, noised, scaled_error, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, asked, scaled_error, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -79,13 +79,12 @@ class DiffusionNFT(DiffusionLoss):
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator."""
-        mixed, _ = noised(context, batch)
-        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        inputs, _ = asked(context, batch, self.guidance_scale)
         v_old = context.by_rollouts(inputs)
         v_reference = context.by_reference(inputs) if self.kl_beta > 0 else None
         v = context.velocity(*inputs)
         r = optimality(batch.advantages, self.adv_max, self.adv_mode)
-        losses = nft_loss(v, v_old, mixed, batch.data, batch.sigma, r, beta=self.beta, adv_max=self.adv_max)
+        losses = nft_loss(v, v_old, inputs[0], batch.data, batch.sigma, r, beta=self.beta, adv_max=self.adv_max)
         means = {
             "optimality": weighted_mean(r, batch.valid),
             "old_deviation": weighted_mean(squared_error(v.detach(), v_old), batch.valid),

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
 
 T = torch.Tensor
@@ -49,8 +49,7 @@ class GroupPreference(DiffusionLoss):
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Every sample's share of its group's loss; with `coupling` (M), the sum of A Delta over the group."""
-        mixed, target = noised(context, batch, shared=True)
-        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        inputs, target = asked(context, batch, self.guidance_scale, shared=True)
         whole = batch.coupling is None
         base = context.by_reference(inputs) if self.kl_beta > 0 or (whole and self.reference == "base") else None
         other = context.by_rollouts(inputs) if whole and self.reference == "old" else base
@@ -72,8 +71,7 @@ class GroupPreference(DiffusionLoss):
     @torch.no_grad()
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:
         """(M) A Delta of each row, 0 of an invalid one: what its group's sum is made of."""
-        mixed, target = noised(context, batch, shared=True)
-        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        inputs, target = asked(context, batch, self.guidance_scale, shared=True)
         other = context.by_rollouts(inputs) if self.reference == "old" else context.by_reference(inputs)
         return self._terms(squared_error(context.velocity(*inputs), target), other, target, batch)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..loss_terms import LossOutputs
-from .context import DiffusionLoss, LossContext, noised, squared_error, summed, weighted_mean
+from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
 T = torch.Tensor
@@ -25,8 +25,7 @@ class RewardWeighted(DiffusionLoss):
 
     def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
         """Sum over valid rows / denominator."""
-        mixed, target = noised(context, batch)
-        inputs = (mixed, batch.timesteps, batch.conditions, self.guidance_scale)
+        inputs, target = asked(context, batch, self.guidance_scale)
         reference = context.by_reference(inputs) if self.beta > 0 else None
         v = context.velocity(*inputs)
         error, weights = squared_error(v, target), (batch.advantages / self.temperature).exp()

@@ -315,12 +315,12 @@ def build_tiny_model(config) -> PreTrainedModel:
     return model
 
 
-def _describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, guidance_scale: float = 3.0) -> None:
+def _describe_drawing(model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
     """What the model's own `generate` reads of its generation settings to draw."""
     settings = model.generation_config
     settings._from_model_config = False  # else transformers leaves out what only some models have when it loads them
     settings.bos_token_id = settings.pad_token_id = tokenizer.pad_token_id
-    settings.guidance_scale = guidance_scale
+    settings.guidance_scale = 3.0
     settings.generation_kwargs = {"boi_token_id": tokenizer.convert_tokens_to_ids(tokenizer.boi_token)}
 
 

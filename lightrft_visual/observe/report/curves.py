@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.media import evenly_spaced
 from .data import RunData
 
 PALETTE = (
@@ -94,8 +95,7 @@ def columns(points: Sequence[Point]) -> dict[str, list[float]]:
 
 def band_columns(band: Sequence[tuple[float, float, float]], limit: int) -> dict[str, list[float]]:
     """Steps as x, and both edges; at most `limit` steps, evenly chosen, with both ends."""
-    count = min(limit, len(band))
-    kept = [band[round(index * (len(band) - 1) / max(1, count - 1))] for index in range(count)]
+    kept = evenly_spaced(band, limit)
     low, high = columns([(x, y) for x, y, _ in kept]), columns([(x, y) for x, _, y in kept])
     return {"x": low["x"], "low": low["y"], "high": high["y"]}
 
@@ -133,8 +133,7 @@ def area_chart(series: Sequence[Series], limit: int = 150) -> Chart | None:
     steps = sorted({step for table in tables for step in table})
     if not steps:
         return None
-    count = min(limit, len(steps))
-    shown = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
+    shown = evenly_spaced(steps, limit)
     lines = [
         {"name": item.name, "color": item.color, **columns([(step, max(0.0, table.get(step, 0.0))) for step in shown])}
         for item, table in zip(series, tables)

@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from ...errors import ConfigError, RewardError
+from ...errors import ConfigError
 from ...rewards.batch import Failed
 from ...runtime.packages import needed
-from ...runtime.usercode.sandbox import CallTimeout, Worker
+from ...runtime.usercode.sandbox import Worker
 
 _WORKER = f"{__name__}:answers"
 _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
@@ -54,12 +54,7 @@ class Geometry3K:
     def _accuracy(self, response: str, reference: str | None) -> float | Failed | None:
         if reference is None:
             return None
-        try:
-            return self._worker.call({"response": response, "reference": reference}, self.seconds)
-        except CallTimeout as late:
-            return Failed(f"mathruler: {late}")
-        except RewardError as error:
-            return Failed(str(error))
+        return self._worker.scored({"response": response, "reference": reference}, self.seconds, "mathruler")
 
     def close(self) -> None:
         """End the process."""

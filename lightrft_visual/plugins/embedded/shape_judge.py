@@ -267,10 +267,9 @@ def kinds_of(judge: ShapeJudge, images: T) -> T:
     return colours * (len(SHAPES) + NEITHER) + shapes
 
 
-def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | None = None) -> Path:
+def judge_file(settings: JudgeSettings | None = None) -> Path:
     """The judge's weights, beside the embedded models; trained at the first call, its own accuracy said and kept."""
     settings = settings or JudgeSettings()
-    root = Path(cache_dir) if cache_dir else cache_folder() / "models"
 
     def build(path: Path) -> None:
         judge = train_judge(settings)
@@ -279,7 +278,7 @@ def judge_file(cache_dir: str | Path | None = None, settings: JudgeSettings | No
         save_file(judge.state_dict(), path, {"accuracy": json.dumps(asdict(accuracy))})
 
     told = "training the judge of the embedded drawings once: a quarter of a minute of one core"
-    return built_once(root / f"shape-judge-{key_of(asdict(settings))}.safetensors", build, told)
+    return built_once(cache_folder() / "models" / f"shape-judge-{key_of(asdict(settings))}.safetensors", build, told)
 
 
 @cache
@@ -287,5 +286,5 @@ def embedded_judge(placed: bool = False) -> ShapeJudge:
     """The judge of this process, on the host; placed: the one that knows places too."""
     settings = JudgeSettings(placed=placed)
     judge = ShapeJudge(settings)
-    judge.load_state_dict(load_file(judge_file(settings=settings)))
+    judge.load_state_dict(load_file(judge_file(settings)))
     return judge.eval().requires_grad_(False)

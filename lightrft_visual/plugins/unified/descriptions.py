@@ -16,16 +16,10 @@ COUNTS = ("one", "two", "three")
 SIZES = ("small", "large")
 
 
-def build_descriptions(folder: str | os.PathLike, count: int = 2048, seed: int = 0, size: int = 56) -> EmbeddedTask:
-    """Described scenes on disk, as the demonstrations of a task; see `task.build_task`.
-
-    Args:
-        folder: below which they are written, or found.
-        count: scenes.
-        seed: by which they are drawn.
-        size: side of the square images in pixels.
-    """
-    return build_task(SOURCE, folder, seed, 1, 0, size, count)
+def build_descriptions(folder: str | os.PathLike, count: int = 2048) -> EmbeddedTask:
+    """`count` described scenes on disk, as the demonstrations of a task; see `task.build_task`. folder: below which
+    they are written, or found."""
+    return build_task(SOURCE, folder, 0, 1, 0, 56, count)
 
 
 def described(scene: Scene) -> str:

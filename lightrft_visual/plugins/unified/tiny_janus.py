@@ -75,15 +75,14 @@ class UnifiedWarmUp:
     version: int = 6
 
 
-def embedded_janus(settings: UnifiedWarmUp | None = None, root: Path | None = None, report=print) -> Path:
+def embedded_janus(settings: UnifiedWarmUp | None = None, report=print) -> Path:
     """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it.
 
     Args:
         settings: of the warm-up; default: those of `UnifiedWarmUp`.
-        root: of the cache; default: `cache_folder()`.
         report: called with a line where it is built.
     """
-    settings, root = settings or UnifiedWarmUp(), root or cache_folder()
+    settings, root = settings or UnifiedWarmUp(), cache_folder()
     versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
     key = key_of(asdict(settings) | versions)[:12]
 

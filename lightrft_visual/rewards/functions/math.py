@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ...errors import ConfigError, RewardError
+from ...errors import ConfigError
 from ...runtime.usercode.calls import Failed
-from ...runtime.usercode.sandbox import CallTimeout, Worker
+from ...runtime.usercode.sandbox import Worker
 from .answers import references_in
 
 _WORKER = "lightrft_visual.rewards.functions.math_worker:verify_answer"
@@ -32,12 +32,7 @@ class Math:
         known = references_in(reference)
         if not known:
             return None
-        try:
-            return self._worker.call({"response": completion, "references": known}, self.seconds)
-        except CallTimeout as late:
-            return Failed(f"math-verify: {late}")
-        except RewardError as error:
-            return Failed(str(error))
+        return self._worker.scored({"response": completion, "references": known}, self.seconds, "math-verify")
 
     def close(self) -> None:
         """End the process."""

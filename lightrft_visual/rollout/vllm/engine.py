@@ -52,6 +52,7 @@ class VLLMEngine(ResidentEngine):
 
     def __init__(self, settings: VLLMSettings):
         self.sharing = PromptSharing(1 if settings.own_ranks else settings.tensor_parallel_size)
+        self.in_step = self.sharing.group is not None  # ranks are one engine
         prepare_environment(settings.dtype)
         self.settings, self.enable_sleep = settings, settings.enable_sleep
         self.llm = self._build()
@@ -70,11 +71,6 @@ class VLLMEngine(ResidentEngine):
             actor: not read; weights come by `update_weights`.
         """
         return cls(VLLMSettings.from_config(config, checkpoint))
-
-    @property
-    def in_step(self) -> bool:
-        """Whether ranks are one engine, and call `generate` together."""
-        return self.sharing.group is not None
 
     def _build(self):
         s = self.settings

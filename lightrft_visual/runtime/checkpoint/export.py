@@ -121,9 +121,7 @@ def to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
 
 
-def export_lora(
-    model: PeftModel, folder: str | Path, state_dict: StateDict | None = None, adapter_name: str = "default"
-) -> Path:
+def export_lora(model: PeftModel, folder: str | Path, state_dict: StateDict | None = None) -> Path:
     """Write adapter_model.safetensors and adapter_config.json, for peft and for vLLM's LoRA loading.
 
     Args:
@@ -131,14 +129,13 @@ def export_lora(
         folder: where to write.
         state_dict: gathered weights under the model's own names, of which only the adapter's are needed; None: the
             model's own.
-        adapter_name: as peft has it.
     """
     from peft import get_peft_model_state_dict
 
     weights = dict(model.state_dict() if state_dict is None else state_dict)
-    adapter = get_peft_model_state_dict(model, weights, adapter_name, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
     check_gathered(adapter)
-    config = model.peft_config[adapter_name]
+    config = model.peft_config["default"]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.items()}

@@ -157,6 +157,20 @@ class Worker:
             raise RewardError(f"reward function {self._name} {masked(answer['error'])}")
         return answer["result"]
 
+    def scored(self, arguments: Mapping[str, Any], seconds: float, library: str) -> Any:
+        """The result of `call`, or `Failed` where there is none.
+
+        Args:
+            arguments: as of `call`, as `seconds` is.
+            library: which the function asks, and a reason of too long a call names.
+        """
+        try:
+            return self.call(arguments, seconds)
+        except CallTimeout as late:
+            return Failed(f"{library}: {late}")
+        except RewardError as error:
+            return Failed(str(error))
+
     @property
     def _name(self) -> str:
         return self.spec.rpartition(":")[2]

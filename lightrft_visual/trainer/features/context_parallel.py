@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ...config.diffusion import rollout_sampling
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.context_parallel import ContextParallel
-from ...rollout.diffusion_sampler import DiffusionSampler
-from ..diffusion.stages import DiffusionSampling, TrainedVelocity, drawing_batch
+from ..diffusion.stages import drawing_batch
 from ..hooks import HookContext, StepHook
 
 
@@ -25,17 +23,14 @@ class ContextParallelHook(StepHook):
 
     def setup(self, context: HookContext) -> None:
         """One forward of the run's size. Raises ConfigError where its tokens cannot be divided. A collective."""
-        parts, config = context.parts, context.config
-        model = TrainedVelocity(parts.engine, parts.policy)
-        drawing = DiffusionSampling(
-            model, DiffusionSampler(rollout_sampling(config)), config.sampling, config.train.seed
-        )
+        parts = context.parts
+        drawing = parts.maker.engine.sampling
         conditions = drawing.conditions(drawing_batch([parts.prompts.dataset[0]], [0], first=0))
         latents = torch.zeros(1, *drawing.latent_shape, device=parts.policy.device)
         time = torch.full((1,), TRAIN_TIMESTEPS / 2, device=latents.device)
         self.denoisers.divide()
         with torch.no_grad():
-            model.velocity(latents, time, conditions, config.sampling.guidance_scale)
+            drawing.model.velocity(latents, time, conditions, context.config.sampling.guidance_scale)
         self.denoisers.join()
 
     def on_buffer(self, buffer: NaiveReplayBuffer) -> NaiveReplayBuffer:

@@ -104,7 +104,7 @@ PROBE_PROMPTS = 4  # that engine and trainer both score when the gate looks
 
 
 class Agreement:
-    """The parity gate over a run. figure: its latest, which is what `parity` reports.
+    """The parity gate over a run. difference: the latest, which is what `parity` reports.
 
     gate: None measures nothing by probes. ahead: rollouts may be of earlier policies, whose tokens cannot be compared.
     """
@@ -164,8 +164,8 @@ class Agreement:
         self.report(check, metrics)
 
     def report(self, check: RolloutCheck, metrics: MetricsAccumulator) -> None:
-        """parity: the latest figure, of these rollouts or, where they cannot be compared, of the last probe. Without a
-        token that can be compared no difference is told: top_p or top_k cut all, or older weights made them."""
+        """parity: the latest difference, of these rollouts or, where they cannot be compared, of the last probe.
+        Without a token that can be compared none is told: top_p or top_k cut all, or older weights made them."""
         if check.compared and check.gate is not None:
             self.difference = check.difference
         if check.compared:

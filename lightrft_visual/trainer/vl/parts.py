@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -26,11 +27,12 @@ from ...rewards.batch import RewardBatch, batch_from_rollouts
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_image
 from ...rollout.parity import ParityGate
+from ...rollout.weight_sync import gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.train_engine import TrainEngine
-from ..hooks import StepData
+from ..hooks import Hooks, StepData
 from ..loop import RunParts
 from .evaluation import Evaluation, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
@@ -296,18 +298,19 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
     )
 
 
-def export_actor(
-    actor: TrainEngine, state: dict[str, T] | None, checkpoint: Checkpoint, adapted: bool, folder: Path
-) -> None:
+def export_actor(actor: TrainEngine, hooks: Hooks, checkpoint: Checkpoint, adapted: bool, folder: Path) -> None:
     """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`. A collective.
 
     Args:
         actor: what was trained.
-        state: its weights, whole, on rank 0.
+        hooks: which may lend other weights.
         checkpoint: what it was loaded from.
         adapted: whether it has adapters.
         folder: where rank 0 writes.
     """
+    actor.bring_back()
+    with hooks.weights_for("export") or nullcontext():
+        state = gathered_state_dict(actor, keep=collectives.is_rank_0())
     if adapted:
         model = actor.module.model
         named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +25,6 @@ from ...experience.rollouts import PromptBatch, Rollout, ScoringRule, collate
 from ...experience.types import Experience, ExperienceVL, ModelInputs
 from ...models.loading import Checkpoint
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.weight_sync import gathered_state_dict
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model
 from ...runtime.files import FolderLock
@@ -153,9 +151,7 @@ class SupervisedTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers, vLLM and `train grpo`."""
-        with self.hooks.weights_for("export") or nullcontext():
-            state = gathered_state_dict(self.actor, keep=collectives.is_rank_0())
-        export_actor(self.actor, state, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
+        export_actor(self.actor, self.hooks, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
 
 
 @dataclass

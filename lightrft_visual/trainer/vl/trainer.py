@@ -1,7 +1,7 @@
 """Models that see: GRPO, RLOO, REINFORCE and, with a critic, PPO. `VLTrainer.train_step` is one step, top to bottom."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +12,7 @@ from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...experience.buffer import NaiveReplayBuffer
 from ...rollout.parity import RolloutCheck
-from ...rollout.weight_sync import EngineWeights, gathered_state_dict
-from ...runtime import collectives
+from ...rollout.weight_sync import EngineWeights
 from ...runtime.seeding import derive_seed
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
@@ -262,10 +261,7 @@ class VLTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
-        self.actor.bring_back()
-        with self.hooks.weights_for("export") or nullcontext():
-            state = gathered_state_dict(self.actor, keep=collectives.is_rank_0())
-        export_actor(self.actor, state, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
+        export_actor(self.actor, self.hooks, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
 
 
 def check_trainer(kind: type[VLTrainer], estimator: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
-from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise, forward_noise, noised, squared_error
+from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise, asked, forward_noise, squared_error
 from lightrft_visual.algorithms.diffusion.crd import CenteredReward
 from lightrft_visual.algorithms.diffusion.dgpo import group_preference
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference, ranked_pairs
@@ -108,7 +108,7 @@ def test_awm_loss_by_the_papers_formula(prediction, clip):
     context = policy.context()
     loss = AWM("time", clip_range=clip, adv_max=5.0, beta=0.2, old_beta=0.3)
     found = loss.loss(context, batch, 2.0)
-    target = noised(context, batch).target
+    target = asked(context, batch, 1.0)[1]
 
     def error(v, u):
         return ((v - u) ** 2).flatten(1).mean(1)
@@ -129,7 +129,7 @@ def test_awm_at_the_rollout_policy_is_pretrainings_gradient_times_the_advantage(
     context = policy.context()
     AWM("uniform").loss(context, batch, 1.0).loss.backward()
     expected = torch.autograd.grad(
-        (torch.tensor([1.0, -0.5]).double() * squared_error(policy.own, noised(context, batch).target)).sum(),
+        (torch.tensor([1.0, -0.5]).double() * squared_error(policy.own, asked(context, batch, 1.0)[1])).sum(),
         policy.own,
     )[0]
     torch.testing.assert_close(policy.own.grad, expected)
@@ -150,7 +150,7 @@ def test_reward_weighted_regression_by_hand(prediction):
     policy, batch = Answers(2, prediction), rows([1.0, -0.5])
     context = policy.context()
     found = RewardWeighted(temperature=0.5, beta=0.1).loss(context, batch, 2.0)
-    target = noised(context, batch).target
+    target = asked(context, batch, 1.0)[1]
     error = ((policy.own - target) ** 2).flatten(1).mean(1)
     kl = ((policy.own - policy.kept["base"]) ** 2).flatten(1).mean(1)
     expected = (torch.tensor([math.exp(2), math.exp(-1)]).double() * error + 0.1 * kl).sum() / 2
@@ -162,7 +162,7 @@ def test_reward_weighted_regression_by_hand(prediction):
 
 def group_loss(policy, context, batch, beta, size, against="base"):
     """-log sigmoid(-S) of every group, straight from the papers, averaged over groups."""
-    target = noised(context, batch, shared=True).target
+    target = asked(context, batch, 1.0, shared=True)[1]
     gained = ((policy.own - target) ** 2 - (policy.kept[against] - target) ** 2).flatten(1).mean(1)
     total = 0
     groups = batch.group_id.unique()
@@ -189,7 +189,7 @@ def test_diffusion_dpo_is_the_authors_form(prediction):
     policy, batch = Answers(4, prediction), rows([1.0, -1.0, -1.0, 1.0], groups=[0, 0, 1, 1])
     context = policy.context()
     found = pair_preference(5.0, kl_beta=0.5).loss(context, batch, 4.0)
-    target = noised(context, batch, shared=True).target
+    target = asked(context, batch, 1.0, shared=True)[1]
 
     def error(v):
         return ((v - target) ** 2).flatten(1).mean(1)
@@ -207,7 +207,7 @@ def test_diffusion_dpo_is_the_authors_form(prediction):
 
 def crd_loss(policy, context, batch, beta, adv_max, kl_beta):
     """The formula of the module's docstring, group by group, over valid samples."""
-    target = noised(context, batch).target
+    target = asked(context, batch, 1.0)[1]
 
     def error(v):
         return ((v - target) ** 2).flatten(1).mean(1) / (v - target).detach().abs().flatten(1).mean(1)

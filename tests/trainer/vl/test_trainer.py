@@ -14,10 +14,11 @@ from lightrft_visual.data.drawing_prompts import Fetched
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.weight_copies import WeightAverage
+from lightrft_visual.rollout.engine import RolloutEngine
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.features.ema import EmaHook
 from lightrft_visual.trainer.hooks import Hooks
-from lightrft_visual.trainer.vl import trainer as vl_trainer
+from lightrft_visual.trainer.vl import parts
 from lightrft_visual.trainer.vl.sft import HeldOutLoss
 from lightrft_visual.trainer.vl.trainer import VLTrainer
 
@@ -58,13 +59,11 @@ def test_the_controller_goes_on_unless_the_command_names_another_coefficient(coe
     assert told == [] if coefficient == 0.1 else "init_kl_coef was 0.1" in told[0]
 
 
-class ReadsAfterTheEnd:
+class ReadsAfterTheEnd(RolloutEngine):
     """An engine that copies weights only when all of them were named, as vLLM does with a padded vocabulary.
 
     gone: names of tensors whose memory was given back before they were read. Reading them would end the process.
     """
-
-    shares_weights = False
 
     def __init__(self):
         self.gone: list[str] = []
@@ -101,8 +100,9 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
     average = WeightAverage(trainer.actor.module.parameters(), decay=0.5)
     average.copies = [torch.full_like(each, 2.0) for each in average.copies]
     trainer.hooks = SimpleNamespace(weights_for=lambda purpose: average.swapped())
-    trainer.parts, exported = SimpleNamespace(checkpoint=None), []
-    monkeypatch.setattr(vl_trainer, "export_actor", lambda actor, state, *rest: exported.append(state))
+    trainer.actor.module.transformer, exported = None, []
+    trainer.parts = SimpleNamespace(checkpoint=SimpleNamespace(processor=None, tokenizer=None))
+    monkeypatch.setattr(parts, "export_hf", lambda model, tokenizer, folder, state: exported.append(state))
     trainer._load_engine_weights()
     trainer.export(Path())
     assert exported[0] and all((weight == 2).all() for weight in exported[0].values())
@@ -121,10 +121,8 @@ def test_weights_that_a_probe_has_read_leave_before_the_next_generation():
     assert seen[0] == 0 < seen[1] and bytes_of(model) == 0
 
 
-class Sleeps:
+class Sleeps(RolloutEngine):
     """What an engine on the accelerator is told, and the saving and moving of states in between."""
-
-    shares_weights = lacks_weights = False
 
     def __init__(self):
         self.told: list[str] = []
