@@ -426,7 +426,8 @@ class RewardComputationEngine:
         for name, counts in reasons.items():
             for reason, count in counts.items():
                 log.warning("reward %s: %d of %d samples failed: %s", name, count, len(valid), reason)
-        local = torch.tensor([float((~valid).sum()), float(len(valid)), float(_asked_to_end())], device=device)
+        asked_here = getattr(signal.getsignal(signal.SIGTERM), "made", False)
+        local = torch.tensor([float((~valid).sum()), float(len(valid)), float(asked_here)], device=device)
         invalid, total, asked = all_reduce_sum(local).tolist()
         share = invalid / total if total else 0.0
         if share > self.config.reward_max_invalid:
@@ -459,16 +460,11 @@ def _stopped_together(device: torch.device | str) -> Iterator[None]:
     except StoppedBySignal as error:
         stopped = error
     except RewardError as error:
-        if not _asked_to_end():
+        if not getattr(signal.getsignal(signal.SIGTERM), "made", False):
             raise
         stopped = _stopped(f": {error}")
     if all_reduce_max(torch.tensor([float(stopped is not None)], device=device)).item():
         raise stopped or _stopped(" while another rank was scoring")
-
-
-def _asked_to_end() -> bool:
-    """Whether SIGTERM, or a Ctrl-C in its place, has reached this rank's run."""
-    return getattr(signal.getsignal(signal.SIGTERM), "made", False)
 
 
 def _stopped(how: str) -> StoppedBySignal:

@@ -43,24 +43,23 @@ def put_back(what: str) -> Iterator[None]:
     if not lock.acquire(blocking=False):
         yield
         return
-    process = os.getpid()
-    with contextlib.ExitStack() as way_back:
-        way_back.callback(lock.release)
-        for watch in (_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()):
-            next(watch)
-            way_back.callback(_look_again, watch, what)
-        try:
-            yield
-        finally:
-            if os.getpid() != process:
-                told = f"error: {what} forked a process that came back into the run; that process ends"
-                print(told, file=sys.stderr, flush=True)
-                os._exit(FORKED)
-
-
-def _look_again(watch: Watch, what: str) -> None:
-    if told := next(watch):
-        say_once(f"{what} {told}")
+    process, told = os.getpid(), list[str | None]()
+    try:
+        with contextlib.ExitStack() as way_back:
+            way_back.callback(lock.release)
+            for watch in (_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()):
+                next(watch)
+                way_back.callback(told.extend, watch)
+            try:
+                yield
+            finally:
+                if os.getpid() != process:
+                    line = f"error: {what} forked a process that came back into the run; that process ends"
+                    print(line, file=sys.stderr, flush=True)
+                    os._exit(FORKED)
+    finally:
+        for change in filter(None, told):
+            say_once(f"{what} {change}")
 
 
 def say_once(text: str) -> None:
