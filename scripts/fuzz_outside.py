@@ -326,7 +326,7 @@ def reply(fuzzer: FuzzTools, kind: str, rng: random.Random) -> None:
         return httpx.Response(status, headers=headers, stream=httpx.ByteStream(content))
 
     client()._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
-    exchange = Exchange(["http://host/score"], b"{}", lambda found: decode_reply(found, 2))
+    exchange = Exchange(["http://host/score"], lambda: b"{}", lambda found: decode_reply(found, 2))
     try:
         scores = client().loop.submit(client().exchange(exchange)).result(30)
     except RequestFailed as failure:

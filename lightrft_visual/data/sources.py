@@ -210,6 +210,7 @@ class ParquetSource(NumberedRows):
             raise DataError(f"{path}: its schema names column(s) {repeated} more than once")
         self._starts = [0, *accumulate(counts)]
         self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the least recently used first
+        self._bytes = 0  # of all of them
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -231,14 +232,11 @@ class ParquetSource(NumberedRows):
                 if len(table) != wanted:
                     raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
                 self._groups[number] = table
-                self._forget()
+                self._bytes += table.nbytes
+                while len(self._groups) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
+                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
             self._groups.move_to_end(number)
             return self._groups[number]
-
-    def _forget(self) -> None:
-        """Drop the groups that were not used for longest, but for the newest, until the others fit."""
-        while len(self._groups) > 1 and sum(table.nbytes for table in self._groups.values()) > CACHE_BYTES:
-            self._groups.popitem(last=False)
 
 
 class FolderSource(NumberedRows):

@@ -61,11 +61,16 @@ class EarlyScores:
         self.call, self.data = call, data
         self._rollouts: dict[int, Rollout] = {}
         self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
+        self._waiting: defaultdict[int, list[tuple[set[int], list[int], Future[RewardBatch]]]] = defaultdict(list)
         self._asked: dict[int, tuple[list[Future[RewardBatch]], list[Future[Scores]]]] = {}  # by id of the source
         for source, indices in needed.items():
             cut = [list(indices[start : start + call.chunk]) for start in range(0, len(indices), call.chunk)]
             parts = [(part, Future()) for part in cut]
             self._parts += parts
+            for part, future in parts:
+                missing = set(part)
+                for index in part:
+                    self._waiting[index].append((missing, part, future))
             given = [future for _, future in parts]
             self._asked[id(source)] = given, source.submit_parts(given, call)
 
@@ -81,11 +86,13 @@ class EarlyScores:
 
     def add(self, first: int, rollouts: Sequence[Rollout]) -> None:
         """Finished samples number `first` and following of the call."""
-        self._rollouts |= {first + number: rollout for number, rollout in enumerate(rollouts)}
-        for indices, future in self._parts:
-            if not future.done() and all(index in self._rollouts for index in indices):
-                batch = batch_from_rollouts([self._rollouts[index] for index in indices])
-                future.set_result(replace(batch, **self.data))
+        self._rollouts |= dict(enumerate(rollouts, first))
+        for number, _ in enumerate(rollouts, first):
+            for missing, indices, future in self._waiting.pop(number, ()):
+                missing.discard(number)
+                if not missing and not future.done():
+                    batch = batch_from_rollouts([self._rollouts[index] for index in indices])
+                    future.set_result(replace(batch, **self.data))
 
     def cancel(self) -> None:
         """The samples that are missing will not come."""

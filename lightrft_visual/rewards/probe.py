@@ -313,7 +313,7 @@ async def _asked(source: RemoteReward, url: str, batch: RewardBatch) -> list[Ans
 async def _answer(source: RemoteReward, url: str, batch: RewardBatch, wire: str) -> Answer:
     content, end = await asyncio.to_thread(source.body, batch, Call(), wire), time.monotonic() + STARTING
     while True:
-        exchange = Exchange([url], content, partial(decode_reply, size=len(batch)))
+        exchange = Exchange([url], lambda: content, partial(decode_reply, size=len(batch)))
         try:
             scores = await source.client.exchange(exchange)
             reasons = [reason for reason in scores.reasons if reason != NOT_SCORED]

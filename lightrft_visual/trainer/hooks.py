@@ -150,7 +150,7 @@ class StepHook:
         """Numbers of this rank for the step's metrics, averaged over ranks."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """What an exact resume needs, as plain containers and tensors."""
         return {}
 

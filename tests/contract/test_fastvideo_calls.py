@@ -1,5 +1,6 @@
 """Settings and metrics of FastVideo, DiffusionNFT and Flow-GRPO mean here what they mean there, worked out by hand."""
 
+from hashlib import sha256
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,6 +89,14 @@ def test_trained_prompts_are_counted_over_the_run_also_where_it_is_resumed():
     again.load_state_dict(hook.state_dict())
     again.on_experience(step_of("a dog", "a house"))
     assert again.metrics() == {"trained_prompt_num": 3.0}
+
+
+def test_the_state_of_trained_prompts_is_not_sorted_at_each_step_and_stays_as_it_was_when_it_was_taken():
+    hook, prompts = TrainedPromptsHook(), [f"a picture of {number}" for number in range(20)]
+    hook.on_experience(step_of(*prompts))
+    state = hook.state_dict()
+    hook.on_experience(step_of("a cat"))
+    assert state["seen"] == [sha256(prompt.encode()).hexdigest()[:16] for prompt in prompts]
 
 
 @pytest.mark.parametrize("fraction,kept", [(0.99, 9), (1.0, 10), (0.5, 5), (0.29, 2), (0.01, 1)])

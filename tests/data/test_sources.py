@@ -125,6 +125,37 @@ def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_p
     assert source[50]["prompt"] == "question 50" and decoded == [0, 5, 3, 5]
 
 
+def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_each_other_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # 20 groups of 30
+    source, asked = open_source(parquet(tmp_path, 30, 1), "train"), []
+    read = source._file.read_row_group
+
+    class Table:
+        def __init__(self, table):
+            self.table = table
+
+        def __len__(self):
+            return len(self.table)
+
+        def slice(self, *bounds):
+            return self.table.slice(*bounds)
+
+        @property
+        def nbytes(self):
+            asked.append(self)
+            return self.table.nbytes
+
+    class File:
+        def read_row_group(self, number, **options):
+            return Table(read(number, **options))
+
+    monkeypatch.setattr(source, "_file", File())
+    assert [source[row]["prompt"] for row in range(30)] == [f"question {row}" for row in range(30)]
+    kept = [table.table.nbytes for table in source._groups.values()]
+    assert 1 < len(kept) < 30 and source._bytes == sum(kept) <= 120_000
+    assert len(asked) == 30 + 30 - len(kept)
+
+
 def test_a_damaged_page_makes_the_rows_of_its_group_bad(tmp_path):
     path = parquet(tmp_path)
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(1)

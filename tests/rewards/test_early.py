@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lightrft_visual.rewards.engine as reward_engine
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout
 from lightrft_visual.rewards.batch import Scores, StreamingSource
 from lightrft_visual.rewards.engine import RewardComputationEngine
@@ -55,6 +56,23 @@ def test_a_request_leaves_when_its_samples_are_finished_and_holds_what_it_would_
     assert early_source.calls == 1 and torch.equal(found.score, late.score)
     assert early_source.columns == {"level"}
     assert found.score.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_finished_prompt_asks_about_its_own_requests_alone(monkeypatch):
+    asked = []
+
+    class Watched(Future):
+        def done(self):
+            asked.append(self)
+            return super().done()
+
+    monkeypatch.setattr(reward_engine, "Future", Watched)
+    engine, made = RewardComputationEngine(reward_model=Lengths()), rollouts(30, 2)
+    early = engine.begin([None] * 60, 3)
+    for prompt in range(30):
+        early.add(2 * prompt, made[2 * prompt : 2 * prompt + 2])
+    assert len(asked) == 20 and all(future.result() for _, future in early._parts)
+    assert engine.score_rollouts(made, 3, early=early).score.tolist() == list(range(60))
 
 
 def test_only_the_samples_that_a_recipe_names_are_waited_for():

@@ -134,9 +134,9 @@ class VLMJudge(PendingSource):
         return Scores.of(await asyncio.gather(*(self._one(batch, i, call, phase) for i in range(len(batch)))))
 
     async def _one(self, batch: RewardBatch, index: int, call: Call, phase: Phase) -> float | Failed:
-        content = await asyncio.to_thread(self._body, batch, index, call)
+        write = partial(self._body, batch, index, call)
         try:
-            return await self.client.exchange(Exchange(self.replicas, content, self._decode, index, phase))
+            return await self.client.exchange(Exchange(self.replicas, write, self._decode, index, phase))
         except RequestFailed as failure:
             return Failed(str(failure))
 

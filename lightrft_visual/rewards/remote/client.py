@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ ENCODED = re.compile(r"[A-Za-z0-9+/=_-]{60,}")  # base64
 GATEWAY_ALONE = (502, 504)  # a gateway says that the server behind it does not answer
 OF_THE_REQUEST = (400, 413, 422)  # another replica would say the same
 SHUN_SECONDS = 30.0  # a replica that failed is tried last for this long
+WRITTEN_AHEAD = 4  # request bodies in memory beyond those in flight: they are ready for the next slots
 SILENCE = 8  # requests in a row, beyond those in flight at once, without an answer of a server that gave some: it hangs
 
 
@@ -100,11 +101,12 @@ class Phase:
 
 @dataclass
 class Exchange:
-    """One request on its way. decode: reads the parsed reply, or raises BadReply. position: its number in the call,
-    which spreads requests over replicas. deadline: set with its first slot. replied: the last reply."""
+    """One request on its way. write: makes its body, anew for each retry. decode: reads the parsed reply, or raises
+    BadReply. position: its number in the call, which spreads requests over replicas. deadline: set with its first slot.
+    replied: the last reply."""
 
     replicas: list[str]
-    content: bytes
+    write: Callable[[], bytes]
     decode: Callable[[Any], Any]
     position: int = 0
     phase: Phase = field(default_factory=Phase)
@@ -137,6 +139,7 @@ class RemoteClient:
         # Nothing is unpacked: a few bytes may stand for gigabytes.
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
         self._slots = asyncio.Semaphore(limit)
+        self._bodies = asyncio.Semaphore(limit + WRITTEN_AHEAD)
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=None,  # asyncio.timeout bounds each attempt as a whole
@@ -161,7 +164,8 @@ class RemoteClient:
         attempt = 0
         while True:
             try:
-                return await self._round(exchange)
+                async with self._bodies:
+                    return await self._round(exchange, await asyncio.to_thread(exchange.write))
             except RequestFailed as failure:
                 wait = max(self._wait(attempt), failure.wait)
                 attempt += 1
@@ -181,7 +185,7 @@ class RemoteClient:
         steps = max(1, self.config.reward_retries - 1)
         return FIRST_WAIT * (last / FIRST_WAIT) ** (attempt / steps)
 
-    async def _round(self, exchange: Exchange) -> Any:
+    async def _round(self, exchange: Exchange, content: bytes) -> Any:
         """Every replica once, those that failed lately last."""
         order = self._order(exchange)
         failures: list[RequestFailed] = []
@@ -190,7 +194,7 @@ class RemoteClient:
                 exchange.start(self.config.reward_timeout, self.config.reward_concurrency)
                 left = max(0.0, exchange.deadline - time.monotonic()) / (len(order) - position)
                 try:
-                    result = await self._attempt(url, exchange, left)
+                    result = await self._attempt(url, exchange, content, left)
                 except RequestFailed as failure:
                     self._failed_at[url] = time.monotonic()
                     if failure.answered:
@@ -202,18 +206,21 @@ class RemoteClient:
             self._failed_at.pop(url, None)
             exchange.phase.heard()
             return result
-        raise next((f for f in failures if f.retry), failures[-1])
+        try:
+            raise next((f for f in failures if f.retry), failures[-1])
+        finally:
+            failures.clear()  # with them in it, this frame would keep the body until a garbage collection
 
     def _order(self, exchange: Exchange) -> list[str]:
         turn, now = exchange.position % len(exchange.replicas), time.monotonic()
         rotated = exchange.replicas[turn:] + exchange.replicas[:turn]
         return sorted(rotated, key=lambda url: now - self._failed_at.get(url, now - SHUN_SECONDS) < SHUN_SECONDS)
 
-    async def _attempt(self, url: str, exchange: Exchange, seconds: float) -> Any:
+    async def _attempt(self, url: str, exchange: Exchange, content: bytes, seconds: float) -> Any:
         name = shown_url(url)
         try:
             async with asyncio.timeout(seconds):
-                status, headers, data = await self._post(url, exchange.content)
+                status, headers, data = await self._post(url, content)
                 exchange.replied = status, data
             if status == 200:
                 return _read(data, exchange.decode)
@@ -238,8 +245,8 @@ class RemoteClient:
         )
 
     async def _post(self, url: str, content: bytes) -> tuple[int, httpx.Headers, bytes | None]:
-        headers = {"Content-Type": "application/json"}
-        async with self._http.stream("POST", url, content=content, headers=headers) as response:
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+        async with self._http.stream("POST", url, content=_once(content), headers=headers) as response:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding.strip().lower() not in ("", "identity"):
                 if response.status_code != 200:
@@ -251,6 +258,11 @@ class RemoteClient:
                 if len(data) > MAX_REPLY_BYTES:
                     return response.status_code, response.headers, None
             return response.status_code, response.headers, bytes(data)
+
+
+async def _once(content: bytes) -> AsyncIterator[bytes]:
+    """A body that is let go when it is sent; httpx holds a request's bytes until a garbage collection."""
+    yield content
 
 
 def _read(data: bytes | None, decode: Callable[[Any], Any]) -> Any:
@@ -323,10 +335,10 @@ class RemoteReward(StreamingSource):
 
     async def _part(self, part: Future[RewardBatch], call: Call, position: int, phase: Phase) -> Scores:
         batch = await asyncio.wrap_future(part)
-        content = await asyncio.to_thread(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
+        write = partial(self.body, batch, call, LIGHTRFT if self.wire == AUTO else self.wire)
         decode = partial(decode_reply, size=len(batch))
         try:
-            scores = await self.client.exchange(Exchange(self.replicas, content, decode, position, phase))
+            scores = await self.client.exchange(Exchange(self.replicas, write, decode, position, phase))
         except RequestFailed as failure:
             return Scores.all_failed(len(batch), str(failure))
         scores.reasons = Counter({f"{self.name}: {reason}": count for reason, count in scores.reasons.items()})

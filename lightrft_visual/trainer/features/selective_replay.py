@@ -5,7 +5,8 @@ steps, drawn by the size of their advantage; those bring the log-probs of the po
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +33,22 @@ class Refilled(NamedTuple):
     samples: int
     replaced: int
     versions: list[int]
+
+
+class KeptState(Mapping[str, Any]):
+    """The state of samples as they are now, made when it is read: every step has one, and few are written."""
+
+    def __init__(self, kept: Sequence[AnyItem]) -> None:
+        self._items = list(kept)
+
+    def __getitem__(self, key: str) -> list[dict[str, Any]]:
+        return items_to_state({"kept": self._items}[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["kept"])
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass
@@ -88,7 +105,7 @@ class SelectiveReplay(StepHook):
         drawn = offered[: len(replaced)]
         fresh = [(index, item) for index, item in enumerate(buffer.items) if part_of(item) == kind]
         indices = [index for index, item in fresh if int(item.sample_id) in replaced]
-        arrived = self._exchange(drawn, [len(replaced & {*each}) for each in lacking])
+        arrived = [copy(item) for item in self._exchange(drawn, [len(replaced & {*each}) for each in lacking])]
         _mark(arrived, replayed=True)
         for index, item in zip(indices, arrived):
             buffer.items[index] = item
@@ -122,8 +139,8 @@ class SelectiveReplay(StepHook):
         arrived = [pair for sent in collectives.exchange_objects(outgoing) for pair in sent]
         return [item for _, item in sorted(arrived, key=lambda pair: pair[0])]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": items_to_state(self.kept)}
+    def state_dict(self) -> Mapping[str, Any]:
+        return KeptState(self.kept)
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kept = [item for state in states for item in items_from_state(state["kept"])]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from ...runtime.collectives import all_gather_object
@@ -13,12 +14,12 @@ class TrainedPromptsHook(StepHook):
     where their texts are."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
+        self.seen: dict[str, None] = {}  # in the order in which they came
 
     def on_experience(self, step: StepData) -> StepData:
         """Those of all ranks. A collective."""
-        mine = {sha256(prompt.encode()).hexdigest()[:16] for prompt in step.rollouts.requests.prompts}
-        self.seen.update(*all_gather_object(mine))
+        mine = dict.fromkeys(sha256(prompt.encode()).hexdigest()[:16] for prompt in step.rollouts.requests.prompts)
+        self.seen |= dict.fromkeys(chain.from_iterable(all_gather_object(mine)))
         return step
 
     def metrics(self) -> Mapping[str, float]:
@@ -26,10 +27,10 @@ class TrainedPromptsHook(StepHook):
         return {"trained_prompt_num": float(len(self.seen))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": sorted(self.seen)}
+        return {"seen": [*self.seen]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.seen = set(state["seen"])
+        self.seen = dict.fromkeys(state["seen"])
 
 
 def build(parts: Any) -> TrainedPromptsHook | None:

@@ -21,7 +21,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Call, batch_from_media
 from lightrft_visual.rewards.imaging import decode_image
-from lightrft_visual.rewards.remote.client import RemoteClient, RemoteReward, check_url
+from lightrft_visual.rewards.remote.client import WRITTEN_AHEAD, RemoteClient, RemoteReward, check_url
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.runtime.masking import shown_url
 
@@ -50,6 +50,37 @@ def test_no_more_requests_in_flight_than_the_limit():
     with FaultyServer(delay=0.05) as server:
         result = run(f"{server.base}/slow", outputs, reward_concurrency=2, reward_timeout=20)
     assert server.most_in_flight == 2 and result.valid.all()
+
+
+def test_no_more_request_bodies_in_memory_than_the_limit_and_a_few_and_retries_send_the_same(monkeypatch):
+    alive, most, lock, whole = [0], [0], threading.Lock(), RemoteReward.body
+
+    def count(change):
+        with lock:
+            alive[0] += change
+            most[0] = max(most[0], alive[0])
+
+    class Body(bytes):
+        def __del__(self):
+            count(-1)
+
+    def body(*arguments):
+        count(1)
+        return Body(whole(*arguments))
+
+    monkeypatch.setattr(RemoteReward, "body", body)
+
+    def answer(handler, kind, body, call):  # each request is asked for again once
+        time.sleep(0.02)
+        again = handler.server.owner.bodies.count(body) == 1
+        handler.reply(503 if again else 200, {"rewards": [float(body["ids"][0])]})
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    with FaultyServer() as server:
+        result = run(f"{server.base}/any", [make_samples(["a"], first_id=i) for i in range(30)], reward_concurrency=2)
+    assert result.score.tolist() == list(range(30)) and len(server.bodies) == 60
+    assert all(server.bodies.count(each) == 2 for each in server.bodies)
+    assert 2 < most[0] <= 2 + WRITTEN_AHEAD and alive == [0]
 
 
 FAILURES = {

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from forked import on_ranks
 from replay_cases import text_item, vision_item
 
+import lightrft_visual.trainer.features.selective_replay as selective_replay
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
 from lightrft_visual.trainer.features.selective_replay import SelectiveReplay, advantage_size
@@ -122,6 +123,20 @@ def test_the_kept_samples_survive_a_checkpoint(tmp_path):
     for ours, theirs in zip(replay.kept, again.kept):
         assert torch.equal(ours.sequences, theirs.sequences) and torch.equal(ours.advantages, theirs.advantages)
     assert torch.equal(replay.kept[2].pixel_values, again.kept[2].pixel_values)
+
+
+def test_a_state_that_no_checkpoint_takes_is_not_made_and_a_later_one_is_as_of_when_it_was_taken(monkeypatch):
+    made, make = [], selective_replay.items_to_state
+    monkeypatch.setattr(selective_replay, "items_to_state", lambda items: made.append(len(items)) or make(items))
+    replay = SelectiveReplay(capacity=4, seed=0)
+    replay.refill(filled_buffer([1.0, -1.0]), step=0)
+    state = replay.state_dict()
+    replay.refill(filled_buffer([0.0, 3.0, 2.0, 5.0], start=2, version=1), step=1)  # draws one, drops one
+    assert made == [] and len(replay.kept) == 4 and numbers(replay.kept) != [0, 1]
+    again = SelectiveReplay(capacity=4, seed=0)
+    again.load_state_dict(state)
+    assert made == [2] and numbers(again.kept) == [0, 1]
+    assert [bool(item.info["replayed"]) for item in again.kept] == [False, False]
 
 
 @pytest.mark.slow
