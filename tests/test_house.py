@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2388, "experience": 3164, "config": 4939, "runtime": 5748, "data": 3347,
-    "models": 5888, "rollout": 5100, "rewards": 4357, "algorithms": 1822, "trainer": 7360, "observe": 3525,
+    "": 2388, "experience": 3177, "config": 4939, "runtime": 5748, "data": 3347,
+    "models": 5888, "rollout": 5104, "rewards": 4357, "algorithms": 1822, "trainer": 7409, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
