@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2388, "experience": 3159, "config": 4939, "runtime": 5758, "data": 3345,
-    "models": 5905, "rollout": 5098, "rewards": 4365, "algorithms": 1822, "trainer": 7396, "observe": 3523,
+    "": 2388, "experience": 3172, "config": 4939, "runtime": 5758, "data": 3345,
+    "models": 5905, "rollout": 5102, "rewards": 4365, "algorithms": 1822, "trainer": 7445, "observe": 3523,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

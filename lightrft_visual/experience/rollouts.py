@@ -131,7 +131,7 @@ class PromptBatch:
     captions: what a prompt that asks for an image wants drawn, without the template around it; None says nothing.
     messages: what the prompts were rendered of, where it is known; empty or P.
     ids (P) long: a number that no other prompt of the run has, the same for any rank count; seeds and groups use it.
-    prepared: what was preprocessed of them ahead of time, for one rollout; a selection has none.
+    prepared: what was preprocessed of them ahead of time, for as long as its media are held; a selection has none.
     """
 
     prompts: list[str]
@@ -438,6 +438,19 @@ def release_media(rollouts: list[Rollout], shown: set[int]) -> int:
         freed += sum(4 * image.width * image.height for image in prompt.images)  # as Pillow holds colours
         freed += sum(video.frames.nbytes for video in prompt.videos)
         prompt.images, prompt.videos = [None] * len(prompt.images), [None] * len(prompt.videos)
+    return freed
+
+
+def release_vision(rollouts: list[Rollout]) -> int:
+    """What models read of images and videos is dropped, where no forward follows. Returns about how many bytes that
+    frees."""
+    freed = 0
+    for prompt in {id(rollout.prompt): rollout.prompt for rollout in rollouts}.values():
+        freed += prompt.vision.nbytes()
+        prompt.vision = VisionTensors()
+    for episode in (rollout.episode for rollout in rollouts if rollout.episode is not None):
+        freed += sum(vision.nbytes() for vision in episode.vision)
+        episode.vision = []
     return freed
 
 

@@ -113,7 +113,7 @@ class MultimodalDataProcessor:
 
         Raises DataError as `process_multimodal_batch` does.
         """
-        images, videos = self._load(batch.images, None, "image"), self._load(batch.videos, None, "video")
+        images, videos = self.media(batch)
         token_ids, vision = self._prepare(batch.prompts, images, videos)
         captions = [self._caption(batch, i) for i in range(len(batch))]
         return [
@@ -133,6 +133,10 @@ class MultimodalDataProcessor:
             )
             for i in range(len(batch))
         ]
+
+    def media(self, batch: PromptBatch) -> tuple[list[list[Image]], list[list[Video]]]:
+        """Decoded images and videos of each prompt. Raises DataError for those that cannot be read."""
+        return self._load(batch.images, None, "image"), self._load(batch.videos, None, "video")
 
     def with_images(self, prompts: list[PromptFeatures], images: list[list]) -> list[PromptFeatures]:
         """The same prompts with other images, decoded ones; those that have none are handed on as they are."""

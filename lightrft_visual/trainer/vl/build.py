@@ -529,7 +529,8 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
     kept, seed = config.output.num_trajectories_to_save, config.train.seed
     samples, own_seed = EvaluationRows(eval_set), config.output.eval_seed
-    return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold)
+    at_once = config.rollout.rollout_batch_size
+    return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold, at_once)
 
 
 def _gate(config, maker, engine, actor, strategy, checkpoint) -> ParityGate | None:

@@ -9,22 +9,24 @@ from itertools import compress
 
 from ...data.drawing_prompts import EvaluationRows, Fetched
 from ...data.validation import measured_labels, validation_shard_indices
-from ...experience.rollouts import PromptBatch, Rollout, SamplingSettings
+from ...experience.rollouts import PromptBatch, Rollout, SamplingSettings, release_media, release_vision
 from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.images import SHEET_IMAGES
 from ...observe.metrics import means_over_ranks
-from ...observe.recorder import Record, gather_all, gather_records, records_from_rollouts
+from ...observe.recorder import gather_all, gather_records, records_from_rollouts, select
 from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
+from ...runtime.host_memory import give_back_freed_memory
 from ..loop import Evaluated
 from .maker import ExperienceMaker
 
 log = logging.getLogger(__name__)
+Scores = list[tuple[float, bool]]  # of each rollout what gold says, and whether it counts
 TOTALS = ("eval_reward", "eval_reward_greedy")
 KINDS = {True: "drawing", False: "answer"}  # by whether a prompt asks for an image
 
 
-def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> list[tuple[float, bool]]:
+def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> Scores:
     """(score, whether it counts) of each rollout, which is only read; failed episodes do not. A collective."""
     scored = gold.score_rollouts(rollouts, len(rollouts))
     failed = [each.episode is not None and each.episode.failed for each in rollouts]
@@ -53,7 +55,8 @@ class Evaluation:
 
     sampling: at the training temperature, several responses a prompt; the greedy pass takes one. Seeds depend on the
     prompt's number alone, so every evaluation draws alike; they come from `seed`, by default that of the run. samples:
-    of the prompts, for media that are fetched now.
+    of the prompts, for media that are fetched now. prompts_at_once: of all ranks, whose media are held together; None:
+    all.
     """
 
     maker: ExperienceMaker
@@ -65,6 +68,7 @@ class Evaluation:
     samples: EvaluationRows | None = None
     seed: int | None = None
     gold: RewardComputationEngine | None = None
+    prompts_at_once: int | None = None
     labels: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,10 +89,7 @@ class Evaluation:
             if index in fetched.rows:
                 batch.images[position], batch.videos[position] = fetched.rows[index].images, fetched.rows[index].videos
         real = [is_real and not masked for (_, is_real), masked in zip(shard, fetched.masked)]
-        sampled, scores = self._rollouts(batch, real, self.sampling, self.gold)
-        greedy, _ = self._rollouts(batch, real, self.greedy, None)
-        values = [(each.sample_id, self._values(each)) for each in sampled]
-        values += [(each.sample_id, self._named("eval_reward_greedy", each)) for each in greedy if each.valid]
+        sampled, scores, values = self._in_parts(batch, real)
         paired_scores = None
         if self.gold is not None:
             for rollout, (score, valid) in zip(sampled, scores):
@@ -103,8 +104,56 @@ class Evaluation:
             _say_left_out(sampled, metrics["eval_invalid_share"])
         if self.samples is not None and self.samples.remote:
             metrics["eval_bad_rows"] = float(fetched.lost)
-        records = gather_records(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
-        return Evaluated(metrics, records, self._sheet(sampled), paired_scores)
+        own = select(records_from_rollouts(sampled), self.records_to_keep, self.run_seed, step)
+        chosen = {record["sample_id"] for record in own}
+        shown, drawn = [each for each in sampled if each.sample_id in chosen], first_drawings(sampled)
+        self._load_again([*shown, *drawn], batch)
+        records = gather_records(records_from_rollouts(shown), self.records_to_keep, self.run_seed, step)
+        sheet = gather_all(records_from_rollouts(drawn))[:SHEET_IMAGES]
+        return Evaluated(metrics, records, sheet, paired_scores)
+
+    def _in_parts(
+        self, batch: PromptBatch, real: list[bool]
+    ) -> tuple[list[Rollout], Scores, list[tuple[int, dict[str, float]]]]:
+        """The sampled rollouts, without media but those of episodes, what gold says of each, and what the means of both
+        passes are made of. All ranks have as many parts. A collective."""
+        sampled: list[Rollout] = []
+        scores: Scores = []
+        values: list[tuple[int, dict[str, float]]] = []
+        size = self._part_size(len(batch))
+        for start in range(0, len(batch), size):
+            part, kept = batch.select([*range(start, min(start + size, len(batch)))]), real[start : start + size]
+            with self.maker.settings.timer.phase("generate"):
+                part.prepared = self.maker.rollout_stage.data_processor.features(part)  # once for both passes
+            own, golds = self._rollouts(part, kept, self.sampling, self.gold)
+            greedy, _ = self._rollouts(part, kept, self.greedy, None)
+            values += [(each.sample_id, self._values(each)) for each in own]
+            values += [(each.sample_id, self._named("eval_reward_greedy", each)) for each in greedy if each.valid]
+            episodes = {each.sample_id for each in own if each.episode is not None}
+            freed = release_vision(own) + release_media(own, episodes)  # observations cannot be loaded again
+            sampled, scores = sampled + own, scores + golds
+            del part, greedy
+            give_back_freed_memory(freed)
+        return sampled, scores, values
+
+    def _part_size(self, count: int) -> int:
+        """Prompts of this rank at once, of `count`. All of them where they have no media, and where a model scores on
+        the engine's device: the engine sleeps for it, once a pass."""
+        media = any(self.prompts.images) or any(self.prompts.videos)
+        judges = [each for each in (self.maker.rewards, self.gold) if each is not None]
+        if self.prompts_at_once is None or not media or any(each.uses_device for each in judges):
+            return max(1, count)
+        return max(1, self.prompts_at_once // collectives.world_size())
+
+    def _load_again(self, rollouts: list[Rollout], batch: PromptBatch) -> None:
+        """Media of the prompts of these rollouts of `batch`, which people are shown; those of episodes are there."""
+        lost = [each for each in rollouts if each.episode is None]
+        shown = {each.prompt.group_id for each in lost}
+        part = batch.select([at for at, number in enumerate(batch.ids.tolist()) if number in shown])
+        loaded = zip(*self.maker.rollout_stage.data_processor.media(part), strict=True)
+        media = dict(zip(part.ids.tolist(), loaded, strict=True))
+        for each in lost:
+            each.prompt.images, each.prompt.videos = media[each.prompt.group_id]
 
     def _values(self, rollout: Rollout) -> dict[str, float]:
         """What a sampled response adds to the means, by their names."""
@@ -116,16 +165,9 @@ class Evaluation:
     def _named(self, name: str, rollout: Rollout) -> dict[str, float]:
         return by_kind(name, rollout, rollout.reward, self.draws, self.labels)
 
-    def _sheet(self, rollouts: list[Rollout]) -> list[Record]:
-        """The first drawing of each prompt, of the first prompts of all ranks that ask for one: the same prompts in
-        every evaluation. A collective."""
-        first = {each.prompt.group_id: each for each in reversed(rollouts) if each.prompt.draws}
-        mine = [first[group] for group in sorted(first)][:SHEET_IMAGES]
-        return gather_all(records_from_rollouts(mine))[:SHEET_IMAGES]
-
     def _rollouts(
         self, batch: PromptBatch, real: list[bool], settings: SamplingSettings, gold: RewardComputationEngine | None
-    ) -> tuple[list[Rollout], list[tuple[float, bool]]]:
+    ) -> tuple[list[Rollout], Scores]:
         """Scored responses to this rank's real prompts, and what gold says of each. The others are scored as well: a
         rank may have none but those. A collective."""
         rollouts = self.maker.sample(batch, settings, "eval", self.seed)
@@ -135,6 +177,13 @@ class Evaluation:
         scores = gold_scores(gold, rollouts) if gold is not None else []
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return list(compress(rollouts, kept)), list(compress(scores, kept))
+
+
+def first_drawings(rollouts: list[Rollout]) -> list[Rollout]:
+    """For the contact sheet the first one of each prompt, of the first prompts that ask for one: the same prompts in
+    every evaluation."""
+    first = {each.prompt.group_id: each for each in reversed(rollouts) if each.prompt.draws}
+    return [first[group] for group in sorted(first)][:SHEET_IMAGES]
 
 
 def by_kind(name: str, rollout: Rollout, score: float, draws: bool, labels: Collection[str] = ()) -> dict[str, float]:

@@ -34,13 +34,12 @@ from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.train_engine import TrainEngine
 from ..hooks import Hooks, StepData
 from ..loop import RunParts
-from .evaluation import Evaluation, gold_scores, paired_scores_at
+from .evaluation import Evaluation, Scores, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
 
 T = torch.Tensor
 
 Loading = list[Future[PromptRow | BadRow]]
-Scores = list[tuple[float, bool]]
 
 
 class _Begun(NamedTuple):

@@ -8,7 +8,17 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import RolloutError
-from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn, collate, release_media
+from lightrft_visual.experience.rollouts import (
+    Episode,
+    PromptFeatures,
+    Rollout,
+    Rollouts,
+    Turn,
+    collate,
+    release_media,
+    release_vision,
+)
+from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.observe.console import spoken
 from lightrft_visual.observe.images import save_image
 from lightrft_visual.observe.metrics import MetricsAccumulator
@@ -82,6 +92,10 @@ def test_images_of_observations_leave_the_memory_with_those_of_prompts():
     assert release_media([kept, left], {3}) >= 4 * 40 * 40 * 2
     assert left.episode.images == [None] and kept.episode.images != [None]
     assert kept.images[0] is not None and left.images == [None, None]
+    pixels = [VisionTensors([{"pixel_values": torch.zeros(4, 3)}]) for _ in range(2)]
+    left.prompt.vision, left.episode.vision = pixels[0], [pixels[1]]
+    assert release_vision([left, left]) == 2 * 4 * 3 * 4
+    assert not left.vision.names and left.episode.vision == []
 
 
 def test_the_gate_names_the_turn_and_the_token_that_differ():

@@ -1,5 +1,6 @@
 """In which order the stages of a step work, and what each of them holds in memory."""
 
+import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
@@ -287,6 +289,76 @@ SAMPLED = SamplingSettings(n=2, max_new_tokens=4)
 
 def evaluated(maker: ExperienceMaker, greedy: SamplingSettings = SAMPLED, rows=None, gold=None):
     return Evaluation(maker, PROMPTS, SAMPLED, greedy, 100, 1, rows, gold=gold).run(step=3)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    return checkpoint_of(tmp_path_factory.mktemp("tiny"), "qwen2_5_vl")
+
+
+def seen(seeing, folder, rewards: RewardComputationEngine, told: list[str], drawn=lambda made: made, **settings):
+    """An evaluation of five prompts with an image each, how many of their patches each call of the engine found in
+    memory, and the sizes of the parts that were made ready."""
+    sources = [folder / f"{shade}.png" for shade in range(0, 250, 50)]
+    for shade, path in zip(range(0, 250, 50), sources):
+        Image.new("RGB", (56, 56), (shade, 0, 0)).save(path)
+    texts = [turn(f"<|vision_start|><|image_pad|><|vision_end|>{n}?") for n in range(5)]
+    maker, patches = maker_of(seeing, told), []
+    maker.rewards, data = rewards, MultimodalDataProcessor(seeing.tokenizer, seeing.processor, 64)
+    maker.rollout_stage.data_processor, features, generate = data, data.features, maker.engine.generate
+    held, parts = [], []
+
+    def generating(prompts, *given):
+        patches.extend(weakref.ref(prompt.vision.get("pixel_values")) for prompt in prompts)
+        gc.collect()
+        held.append(len({id(each()) for each in patches if each() is not None}))
+        return generate(prompts, *given)
+
+    data.features = lambda batch: parts.append(len(batch)) or features(batch)
+    maker.engine.generate, sample = generating, maker.sample
+    maker.sample = lambda *given: drawn(sample(*given))
+    batch = PromptBatch.of(texts, images=[[str(path)] for path in sources])
+    greedy = replace(SAMPLED, n=1, temperature=0.0)
+    return Evaluation(maker, batch, SAMPLED, greedy, 4, 1, **settings).run(step=3), held, parts
+
+
+def test_an_evaluation_in_parts_holds_the_patches_of_one_part_and_says_what_one_of_the_whole_says(seeing, tmp_path):
+    def lengths(completions, ids):
+        return [len(each) / 7 + own for each, own in zip(completions, ids, strict=True)]
+
+    rewards, gold = (RewardComputationEngine(custom_reward_func=lengths) for _ in range(2))
+    whole, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold)
+    assert (held, parts) == ([5, 5], [5])  # both passes read what is preprocessed once
+    cut, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold, prompts_at_once=2)
+    assert parts == [2, 2, 1] and max(held) == 2
+    assert cut == whole and cut.paired_scores == whole.paired_scores and cut.keys() >= {"eval_reward", "eval_gold"}
+    assert len(cut.records) == 4 and cut.records == whole.records
+    shades = [record["images"][0].getpixel((0, 0))[0] for record in cut.records]
+    assert shades == [50 * record["group_id"] for record in cut.records]
+
+
+def test_records_of_an_evaluation_in_parts_show_what_an_environment_has_put_behind_a_prompt(seeing, tmp_path):
+    """Which the data do not have."""
+
+    def begun(rollouts):
+        for each in rollouts:
+            images = [*each.prompt.images, Image.new("RGB", (8, 8), "blue")]
+            each.prompt = replace(each.prompt, images=images)
+            each.episode = Episode([Turn("a")], [0] * len(each.token_ids))
+        return rollouts
+
+    rewards = RewardComputationEngine(custom_reward_func=lambda completions: [1.0] * len(completions))
+    found, held, parts = seen(seeing, tmp_path, rewards, [], prompts_at_once=2, drawn=begun)
+    assert parts == [2, 2, 1] and max(held) == 2
+    assert [[each.size for each in record["images"]] for record in found.records] == [[(56, 56), (8, 8)]] * 4
+
+
+def test_an_evaluation_whose_reward_needs_the_device_is_scored_whole_so_that_the_engine_sleeps_once_a_pass(
+    seeing, tmp_path
+):
+    told: list[str] = []
+    found, _, parts = seen(seeing, tmp_path, on_device(told, "reward"), told, prompts_at_once=2)
+    assert parts == [5] and told == [*ROUND, *ROUND] and found["eval_reward"] == 1.0
 
 
 def test_a_masked_row_of_an_evaluation_counts_for_nothing(checkpoint):
