@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2388, "experience": 3164, "config": 4939, "runtime": 5748, "data": 3347,
-    "models": 5905, "rollout": 5100, "rewards": 4357, "algorithms": 1823, "trainer": 7391, "observe": 3525,
+    "models": 5905, "rollout": 5100, "rewards": 4357, "algorithms": 1823, "trainer": 7391, "observe": 3526,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
