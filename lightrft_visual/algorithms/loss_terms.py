@@ -28,14 +28,15 @@ class LossOutputs:
     """What every loss returns for one micro-batch.
 
     loss: scalar share with gradient; the shares of all micro-batches and ranks add up to the train batch's loss.
-    metrics: detached shares that add up likewise. means: means over the micro-batch's valid samples. maxima: combined
-    by maximum.
+    metrics: detached shares that add up likewise. means: means over the micro-batch's valid samples. counts: of
+    samples, by the mean's name, where that is not all valid ones. maxima: combined by maximum.
     """
 
     loss: T
     metrics: dict[str, T] = field(default_factory=dict)
     means: dict[str, T | float] = field(default_factory=dict)
     maxima: dict[str, T | float] = field(default_factory=dict)
+    counts: dict[str, T] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

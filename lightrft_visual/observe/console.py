@@ -101,15 +101,13 @@ class RunConsole:
         self,
         total_steps: int | None,
         *,
-        first_step: int = 0,
         line_every: int = 1,
         table_every: int = 10,
         stream: TextIO | None = None,
         active: bool | None = None,
         title: str = "",
     ):
-        """`first_step`: steps already done when a run resumes. `table_every`: 0 turns the table off. `title`: of steps
-        that are not those of the run itself; it stands before each line."""
+        """`table_every`: 0 turns the table off. `title`: before each line, of steps that are not the run's own."""
         self.total = total_steps
         self.line_every = line_every
         self.table_every = table_every
@@ -117,16 +115,16 @@ class RunConsole:
         self.active = rank() == 0 if active is None else active
         self._console = Console(file=cast(TextIO, Escaped(stream or screen())), highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
-        self._began = time.monotonic()
+        self._began, self._resumed_at = time.monotonic(), 0
         self._first: tuple[int, float] | None = None  # step finished first, and when
         if self.active and self._console.is_terminal:
-            self._start_bar(first_step)
+            self._start_bar()
 
-    def _start_bar(self, first_step: int) -> None:
+    def _start_bar(self) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         text = TextColumn("[bold]{task.description}")
         self._progress = Progress(text, *columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(self.title or "training", total=self.total, completed=first_step)
+        self._task = self._progress.add_task(self.title or "training", total=self.total)
         self._progress.start()
 
     def message(self, text: str) -> None:
@@ -159,7 +157,9 @@ class RunConsole:
             first: metrics of the first evaluation.
             files: paths of what the run leaves, by the name that the line gives them.
         """
-        parts = [f"done: {step} steps in {clock(time.monotonic() - self._began)}"]
+        own = max(step - self._resumed_at, 0)  # the time is of this process
+        steps = f"step {step}, {own} step{'s' * (own != 1)}" if self._resumed_at else f"{step} steps"
+        parts = [f"done: {steps} in {clock(time.monotonic() - self._began)}"]
         for name in ("eval_reward", "eval_loss"):
             if name in metrics:
                 before = f"{short(first[name])} -> " if name in first else ""
@@ -168,6 +168,7 @@ class RunConsole:
 
     def resumed(self, step: int) -> None:
         """Put the bar where a resumed run continues."""
+        self._resumed_at = step
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 

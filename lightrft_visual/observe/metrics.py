@@ -31,7 +31,7 @@ SPENT = "/time"  # of seconds, which ranks spend at once
 
 def as_double(value: Number) -> torch.Tensor:
     """A detached float64 scalar on its own device, so that adding up micro-batches never waits for the device."""
-    return torch.as_tensor(value).detach().double()
+    return torch.as_tensor(value, dtype=torch.float64).detach()
 
 
 @dataclass

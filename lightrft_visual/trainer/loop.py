@@ -356,7 +356,7 @@ class PolicyTrainer(ABC):
             prefix: of the metrics' names, '' for the policy's.
         """
         metrics.add(f"{prefix}learning_rate", result.learning_rate)
-        metrics.add_max(f"{prefix}skipped_steps", 0.0 if result.applied else 1.0)
+        metrics.add_total(f"{prefix}skipped_steps", float(not result.applied and collectives.is_rank_0()))
         if not prefix:
             self.update_counts[bool(result.applied)] += 1
         if result.applied:

@@ -53,6 +53,14 @@ def test_a_step_says_its_components_speed_and_the_time_left(monkeypatch):
     assert shown[3] == "done: 10 steps in 2:10; eval reward 0.395 -> 0.954; model run/checkpoint-final"
 
 
+def test_the_last_line_of_a_resumed_run_tells_the_steps_that_its_time_is_of():
+    console, stream = lines()
+    console.resumed(3)
+    console.done(4, {}, {}, {})
+    console.done(10, {}, {}, {})
+    assert stream.getvalue() == "done: step 4, 1 step in 0:00\ndone: step 10, 7 steps in 0:00\n"
+
+
 def test_samples_are_shown_cut_and_without_control_tokens():
     text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how many?<|im_end|>\n<|im_start|>assistant"
     assert clip_text(text) == "user how many? assistant"

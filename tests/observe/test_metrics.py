@@ -43,6 +43,13 @@ def test_totals_maxima_and_moments():
     assert result["reward_mean"] == 3.0 and result["reward_std"] == pytest.approx(math.sqrt(14 / 4))
 
 
+def test_plain_numbers_are_written_as_they_are_given():
+    accumulator = MetricsAccumulator()
+    accumulator.add("learning_rate", 1e-3)
+    accumulator.add_total("seen_tokens", 123456789.0)
+    assert accumulator.reduce() == {"learning_rate": 1e-3, "seen_tokens": 123456789.0}
+
+
 @pytest.mark.parametrize("order", [[1.0, math.nan], [math.nan, 1.0]])
 def test_a_nan_is_never_hidden_by_a_maximum(order):
     accumulator = MetricsAccumulator()

@@ -147,6 +147,13 @@ def test_skipped_steps_in_a_row_are_counted_of_policy_and_critic_apart(walk, div
         step(False, diverged)
 
 
+def test_skipped_steps_are_as_many_as_the_updates_that_were_skipped(walk):
+    trainer, metrics = walk(), StepData([]).metrics
+    for applied in (False, True, False):
+        trainer.count_step(SimpleNamespace(applied=applied, grad_norm=1.0, learning_rate=1e-6), metrics)
+    assert metrics.reduce()["skipped_steps"] == 2
+
+
 @pytest.mark.parametrize(("saved", "wanted"), [({"": 1, "critic_": 2}, 2), (1, 0)])
 def test_skipped_steps_in_a_row_resume_also_of_a_checkpoint_that_counts_the_policys_alone(walk, saved, wanted):
     trainer = walk()

@@ -57,11 +57,11 @@ class AWM(DiffusionLoss):
         v = context.velocity(*inputs)
         log_ratio = self._log_prob(v, target, batch) - self._log_prob(v_old, target, batch)
         advantages = batch.advantages.clamp(-self.adv_max, self.adv_max) / self.adv_max
-        losses = clipped_surrogate(log_ratio.exp(), advantages, self.clip_range, self.clip_range).values
+        found = clipped_surrogate(log_ratio.exp(), advantages, self.clip_range, self.clip_range)
         moved = squared_error(v, v_old)
-        losses = losses + self.old_beta * moved
+        losses = found.values + self.old_beta * moved
         raw = log_ratio.detach()
-        means = ratio_means(raw, raw, batch.valid, self.clip_range)
+        means = ratio_means(raw, raw, batch.valid, found.clipped)
         means |= {
             "matching_error": weighted_mean(squared_error(v.detach(), target), batch.valid),
             "old_deviation": weighted_mean(moved.detach(), batch.valid),

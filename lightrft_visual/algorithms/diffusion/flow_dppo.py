@@ -32,7 +32,6 @@ class FlowDPPO(FlowGRPO):
         divergence = gaussian_kl(step.mean.detach(), batch.rollout_means, step.std.detach(), dt)
         masked = (divergence >= self.threshold) & (raw.detach() * batch.advantages > 0)
         losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * raw.exp())
-        means = ratio_means(raw.detach(), raw.detach(), batch.valid, self.clip_range)
-        means["clip_fraction"] = weighted_mean(masked.float(), batch.valid)
+        means = ratio_means(raw.detach(), raw.detach(), batch.valid, masked)
         means["kl_to_rollout"] = weighted_mean(divergence, batch.valid)
         return losses, means

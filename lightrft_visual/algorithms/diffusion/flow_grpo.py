@@ -110,10 +110,9 @@ class FlowGRPO(DiffusionLoss):
             batch: M samples, each at one step.
         """
         ratios = self.guarded(raw, step, batch) if self.guard else raw
-        losses = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range).values
-        if self.guard:
-            losses = losses / (batch.sigma - batch.sigma_next)
-        return losses, ratio_means(raw.detach(), ratios.detach(), batch.valid, self.clip_range)
+        found = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range)
+        losses = found.values / (batch.sigma - batch.sigma_next) if self.guard else found.values
+        return losses, ratio_means(raw.detach(), ratios.detach(), batch.valid, found.clipped)
 
     def step_weights(self, batch: DenoisingBatch) -> float | T:
         """What the loss of each row (M) is multiplied by: 1, every step counts alike."""
@@ -148,19 +147,18 @@ class FlowGRPO(DiffusionLoss):
         return gaussian_kl(step.mean, reference, step.std, batch.sigma_next - batch.sigma, self.kl_form)
 
 
-def ratio_means(raw: T, ratios: T, valid: T, clip_range: float) -> dict[str, T]:
-    """Mean of the ratios, share outside the clip range, approximate KL; over valid samples.
+def ratio_means(raw: T, ratios: T, valid: T, clipped: T) -> dict[str, T]:
+    """Mean of the ratios, share of clipped samples, approximate KL; over valid samples.
 
     Args:
         raw: (M) log ratios.
         ratios: (M).
         valid: (M) bool.
-        clip_range: distance from 1 beyond which a ratio is clipped.
+        clipped: (M) bool, where the clip, or the loss's mask, decided the value.
     """
-    outside = ((ratios.exp() - 1).abs() > clip_range).float()
     return {
         "ratio_mean": weighted_mean(ratios.exp(), valid),
-        "clip_fraction": weighted_mean(outside, valid),
+        "clip_fraction": weighted_mean(clipped.float(), valid),
         "approx_kl": weighted_mean(0.5 * raw.square(), valid),
     }
 

@@ -57,16 +57,19 @@ class GroupPreference(DiffusionLoss):
         error = squared_error(v, target)
         sums = sums_of_groups(self._terms(error.detach(), other, target, batch), batch) if whole else batch.coupling
         exponent = self.beta / self.group_size * sums
-        value = -logsigmoid(-exponent)
+        compared = batch.valid.bool() & (batch.advantages != 0)  # the others are on neither side
+        value = torch.where(compared, -logsigmoid(-exponent), 0.0)
         pull = exponent.sigmoid() * self.beta * batch.advantages
         losses = self.scale * (value + pull * (error - error.detach()))
         means = {
-            "preference_loss": weighted_mean(value, batch.valid),
-            "preference_accuracy": weighted_mean((exponent < 0).float(), batch.valid),
+            "preference_loss": weighted_mean(value, compared),
+            "preference_accuracy": weighted_mean((exponent < 0).float(), compared),
             "matching_error": weighted_mean(error.detach(), batch.valid),
         }
         kl = squared_error(v, base) if self.kl_beta > 0 else None
-        return summed(losses, batch.valid, denominator, means, kl, self.kl_beta)
+        outputs = summed(losses, batch.valid, denominator, means, kl, self.kl_beta)
+        outputs.counts = dict.fromkeys(("preference_loss", "preference_accuracy"), compared.sum())
+        return outputs
 
     @torch.no_grad()
     def terms(self, context: LossContext, batch: DenoisingBatch) -> T:

@@ -24,7 +24,7 @@ from ...data.bad_rows import FILE_NAME
 from ...errors import DataError
 from ...runtime.files import disk_problem, read_jsonl, write_atomic
 from ...runtime.packages import needed
-from .curves import PALETTE, ahead_panels, number, reward_section, time_panel, training_section
+from .curves import PALETTE, ahead_panels, finite, number, reward_section, time_panel, training_section
 from .data import (
     QUICK_DUMPER,
     RunData,
@@ -83,7 +83,7 @@ def evaluation_section(run: RunData) -> list[dict[str, Any]]:
     """First, last and highest value of each evaluation column."""
     kept = []
     for name, points in run.evaluation.items():
-        highest_step, highest = max(points, key=lambda point: point[1])
+        highest_step, highest = max(finite(points) or points, key=lambda point: point[1])
         first, last = points[0][1], points[-1][1]
         kept.append({"name": name, "first": first, "last": last, "highest": highest, "highest_step": int(highest_step)})
     return kept

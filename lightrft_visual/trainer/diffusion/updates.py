@@ -284,7 +284,8 @@ def _add_loss(
     """
     metrics.add("loss", outputs.loss.detach() if counts else 0.0, 1.0 if last and collectives.is_rank_0() else 0.0)
     for name, value in outputs.means.items():
-        metrics.add(_NAMES.get(name, name), value * count if counts else 0.0, count if counts else 0.0)
+        own = outputs.counts.get(name, count)
+        metrics.add(_NAMES.get(name, name), value * own if counts else 0.0, own if counts else 0.0)
     for name, value in outputs.maxima.items():
         metrics.add_max(name, value)
     if first and "logp_diff_max" in outputs.maxima:

@@ -253,6 +253,8 @@ class PolicyUpdate:
                     own = replace(own, entropy_coef=coefficient)
                 mask = to_device(part.token_masks[index], read.action_mask.device)
                 found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
+                if experience.action_entropy is not None:  # a rollout metric then
+                    found[-1].metrics.pop("entropy", None)
             losses = _joined(batch.parts, found) if batch.parts[0].settings.name else found[0]
             if experience.action_log_probs is None and not micro_batch.filler:
                 scored.append((micro_batch, output.log_probs.detach()))

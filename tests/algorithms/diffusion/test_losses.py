@@ -15,7 +15,7 @@ from lightrft_visual.algorithms.diffusion.advantages import (
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.ddpo import DDPO, DPOK
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
-from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO, gaussian_kl, guarded_log_ratio
+from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO, gaussian_kl, guarded_log_ratio, log_ratio
 from lightrft_visual.algorithms.diffusion.nft import nft_loss, old_policy_decay, optimality
 from lightrft_visual.algorithms.diffusion.opd import OnPolicyDistillation
 from lightrft_visual.algorithms.diffusion.temp_flow_grpo import TempFlowGRPO, noise_weights
@@ -165,6 +165,21 @@ def flow_rows(advantages, drift):
         valid=torch.ones(len(x)).double(), steps=torch.full((len(x),), 2), schedule=schedule, kept=None,
     )  # fmt: skip
     return rows, v, old
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_clip_fraction_is_the_share_of_samples_that_the_clip_decides(guard):
+    """Each ratio is outside the range; only those on their advantage's side are clipped, and none without one."""
+    rows, v, old = flow_rows([1.0, -1.0, 1.0, -1.0, 0.0, 2.0], 0.3)
+    rows.valid[5] = 0.0
+    loss = FlowGRPO(clip_range=1e-9, guard=guard)
+    step = loss.replay(lambda *inputs: v, rows)
+    raw = log_ratio(step.log_prob, rows.log_probs)
+    ratios = loss.guarded(raw, step, rows) if guard else raw
+    decided = (ratios.expm1() * rows.advantages > 1e-9)[:5]
+    assert (ratios.expm1().abs() > 1e-9).all() and 0 < int(decided.sum()) < 5
+    found = loss.loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 5.0)
+    assert float(found.means["clip_fraction"]) == pytest.approx(float(decided.float().mean()))
 
 
 def test_flow_dppo_masks_what_is_far_and_moves_farther():

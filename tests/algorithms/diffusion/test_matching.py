@@ -119,6 +119,8 @@ def test_awm_loss_by_the_papers_formula(prediction, clip):
     terms = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
     terms = terms + 0.2 * error(v, base) + 0.3 * error(v, old)
     torch.testing.assert_close(found.loss, terms[:2].sum() / 2)
+    decided = (advantage * (ratio - ratio.clamp(1 - clip, 1 + clip)) > 0)[:2]
+    assert float(found.means["clip_fraction"]) == float(decided.float().mean())
     assert float(found.means["kl"]) == pytest.approx(float(error(v.detach(), base)[:2].mean()))
     assert all(torch.equal(policy.asked[0], other) for other in policy.asked)  # three answers to one question
 

@@ -1,6 +1,7 @@
 """report.html: complete in itself, escaped, small, and there for partial and damaged runs."""
 
 import json
+import math
 import os
 import random
 import re
@@ -138,6 +139,16 @@ def test_partial_and_damaged_runs(tmp_path):
     (empty / "eval_epoch_000001" / "contact_sheet.png").write_bytes(b"no picture")
     text = write_report([empty], tmp_path / "e.html").read_text()
     assert "loss" in text and "no valid reward" in text and "image not shown" in text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"), [((math.nan, 0.5, 0.25), "0.5 at step 1"), ((math.nan,), "nan at step 0")]
+)
+def test_the_highest_evaluation_is_that_of_the_finite_ones_where_there_are_any(tmp_path, rewards, shown):
+    run = RunRecorder(tmp_path)
+    for step, reward in enumerate(rewards):
+        run.log_eval(step, {"eval_reward": reward})
+    assert shown in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
 def test_images_outside_the_run_are_not_read(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from lightrft_visual.algorithms.diffusion.context import LossContext, weighted_mean
 from lightrft_visual.algorithms.diffusion.ddpo import DPOK
 from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of
+from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
 from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore
@@ -40,6 +41,7 @@ from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate
 from lightrft_visual.trainer.hooks import Hooks
 
 COUNT = 6
+CLIPPED = FlowGRPO(clip_range=0.1)
 
 
 class Gradients:
@@ -62,15 +64,15 @@ class Gradients:
         return found
 
 
-def trained(policy, advantages, skip, steps_per_forward=1):
+def trained(policy, advantages, skip, steps_per_forward=1, loss=CLIPPED, metrics=None):
     experience, _ = sampled(policy, noise=NoiseConfig(), advantages=advantages, steps=3)
     buffer, engine = NaiveReplayBuffer(2), Gradients(policy)
     buffer.append(experience)
-    algorithm, loss = registry.diffusion_algorithms["flow_grpo"], FlowGRPO(clip_range=0.1)
+    algorithm = registry.diffusion_algorithms["flow_grpo" if isinstance(loss, FlowGRPO) else "diffusion_dpo"]
     update = ReplayUpdate(engine, algorithm, loss, 1.0, "first", steps_per_forward)
     ((planned, samples),) = plan_updates(buffer, buffer.plan(0), skip)
     batches = [buffer.gather(each) for each in planned]
-    return update.step(batches, LossContext(engine, policy), 0, MetricsAccumulator(), True, samples), engine
+    return update.step(batches, LossContext(engine, policy), 0, metrics or MetricsAccumulator(), True, samples), engine
 
 
 class OfScores:
@@ -117,6 +119,19 @@ def test_without_samples_of_no_advantage_the_gradient_stays_and_the_forwards_go(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-8)
     none, engine = trained(drawing, [0.0] * COUNT, True)  # an update without any advantage still steps
     assert engine.lasts[-1] and engine.samples == 2 and not any(gradient.any() for gradient in none)
+
+
+def test_samples_of_no_advantage_are_in_no_metric_of_preferences_with_or_without_them():
+    drawing, found = policy(), []
+    for skip in (False, True):
+        metrics = MetricsAccumulator()
+        _, engine = trained(drawing, [1.0, 0.0, -1.0, 0.0, 0.0, 0.0], skip, 1, pair_preference(50.0), metrics)
+        found.append((engine.samples, metrics.reduce()))
+    (every, whole), (some, part) = found
+    assert some < every
+    for name in ("loss", "preference_loss", "preference_accuracy"):
+        assert whole[name] == pytest.approx(part[name], rel=1e-4), name
+    assert 2 * whole["preference_loss"] == pytest.approx(5 * whole["loss"], rel=1e-4)  # two of five valid samples
 
 
 @pytest.mark.parametrize("together", [2, 5])

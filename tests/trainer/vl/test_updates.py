@@ -196,6 +196,18 @@ def test_each_kind_has_its_own_entropy_bonus(tmp_path, coefs):
         assert found[f"entropy_{kind}"] > 1 and bonus == pytest.approx(coef * found[f"entropy_{kind}"], abs=1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_updates_tell_no_entropy_where_that_of_the_rollouts_is_told(tmp_path, parts):
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig(entropy_coef=0.1)
+    found = []
+    for fields in ({}, {"action_entropy": lambda mask: torch.full(mask.shape, 5.0)}):
+        buffer = filled(checkpoint, 2, info={"loss_part": torch.tensor([0.0, 1.0, 0.0])}, **fields)
+        batch = planned(buffer, config, *[6] * (parts - 1))
+        found.append(stepped(PlainEngine(actor_of(checkpoint)), buffer, batch, config))
+    names = {"entropy"} | ({"entropy_answer", "entropy_drawing"} if parts == 2 else set())
+    assert found[0].keys() - found[1].keys() == names and found[0]["loss"] == found[1]["loss"]
+
+
 def of_critic(checkpoint, config: AlgorithmConfig, returns, *image_tokens: int, packed=False, **fields) -> dict:
     """Metrics of a critic's step on responses of 2, 3 and 4 tokens; a fresh critic says 0 everywhere."""
     buffer = filled(
