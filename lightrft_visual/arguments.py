@@ -280,7 +280,7 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")
     # Neither another run nor another host, with which the cache may be shared, removes it.
     folder = cache_root() / "given" / f"{_digest(model)}-{socket.gethostname()}-{run}"
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    first = ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
     if first and not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -224,9 +224,9 @@ class GuardConfig(Section):
     def check_scored(self, evaluated: bool, drawn: bool = True) -> None:
         """Gold that is named scores held-out prompts, where these are evaluated, or rollouts, where these are drawn."""
         named = self.gold_recipe is not None or self.gold_fn is not None
-        none = "gold_every 0" if drawn else "pairs of a file"
+        none = "gold_every 0, or watch false" if drawn else "pairs of a file"
         told = f"gold has nothing to score: no rollouts ({none}), and no held-out prompts (eval_data, max_eval_samples)"
-        require(not named or evaluated or (drawn and self.gold_every > 0), told)
+        require(not named or evaluated or (drawn and self.judges_rollouts), told)
 
     def check_best(self, gold: bool, evaluated: bool) -> None:
         """The best checkpoint is that of the best eval_gold: a run needs gold, and held-out prompts, to have one."""

@@ -108,17 +108,19 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
     return checkpoint
 
 
-def open_critic(path: str, model: ModelConfig) -> tuple[Any, dict[str, int]]:
-    """Configuration, and tokens by text: {} where no tokenizer lies there. Raises ConfigError, naming the path."""
+def open_critic(path: str, model: ModelConfig) -> tuple[VLMFamily, int, dict[str, int]]:
+    """Family, embedded tokens, and tokens by text: {} where no tokenizer lies there. Raises ConfigError, naming the
+    path."""
     check_path(path)
     fetch_model(path, code=model.trust_remote_code)
     with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        family, size = family_of(config), config.get_text_config().vocab_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError):
-        return config, {}
-    return config, tokenizer.get_vocab() if _has_words(tokenizer) else {}
+        return family, size, {}
+    return family, size, tokenizer.get_vocab() if _has_words(tokenizer) else {}
 
 
 def _has_words(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .presence import ranks_on_host
 from .tensor_exchange import pack, unpack
 
 STAGED_BYTES = 2**28  # that a rank sends in one round of an exchange
@@ -209,10 +210,9 @@ def neighbours(size: int, tensors: bool = False) -> dist.ProcessGroup | None:
 def share_cores(most: int | None = None) -> None:
     """Divide this host's cores over its ranks, which would otherwise all start a thread for each of them.
 
-    Ranks of a host: LOCAL_WORLD_SIZE (torchrun) or LOCAL_SIZE (DeepSpeed). OMP_NUM_THREADS, where set, stays.
-    most: threads of a rank, None for no bound.
+    OMP_NUM_THREADS, where set, stays. most: threads of a rank, None for no bound.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    ranks = ranks_on_host()
     own = len(os.sched_getaffinity(0)) // ranks
     if (ranks > 1 or (most is not None and own > most)) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, own if most is None else min(own, most)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, DataError
 from .files import cache_folder
-from .presence import ranks_started
+from .presence import ranks_on_host
 
 logger = logging.getLogger(__name__)
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")  # owner/name, with a revision behind @
@@ -57,7 +57,7 @@ def first_on_host(name: str) -> Iterator[None]:
 
     Nothing waits where one process is alone on its host.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE") or ranks_started()) < 2:
+    if ranks_on_host() < 2:
         yield
         return
     run = f"{name}|{os.environ.get('MASTER_ADDR')}|{os.environ.get('MASTER_PORT')}|{os.getppid()}"

@@ -22,6 +22,12 @@ def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
 
 
+def ranks_on_host() -> int:
+    """Of `ranks_started` those on this host, by LOCAL_WORLD_SIZE (torchrun) or LOCAL_SIZE (DeepSpeed); else all."""
+    ranks = ranks_started()
+    return ranks if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
+
+
 def program(command: Sequence[str]) -> str:
     """The module (`-m NAME`) or the file name that a Python command line runs; '' where there is none."""
     words = iter(command[1:])

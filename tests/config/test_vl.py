@@ -50,6 +50,7 @@ def load(text: str) -> RunConfig:
         ("--guard.policy rollback --guard.keep_best false", "keep_best"),
         ("--gold_fn a.py:f --gold_recipe b.yaml", "not both"),
         ("--best_metric eval_reward --max_eval_samples 0", "best_metric compares evaluations, and there are no"),
+        ("--gold_fn a.py:f --guard.watch false --max_eval_samples 0", "gold has nothing to score"),
         ("--gold_fn a.py:f --gold_every 0 --max_eval_samples 0", "gold has nothing to score: no rollouts .gold_every"),
         ("--policy_loss luspo", "made by --loss_agg_mode seq-mean-token-sum"),
         ("--policy_loss dppo_tv --tis_mode token", "compares with the engine's log-probs itself"),

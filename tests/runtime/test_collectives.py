@@ -49,15 +49,16 @@ def test_groups_of_ranks_wait_as_long_as_all_ranks_do(monkeypatch):
         ({}, 4, 4),
         ({}, 8, None),
         ({"LOCAL_SIZE": "4"}, 4, 2),
+        ({"RANK": "", "LOCAL_WORLD_SIZE": "2"}, None, None),  # left over in a shell
     ],
 )
 def test_ranks_of_a_host_share_its_cores_and_take_no_more_than_are_of_use(monkeypatch, known, most, threads):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name in ("RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in known.items():
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "4"} | known).items() if known else ():
         monkeypatch.setenv(name, value)
     collectives.share_cores(most)
     assert chosen == ([threads] if threads else [])

@@ -34,11 +34,11 @@ with first_on_host("org/model"):
 
 def test_ranks_of_a_host_take_turns_and_local_rank_0_is_first(tmp_path):
     shared = os.environ | {"PYTHONPATH": str(ROOT), "LIGHTRFT_CACHE": str(tmp_path), "LOCAL_WORLD_SIZE": "3"}
-    shared |= {"MASTER_PORT": "1234"}
+    shared |= {"MASTER_PORT": "1234", "WORLD_SIZE": "3"}
     log, ranks = tmp_path / "log", []
     for rank in (2, 1, 0):
         command = [sys.executable, "-c", RANK, str(log), str(rank)]
-        ranks.append(subprocess.Popen(command, env=shared | {"LOCAL_RANK": str(rank)}))
+        ranks.append(subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
         time.sleep(0.2 if rank else 0)
     assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
     told = log.read_text().split()

@@ -192,6 +192,8 @@ def _read(text: str) -> Any:
     text = text.translate(SHOWN)
     if "$" in text:
         return ShellText(text)
+    if text.startswith("{") and not {"'", '"'} & {*text}:  # Hydra reads {n:4} as YAML reads {n: 4}
+        text = re.sub(r"(?<=\w):(?=[^\s/])", ": ", text)
     plain = re.fullmatch(r"true|false|null|[-+0-9.]+|\[.*\]|\{.*:.*\}", text, re.IGNORECASE)
     try:
         found = yaml.safe_load(text) if plain else text

@@ -2,7 +2,6 @@
 `use_choices` are what the core asks this plug-in for."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -17,7 +16,7 @@ from ...config.shared import ATTENTION, AUTO, FULL, NONE, PlanConfig
 from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...runtime import collectives
-from ...runtime.presence import ranks_started
+from ...runtime.presence import ranks_on_host, ranks_started
 from .process import cpu, present
 from .shapes import language_model, near_shipped
 from .table import Plan
@@ -96,8 +95,7 @@ def named_device(config: AnyConfig) -> tuple[Device, int, int]:
 
 def started() -> tuple[int, int]:
     """(ranks, ranks on this host) that a launcher has started."""
-    ranks = ranks_started()
-    return ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
+    return ranks_started(), ranks_on_host()
 
 
 Planner = Callable[[AnyConfig], Plan] | None

@@ -80,14 +80,16 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
         dataset, eval_set = _datasets(config, checkpoint)
     _fit_to_data(config, dataset)
     sets = [each for each in (dataset, eval_set) if each is not None]
-    _check_rewards(config.reward, judged, sets)
+    golden = sets if config.guard.judges_rollouts else sets[1:]
+    judged = judged if golden else None
+    _check_rewards(config.reward, judged, sets, len(golden) < len(sets))
     answer = partial(answered, dataset, checkpoint, config)
     columns = set().union(*(each.columns for each in sets))
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
     run = open_run(config, LoopSettings(total_steps, config.output, config.train, resume_folder, model), locks, sets)
-    gold = None if judged is None else _scorer(judged, strategy, checkpoint, sets)
+    gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)
     prove(config, actor.module, checkpoint, model)
@@ -133,13 +135,15 @@ def _rewards(
     return rewards
 
 
-def _check_rewards(rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset]) -> None:
+def _check_rewards(
+    rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset], held_out_alone: bool
+) -> None:
     """Raise ConfigError for gold that is wrong in itself, and for data without the references that either compares
-    with. judged: of the configuration before embedded names became folders."""
+    with. judged: of the configuration before embedded names became folders. held_out_alone: gold scores no rollouts."""
+    check_references(rewards, sets[:1], sets[1:])
     if judged is not None:
         check_reward_config(judged)
-    for each in filter(None, (rewards, judged)):
-        check_references(each, sets[:1], sets[1:])
+        check_references(judged, [] if held_out_alone else sets[:1], sets[1:])
 
 
 def _scorer(
@@ -220,16 +224,17 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
 
 def _check_beside(config: RunConfig, policy: Checkpoint) -> None:
     """Raise ConfigError for a critic or a teacher that does not read what the policy's samples hold."""
-    critic, teacher, own = config.model.critic_pretrain, config.model.teacher_pretrain, policy.tokenizer.get_vocab()
+    critic, teacher = config.model.critic_pretrain, config.model.teacher_pretrain
     if critic is not None:
-        settings, tokens = open_critic(critic, config.model)
-        least = min(len(policy.tokenizer), policy.config.get_text_config().vocab_size)
-        known, few = {*tokens.values()}, settings.get_text_config().vocab_size < least
+        family, size, tokens = open_critic(critic, config.model)
+        known, own = {*tokens.values()}, policy.tokenizer.get_vocab()
+        few = size < min(len(policy.tokenizer), policy.config.get_text_config().vocab_size)
         other = few or any(token in known and tokens.get(text) != token for text, token in own.items())
-        _check_reads(f"critic_pretrain {critic}", family_of(settings), policy, other)
+        _check_reads(f"critic_pretrain {critic}", family, policy, other)
     if teacher is not None:
         opened = open_checkpoint(teacher, config.model, config.data)
-        _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, opened.tokenizer.get_vocab() != own)
+        other = opened.tokenizer.get_vocab() != policy.tokenizer.get_vocab()
+        _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, other)
 
 
 def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens: bool) -> None:

@@ -498,11 +498,12 @@ def test_easyr1_defaults_and_the_file_that_a_script_names(converted, tmp_path):
     assert "kl" not in found.command  # which that file may set
 
 
-def test_mapping_on_the_command_line_is_the_settings_in_it(converted, tmp_path):
+@pytest.mark.parametrize("given", ['{"n":16,"temperature":1.0}', "{n:16,temperature:1.0}"])
+def test_mapping_on_the_command_line_is_the_settings_in_it(converted, tmp_path, given):
     (tmp_path / "config.yaml").write_text("worker: {rollout: {val_override_config: {n: 1, top_p: 1.0}}}\n")
-    text = """python3 -m verl.trainer.main config=config.yaml algorithm.adv_estimator=grpo \\
-    worker.rollout.val_override_config='{"n":16,"temperature":1.0}' \\
-    worker.reward.reward_function_kwargs='{"format_weight": 0.5}' trainer.experiment_name='{a}'
+    text = f"""python3 -m verl.trainer.main config=config.yaml algorithm.adv_estimator=grpo \\
+    worker.rollout.val_override_config='{given}' \\
+    worker.reward.reward_function_kwargs='{{"format_weight": 0.5}}' trainer.experiment_name='{{a}}'
 """
     found = converted("easyr1", "run.sh", text)
     config = settings(found)

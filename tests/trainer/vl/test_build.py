@@ -253,9 +253,17 @@ def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are
     config = RewardConfig(reward_recipe=json.dumps(rules) if rules else None)
     other = RewardConfig(components={"format": 1.0})
     for given in ((config, None), (other, config)):
-        build._check_rewards(*given, [trained])
+        build._check_rewards(*given, [trained], False)
         with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-            build._check_rewards(*given, [trained, held_out])
+            build._check_rewards(*given, [trained, held_out], False)
+
+
+def test_gold_that_scores_held_out_rows_alone_needs_no_references_of_others():
+    trained, held_out = (SimpleNamespace(labels={None}, columns=set(), has_references=own) for own in (False, True))
+    rewards, gold = RewardConfig(components={"format": 1.0}), RewardConfig(components={"exact": 1.0})
+    build._check_rewards(rewards, gold, [trained, held_out], held_out_alone=True)
+    with pytest.raises(ConfigError, match="exact compares"):
+        build._check_rewards(rewards, gold, [trained, held_out], held_out_alone=False)
 
 
 def test_gold_that_the_data_do_not_fit_is_refused_before_a_reward_model_loads(monkeypatch, tmp_path):
