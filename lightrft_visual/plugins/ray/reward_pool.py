@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from ...config.placement import ResourcesConfig
 from ...errors import ConfigError, RewardError
 from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
-from ...rewards.local.callables import AUTO
+from ...rewards.local.forms import AUTO
 from ...rewards.registry import check_scorer
 from ...runtime import collectives
 from ...runtime.usercode.calls import MODULE_PREFIX, describe_error, load_reward_fn, masked
