@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2388, "experience": 3159, "config": 4939, "runtime": 5758, "data": 3347,
-    "models": 5905, "rollout": 5098, "rewards": 4363, "algorithms": 1822, "trainer": 7378, "observe": 3523,
+    "": 2388, "experience": 3159, "config": 4937, "runtime": 5770, "data": 3347,
+    "models": 5905, "rollout": 5093, "rewards": 4360, "algorithms": 1822, "trainer": 7378, "observe": 3523,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

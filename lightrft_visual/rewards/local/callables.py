@@ -17,16 +17,8 @@ from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...experience.rollouts import Episode, Turn
-from ...runtime.usercode.calls import (
-    POSITIONAL,
-    SAMPLES,
-    AsRewardError,
-    LoadedFunction,
-    UserCodeExited,
-    call,
-    callable_name,
-    defined_at,
-)
+from ...runtime.usercode.calls import POSITIONAL, SAMPLES, AsRewardError, LoadedFunction, UserCodeExited, call
+from ...runtime.usercode.loading import callable_name, defined_at
 from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
 from .forms import AUTO, NATIVE, Form, Inputs, choose_form
