@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2388, "experience": 3159, "config": 4937, "runtime": 5770, "data": 3347,
-    "models": 5905, "rollout": 5093, "rewards": 4360, "algorithms": 1822, "trainer": 7378, "observe": 3523,
+    "models": 5918, "rollout": 5093, "rewards": 4360, "algorithms": 1822, "trainer": 7379, "observe": 3523,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
