@@ -97,7 +97,7 @@ class Checkpoint:
         if not self.adapted:
             yield self.path
             return
-        from .models.diffusion.policy import save_text_length
+        from .models.diffusion.opening import save_text_length
 
         folder = os.path.join(scratch, "pipeline")
         self.pipeline(complete=False).save_pretrained(folder)
@@ -112,7 +112,7 @@ class Checkpoint:
 
         from .models.diffusion.families.base import join_lora
         from .models.diffusion.layers import load_pipeline
-        from .models.diffusion.policy import adapter_of
+        from .models.diffusion.opening import adapter_of
         from .models.diffusion.wan_parts import load_wan_parts
 
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -133,7 +133,7 @@ class Checkpoint:
 
     def text_length(self) -> int | None:
         """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
-        from .models.diffusion.policy import adapter_of, named_family, saved_text_length
+        from .models.diffusion.opening import adapter_of, named_family, saved_text_length
 
         told = self.run.get("model", {}).get("max_sequence_length")
         folder = self._trained_on() if self.adapted else self.path
@@ -476,7 +476,7 @@ def _arguments(settings: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
 def _as_in_the_run(pipeline: Any, run: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a stock pipeline for what a run's evaluations draw, of those that it takes; what is no argument is
     set in the pipeline. run: its settings."""
-    from .models.diffusion.policy import named_family
+    from .models.diffusion.opening import named_family
 
     names = ("height", "width", "num_frames", "frame_rate", "guidance_scale_2", "max_sequence_length")
     own = {name: run.get(name) for name in names} | {"num_inference_steps": run.get("eval_num_steps")}

@@ -67,7 +67,7 @@ def build(arguments: argparse.Namespace) -> Any:
     """What is served. Raises ConfigError."""
     from .rewards.local.callables import CallableSource
     from .rewards.registry import build_scorer
-    from .runtime.usercode.calls import load_reward_fn
+    from .runtime.usercode.loading import load_reward_fn
 
     settings = parse_settings(arguments.kwargs)
     if arguments.reward_fn:

@@ -21,7 +21,8 @@ from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig
 from lightrft_visual.inference import Checkpoint, _as_in_the_run
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of, save_text_length
+from lightrft_visual.models.diffusion.opening import family_of, save_text_length
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler
 from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
 from lightrft_visual.trainer.hooks import Hooks

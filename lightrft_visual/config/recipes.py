@@ -186,10 +186,8 @@ def plugins_in(arguments: Sequence[str]) -> str:
 
 
 def _load(name: str) -> ModuleType:
-    from ..runtime.usercode.calls import (
-        describe_error,  # loads torch, as nearly every plugin does
-        load_module,
-    )
+    from ..runtime.usercode.calls import describe_error  # loads torch, as nearly every plugin does
+    from ..runtime.usercode.loading import load_module
     from ..runtime.usercode.surroundings import put_back
 
     if name.endswith(".py"):

@@ -45,7 +45,7 @@ differentiable_rewards = Registry("differentiable reward", kinds.Reward)
 environments = Registry("environment", Choice)
 scorers = Registry("scorer", kinds.Reward)  # a class built with the recipe's settings, or a function; docs/rewards.md
 row_forms = Registry("form of data rows", kinds.RowForm, "row")
-reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.callables.Form`
+reward_forms = Registry("form of reward functions", Choice)  # a `rewards.local.forms.Form`
 tasks = Registry("built-in task", kinds.Task, "config")  # prompt_data of vision-language runs
 drawing_tasks = Registry("built-in drawing task", kinds.Task, "config")  # and of diffusion runs
 checkpoint_resolvers = Registry("built-in model", kinds.CheckpointResolver, "model, name, task")
@@ -412,12 +412,12 @@ entry("easyr1", "plugins.compat.rewards:EASYR1", "EasyR1, called once")
 entry("easyr1_each", "plugins.compat.rewards:EASYR1_EACH", "EasyR1, called for each sample")
 entry("roll", "plugins.compat.rewards:ROLL", "ROLL, called for each sample")
 entry("flow_grpo", "plugins.compat.rewards:FLOW_GRPO", "flow_grpo, images as one tensor")
-entry("openrlhf", "rewards.local.callables:OPENRLHF", "OpenRLHF, labels are the references")
-entry("lightrft", "rewards.local.callables:LIGHTRFT", "LightRFT, with the rewards of models")
+entry("openrlhf", "rewards.local.forms:OPENRLHF", "OpenRLHF, labels are the references")
+entry("lightrft", "rewards.local.forms:LIGHTRFT", "LightRFT, with the rewards of models")
 entry("by_position", "plugins.compat.rewards:BY_POSITION", "LightRFT's files, three parameters of any name")
 entry("trl_chat", "plugins.compat.rewards:TRL_CHAT", "TRL, completions as chat messages")
 entry("trl", "plugins.compat.rewards:TRL", "TRL, completions as texts")
-entry("native", "rewards.local.callables:NATIVE", "parameters are named after the inputs of docs/rewards.md")
+entry("native", "rewards.local.forms:NATIVE", "parameters are named after the inputs of docs/rewards.md")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _EXPORTS = {
     "register_scorer": "registry",
     "build_scorer": "registry",
     "scorer_names": "registry",
-    "load_reward_fn": ".runtime.usercode.calls",
+    "load_reward_fn": ".runtime.usercode.loading",
 }
 
 __all__ = [*_EXPORTS]

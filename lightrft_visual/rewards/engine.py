@@ -21,7 +21,8 @@ from ..errors import ConfigError, RewardError, StoppedBySignal
 from ..experience.rollouts import ENVIRONMENT, Rollout
 from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
-from ..runtime.usercode.calls import callable_name, ended_by_sigterm, who_asked
+from ..runtime.usercode.calls import ended_by_sigterm, who_asked
+from ..runtime.usercode.loading import callable_name
 from .batch import (
     NAN,
     Call,

@@ -15,7 +15,8 @@ from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from ..given import given, is_given, unique_name
-from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
+from ..runtime.usercode.calls import LoadedFunction
+from ..runtime.usercode.loading import callable_name, load_reward_fn
 from .batch import Source
 from .local.callables import LIGHTRFT_INPUTS, CallableSource
 from .recipe import RecipeEntry, check_name

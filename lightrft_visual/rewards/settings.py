@@ -5,8 +5,10 @@ from typing import Any
 
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
-from ..runtime.usercode.calls import LoadedFunction, callable_name, load_reward_fn
-from .local.callables import Signature, check_form, check_inputs
+from ..runtime.usercode.calls import LoadedFunction
+from ..runtime.usercode.loading import callable_name, load_reward_fn
+from .local.callables import Signature, check_inputs
+from .local.forms import check_form
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
 from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url, token_from_env

@@ -34,14 +34,8 @@ from ..data.media import Video
 from ..data.rows import MEDIA
 from ..data.rows import ROLES as ROW_ROLES
 from ..errors import ConfigError, LightRFTVisualError
-from ..runtime.usercode.calls import (
-    BackgroundLoop,
-    LoadedFunction,
-    awaited,
-    callable_name,
-    describe_error,
-    load_reward_fn,
-)
+from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
+from ..runtime.usercode.loading import callable_name, load_reward_fn
 
 ROLES = ("user", "tool", "system")
 LONGEST_TEXT = 10**6  # characters of one text of an observation

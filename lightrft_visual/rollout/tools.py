@@ -29,7 +29,8 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from ..errors import ConfigError
-from ..runtime.usercode.calls import callable_name, what_happened
+from ..runtime.usercode.calls import what_happened
+from ..runtime.usercode.loading import callable_name
 from .environments import Action, Environment, ToolCall, awaited_value
 
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)

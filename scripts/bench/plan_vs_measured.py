@@ -54,7 +54,7 @@ def vision_language(folder: Path) -> list[str]:
 
 def drawing(folder: Path) -> list[str]:
     """Settings of a run of an SD3 with random weights, all of which train."""
-    from lightrft_visual.models.diffusion.policy import save_text_length
+    from lightrft_visual.models.diffusion.opening import save_text_length
     from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
     model = folder / "model"

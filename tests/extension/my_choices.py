@@ -14,7 +14,7 @@ from lightrft_visual.config import registry
 from lightrft_visual.data.forms import Content
 from lightrft_visual.models.diffusion.families.sd3 import StableDiffusion3
 from lightrft_visual.models.vlm.families.qwen import QwenVL
-from lightrft_visual.rewards.local.callables import Form
+from lightrft_visual.rewards.local.forms import Form
 from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.trainer.hooks import StepHook
 

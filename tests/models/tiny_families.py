@@ -6,7 +6,8 @@ import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, SamplingConfig
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy
 from lightrft_visual.models.tiny.diffusion import (
     TEXT_LENGTH,
     TinyDiffusionSettings,

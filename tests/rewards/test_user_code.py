@@ -25,7 +25,7 @@ from lightrft_visual.rewards.differentiable import load_differentiable
 from lightrft_visual.runtime.files import full_disk_named
 from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode import calls
-from lightrft_visual.runtime.usercode.calls import load_reward_fn
+from lightrft_visual.runtime.usercode.loading import load_reward_fn
 
 
 def scored(*functions, samples=None, **options):

@@ -11,7 +11,8 @@ from lightrft_visual.config.diffusion import DiffusionAlgorithmConfig, Diffusion
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import NoiseConfig, SamplingConfig
 from lightrft_visual.experience.types import ExperienceDiffusion
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler

@@ -8,7 +8,6 @@ train, a frozen copy that is swapped in.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,12 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageOps
 from torch import nn
 
-from ...config import registry
 from ...config.diffusion import PARTS, DiffusionModelConfig
 from ...config.shared import FULL
 from ...errors import ConfigError, did_you_mean, refused_as
@@ -39,14 +36,14 @@ from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config, standing_in, whole_on_host
 from .families.base import DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
+from .opening import named_family, pipeline_class, save_text_length, saved_text_length
 from .prompt_cache import PromptCache, checkpoint_decoder, in_parts
-from .wan_parts import load_wan_parts, wan_pipeline_name
+from .wan_parts import load_wan_parts
 
 T = torch.Tensor
 ADAPTER = "default"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors")
 PROGRAMS_A_BLOCK = 64  # kinds of blocks, with and without gradients, LoRA on and off; torch.compile gives up after 8
-PIPELINE_SETTINGS = "lightrft_visual.json"  # beside model_index.json: what the pipeline itself does not say
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class DiffusionPolicy(nn.Module):
             lora: None: all weights train.
             dtype: of the weights.
             trainable: names of the denoisers that train; None trains all of them.
-            text_length: T5 or LLM tokens; default: what the folder's `PIPELINE_SETTINGS` says, else the family's own.
+            text_length: T5 or LLM tokens; default: what the folder says (`saved_text_length`), else the family's own.
             family: its registered name; auto finds the one that reads the pipeline's class.
             divide: the strategy's, under ZeRO-3: the denoisers of a folder or hub id are then divided over the ranks
                 while they load, and all ranks load together.
@@ -457,55 +454,3 @@ def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
 def _digest(image: Image.Image) -> str:
     """The same for images of the same pixels."""
     return hashlib.sha256(repr((image.mode, image.size)).encode() + image.tobytes()).hexdigest()
-
-
-def saved_text_length(folder: str | Path) -> int | None:
-    """Tokens of the T5 or LLM encoder that a pipeline folder was made for, where it says so."""
-    path = Path(folder, PIPELINE_SETTINGS)
-    return json.loads(path.read_text())["text_length"] if path.is_file() else None
-
-
-def save_text_length(folder: str | Path, text_length: int) -> None:
-    """Let a pipeline folder say the length of its text encoder's inputs, which diffusers does not store."""
-    Path(folder, PIPELINE_SETTINGS).write_text(json.dumps({"text_length": text_length}))
-
-
-def family_of(pipeline: DiffusionPipeline, text_length: int | None = None) -> DiffusionFamily:
-    """The adapter for a loaded pipeline."""
-    return named_family(type(pipeline).__name__)(pipeline, text_length)
-
-
-def named_family(pipeline_name: str, family: str = "auto") -> type[DiffusionFamily]:
-    """The family named, or the one registered last for the class of pipelines.
-
-    Raises ConfigError where none does, with the known classes, or the one named does not.
-    """
-    if family != "auto":
-        if registry.diffusion_families[family].pipeline != pipeline_name:
-            raise ConfigError(f"family is {family}, but the model is a {pipeline_name}")
-        return registry.diffusion_families.load(family)
-    for entry in reversed([*registry.diffusion_families]):  # one from outside comes first
-        if entry.pipeline == pipeline_name:
-            return entry.load()
-    known = ", ".join(entry.pipeline for entry in registry.diffusion_families)
-    raise ConfigError(f"no diffusion family reads {pipeline_name}; known pipelines: {known}")
-
-
-def adapter_of(path: str, family: str = "auto") -> type[DiffusionFamily]:
-    """The class of the model at `path`, before it is loaded: family auto reads model_index.json.
-
-    Raises ConfigError where there is no diffusers pipeline, or one that no family reads.
-    """
-    if family != "auto":
-        return registry.diffusion_families.load(family)
-    return named_family(pipeline_class(path))
-
-
-def pipeline_class(path: str) -> str:
-    """The name of the pipeline's class, from its model_index.json or its parts. ConfigError where there is none."""
-    if path.endswith(PARTS):
-        return wan_pipeline_name(path)
-    try:
-        return DiffusionPipeline.load_config(path)["_class_name"]
-    except OSError as error:
-        raise ConfigError(f"{path} is no diffusers pipeline folder or hub name that this machine can reach") from error

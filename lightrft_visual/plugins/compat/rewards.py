@@ -13,7 +13,8 @@ import torch
 
 from ...errors import RewardError
 from ...rewards.batch import RewardBatch
-from ...rewards.local.callables import LOGGING, OWN_POSITIONS, SCORE_KEYS, Form, at_own_positions, known_input
+from ...rewards.local.callables import OWN_POSITIONS, SCORE_KEYS, at_own_positions, known_input
+from ...rewards.local.forms import LOGGING, Form
 
 
 def records(results: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionPipeline
 from torch import nn
 
-from ...models.diffusion.policy import save_text_length
+from ...models.diffusion.opening import save_text_length
 from ...models.tiny.diffusion import (
     TEXT_LENGTH,
     TinyDiffusionSettings,

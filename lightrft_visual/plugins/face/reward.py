@@ -14,7 +14,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
-from ...runtime.usercode.calls import load_reward_fn
+from ...runtime.usercode.loading import load_reward_fn
 from .scorer import REFERENCE_COLUMNS, FaceDetector, FaceFinder, Faces, image_in
 
 T = torch.Tensor

@@ -17,7 +17,8 @@ from ...config.constraints import load_target
 from ...config.diffusion import DiffusionRunConfig
 from ...errors import ConfigError
 from ...models.diffusion.families.cosmos import NoSafetyChecker
-from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, named_family, saved_text_length
+from ...models.diffusion.opening import named_family, saved_text_length
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from .meta import adapters_in, on_meta
 from .shapes import find_shipped
 

@@ -9,7 +9,7 @@ import torch
 from ...rewards.batch import Call, RewardBatch, Scores, Source
 from ...rewards.local.callables import CallableSource
 from ...rewards.registry import instantiate
-from ...runtime.usercode.calls import load_reward_fn
+from ...runtime.usercode.loading import load_reward_fn
 
 
 def build_source(

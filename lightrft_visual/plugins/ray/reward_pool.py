@@ -18,10 +18,11 @@ from deepspeed.accelerator import get_accelerator
 from ...config.placement import ResourcesConfig
 from ...errors import ConfigError, RewardError
 from ...rewards.batch import Call, PendingSource, RewardBatch, Scores, Source
-from ...rewards.local.callables import AUTO
+from ...rewards.local.forms import AUTO
 from ...rewards.registry import check_scorer
 from ...runtime import collectives
-from ...runtime.usercode.calls import MODULE_PREFIX, describe_error, load_reward_fn, masked
+from ...runtime.usercode.calls import describe_error, masked
+from ...runtime.usercode.loading import MODULE_PREFIX, load_reward_fn
 from .actors import START_SECONDS, named_actors, on_every_rank
 from .cluster import connect, on_devices, process_environment
 from .reward_actor import RewardActor, build_model, build_source

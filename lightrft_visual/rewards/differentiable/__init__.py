@@ -10,7 +10,8 @@ import torch
 from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...given import is_given
-from ...runtime.usercode.calls import LoadedFunction, call, callable_name, load_reward_fn
+from ...runtime.usercode.calls import LoadedFunction, call
+from ...runtime.usercode.loading import callable_name, load_reward_fn
 
 T = torch.Tensor
 # (media (B, 3, H, W) or (B, 3, T, H, W) in about 0..1 with gradient, prompts, metadata) -> scores (B), valid (B) bool.

@@ -7,103 +7,24 @@ label_map)` work as they are, sync or async; `registry.reward_forms` has systems
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from ...config import registry
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...experience.rollouts import Episode, Turn
-from ...runtime.usercode.calls import (
-    LOG_EXTRA,
-    LOG_METRIC,
-    POSITIONAL,
-    SAMPLES,
-    AsRewardError,
-    LoadedFunction,
-    UserCodeExited,
-    call,
-    callable_name,
-    defined_at,
-)
+from ...runtime.usercode.calls import POSITIONAL, SAMPLES, AsRewardError, LoadedFunction, UserCodeExited, call
+from ...runtime.usercode.loading import callable_name, defined_at
 from ...runtime.usercode.sandbox import signature_of
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, ScoringFailed, Source, metric_name
+from .forms import AUTO, NATIVE, Form, Inputs, choose_form
 
 log = logging.getLogger(__name__)
-AUTO = "auto"
 SCORE_KEYS = ("rewards", "scores", "score", "reward", "overall")
-Inputs = Mapping[str, Callable[[RewardBatch], Any]]
-
-
-@dataclass(frozen=True)
-class Form:
-    """told: what the line at the start of a run says. positions: what the parameters are given in their order,
-    whatever their names, unless one is a column of the data. inputs: by parameter, each a list with one entry a
-    sample (or one value for all, when not each). each: called for each sample, with its entry of every input. closed:
-    **kwargs get settings only; by_name: and those of the inputs that have no parameter. read: turns a result into one
-    of ours, where it is not one already. media: only for media that the policy made. fits: whether a function with
-    parameters of these names, which takes any other one or not, is of this form."""
-
-    told: str = ""
-    inputs: Inputs = field(default_factory=dict)
-    positions: Sequence[Callable[[RewardBatch], Any]] = ()
-    each: bool = False
-    closed: bool = False
-    by_name: bool = False
-    media: bool = False
-    read: Callable[[Any, str], Any] | None = None
-    fits: Callable[[Sequence[str], bool, Callable[..., Any]], bool] = lambda names, takes_all, function: False
-
-
-# Beside the batch: the step, and functions that log columns and numbers.
-LOGGING: Inputs = {
-    "trainer_state": lambda batch: SimpleNamespace(global_step=batch.step),
-    "log_extra": lambda batch: LOG_EXTRA,
-    "log_metric": lambda batch: LOG_METRIC,
-}
-NATIVE = Form(inputs=LOGGING)  # of functions that no other form fits
-LIGHTRFT = Form("LightRFT's form", fits=lambda names, takes_all, function: "model_reward_list" in names)
-OPENRLHF = Form(
-    "OpenRLHF's form, labels are the references",
-    {"labels": lambda batch: batch.labels_or_references},
-    fits=lambda names, takes_all, function: (
-        list(names[:3]) == ["queries", "prompts", "labels"] and not {"refs", "references", "completions"} & set(names)
-    ),
-)
-
-
-def _choose(form: str, function: Callable[..., Any], signature: Any) -> Form:
-    """The form of that name, or the first one that the signature fits. Raises ConfigError as `check_form` does."""
-    check_form(form)
-    name = recognise(signature.names, signature.takes_all, function) if form == AUTO else form
-    chosen = registry.reward_forms.load(name)
-    return replace(chosen, inputs=dict(zip(signature.names, chosen.positions))) if chosen.positions else chosen
-
-
-def check_form(form: str) -> None:
-    """Raise ConfigError for a form that does not exist, with the nearest name, or whose plug-in is not there."""
-    known = [AUTO, *registry.reward_forms.names()]
-    if form not in known:
-        raise ConfigError(f"there is no reward_form {form!r}{did_you_mean(form, known)}")
-    if form != AUTO:
-        registry.reward_forms.load(form)
-
-
-def recognise(names: Sequence[str], takes_all: bool, function: Callable[..., Any]) -> str:
-    """The name of the form of a function: of the first that it fits.
-
-    Args:
-        names: of its parameters, in order.
-        takes_all: whether it has **kwargs.
-        function: for forms that look at more than its signature.
-    """
-    forms = registry.reward_forms.present()
-    return next((entry.name for entry, form in forms if form.fits(names, takes_all, function)), "native")
 
 
 def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Scores:
@@ -353,7 +274,7 @@ def check_inputs(
             raise ConfigError(f"reward function {name} takes no setting {setting!r}{hint}")
     if columns is None:
         return
-    chosen = _choose(form, function, signature)
+    chosen = choose_form(form, function, signature)
     own = {*INPUTS, *RESERVED} - {*OF_EPISODES, *ROLES, *settings, *(chosen.inputs if chosen.positions else ())}
     every = [key for key in INPUTS if key not in ON_DEMAND] if signature.takes_all and not chosen.closed else []
     if taken := [key for key in dict.fromkeys([*signature.names, *every]) if key in own.intersection(columns)]:
@@ -472,7 +393,7 @@ class CallableSource(Source):
         self.function = self._made(function, device)
         self.signature = Signature(self.function, self.name)
         self.uses_device = "device" in {*Signature(function, self.name).names, *self.signature.names}
-        self.form = _choose(form, self.function, self.signature)
+        self.form = choose_form(form, self.function, self.signature)
         self.given = dict(given or {})
         if self.form.told:
             say_form(self.name, self.form.told)

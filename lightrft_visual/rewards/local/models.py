@@ -25,7 +25,8 @@ from ...runtime import collectives
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.hub import fetch_model
 from ...runtime.offload import OptimizerOffload, on_device
-from ...runtime.usercode.calls import AsRewardError, callable_name
+from ...runtime.usercode.calls import AsRewardError
+from ...runtime.usercode.loading import callable_name
 from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
 from .callables import as_list
 

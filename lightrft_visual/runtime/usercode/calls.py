@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import hashlib
-import importlib.util
 import inspect
 import logging
 import os
@@ -17,12 +15,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Number
-from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
-from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
-from ...given import given, is_given
+from ...errors import RewardError, StoppedBySignal
 from ..masking import CONTROLS, mask_text
 from ..start_up import say_last
 from .surroundings import OURS, is_users, put_back, say_once
@@ -286,16 +282,6 @@ class AsRewardError(contextlib.AbstractContextManager):
         raise (UserCodeExited if left else RewardError)(f"{self.what} {masked(describe_error(error))}") from error
 
 
-def defined_at(function: Callable[..., Any]) -> str:
-    """A line of an error's text that says where a user's function stands; empty for what has no code of its own."""
-    while not isinstance(function, FunctionType) and hasattr(function, "function"):
-        function = function.function
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or not is_users(code.co_filename):
-        return ""
-    return f'\n  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
-
-
 def invoke(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """What a call of the function returns; with SAMPLES, the list of what it returns for each sample's arguments.
     Those of POSITIONAL are given by position.
@@ -469,9 +455,6 @@ def ended_by_sigterm(what: str) -> Iterator[None]:
             say_once(f"{what} changes the handler of SIGTERM")
 
 
-MODULE_PREFIX = "_lightrft_reward_"  # of the modules that are made from files: no other process can import them
-
-
 class LoadedFunction:
     """A callable that remembers the `path.py:name` it came from, so that a process of its own can load it again."""
 
@@ -481,77 +464,3 @@ class LoadedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-
-def load_reward_fn(spec: str, what: str = "reward") -> LoadedFunction | Callable[..., Any]:
-    """The callable of `path.py:name`, or that of `python:name` as it was given.
-
-    Raises ConfigError, which calls it `what`, for a missing file, a failing import, or a missing name.
-    """
-    if is_given(spec):
-        return given(spec)
-    path_text, _, name = spec.rpartition(":")
-    if not path_text or not name.isidentifier():
-        raise ConfigError(f"{what} function {spec!r}: write it as path.py:function")
-    namespace = vars(load_module(path_text, f"{what} file"))
-    if not callable(namespace.get(name)):
-        own = [k for k, v in namespace.items() if getattr(v, "__module__", None) == namespace["__name__"]]
-        functions = [k for k in own if not k.startswith("_") and callable(namespace[k])]
-        raise ConfigError(f"{path_text} has no function or class {name!r}{did_you_mean(name, functions)}")
-    return LoadedFunction(namespace[name], spec)
-
-
-def load_module(path_text: str, what: str = "reward file") -> Any:
-    """Import a Python file by path, under a name of its own, so that two `rewards.py` do not hide each other.
-
-    Modules beside the file can be imported, as when Python runs the file itself. Raises ConfigError that shows the
-    user's own line for whatever the file raises; `what` names the file there.
-    """
-    path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"{what} {path_text} does not exist")
-    if path.suffix != ".py":
-        raise ConfigError(f"{what} {path_text} is not a Python file (.py)")
-    module_name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    specification = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module_name] = module  # dataclasses and pickling look the module up by name
-    try:
-        with put_back(f"{what} {path_text}"), _beside(path.parent):
-            specification.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # what the file raises, SystemExit and panics of extensions included
-        del sys.modules[module_name]
-        told = masked(describe_error(error)).removeprefix("raised ")
-        raise ConfigError(f"{what} {path_text} fails on import: {told}") from error
-    return module
-
-
-_homes: set[str] = set()  # folders of reward files loaded so far
-
-
-@contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[None]:
-    """The folder first on the module path, and last afterwards, for imports inside functions."""
-    home = str(folder)
-    for name, module in list(sys.modules.items()):  # another reward file's helpers.py is not this one's
-        file = getattr(module, "__file__", None)
-        own = folder / f"{name}.py"
-        if file and str(Path(file).parent) in _homes - {home} and own.is_file() and Path(file) != own:
-            del sys.modules[name]
-    _homes.add(home)
-    sys.path.insert(0, home)
-    try:
-        yield
-    finally:
-        sys.path.remove(home)
-        if home not in sys.path:
-            sys.path.append(home)
-
-
-def callable_name(function: Callable[..., Any]) -> str:
-    """A short name for messages and metrics: the function's own, or its class's."""
-    while isinstance(function, (functools.partial, LoadedFunction)):
-        function = function.func if isinstance(function, functools.partial) else function.function
-    return function.__name__ if inspect.isroutine(function) or inspect.isclass(function) else type(function).__name__

@@ -37,10 +37,10 @@ from .calls import (
     describe_error,
     invoke,
     leave_signals,
-    load_reward_fn,
     masked,
     source_line_now,
 )
+from .loading import load_reward_fn
 from .surroundings import FORKED
 
 START_SECONDS = 120.0  # importing the function's module does not count against a call

@@ -22,7 +22,8 @@ from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
 from ...models.diffusion.families.base import DiffusionFamily, join_lora
-from ...models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, named_family, pipeline_class
+from ...models.diffusion.opening import adapter_of, named_family, pipeline_class
+from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import WeightCopy
 from ...observe.images import SHEET_IMAGES
 from ...rewards.batch import RewardBatch

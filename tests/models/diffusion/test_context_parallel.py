@@ -8,7 +8,8 @@ from forked import on_ranks
 from lightrft_visual.config.diffusion import DistributedConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.context_parallel import ContextParallel
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.tiny.diffusion import TinyDiffusionSettings, build_pipeline
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy

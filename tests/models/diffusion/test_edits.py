@@ -17,7 +17,8 @@ from lightrft_visual.experience.vision import stacked
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS
 from lightrft_visual.models.diffusion.families.source_tokens import SOURCE_PIXELS
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.runtime import collectives
 
 PIXELS = 64 * 64

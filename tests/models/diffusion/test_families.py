@@ -26,7 +26,8 @@ from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
 from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, family_of
+from lightrft_visual.models.diffusion.opening import adapter_of, family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
 

@@ -26,7 +26,8 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.inference import Checkpoint
 from lightrft_visual.models.diffusion.layers import FrozenRMSNorm, JointAttention, use_frozen_norms
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, save_text_length
+from lightrft_visual.models.diffusion.opening import save_text_length
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 

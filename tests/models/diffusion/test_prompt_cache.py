@@ -11,7 +11,8 @@ from watched import kept_for_backward
 
 from lightrft_visual.models.diffusion import policy as policy_module
 from lightrft_visual.models.diffusion import prompt_cache
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.diffusion.prompt_cache import PromptCache
 
 

@@ -8,7 +8,8 @@ import torch
 from tiny_wan_parts import write_parts
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, adapter_of, pipeline_class
+from lightrft_visual.models.diffusion.opening import adapter_of, pipeline_class
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 
 
 @pytest.fixture(scope="module")

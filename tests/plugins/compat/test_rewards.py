@@ -14,7 +14,8 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import batch_from_media
-from lightrft_visual.rewards.local.callables import AUTO, CallableSource, recognise, say_form
+from lightrft_visual.rewards.local.callables import CallableSource, say_form
+from lightrft_visual.rewards.local.forms import AUTO, recognise
 from lightrft_visual.rewards.settings import engine_arguments
 
 FOLDER = Path(__file__).parent / "forms"

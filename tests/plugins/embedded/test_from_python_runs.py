@@ -3,7 +3,7 @@
 import pytest
 from forked import run_alone
 
-from lightrft_visual.models.diffusion.policy import save_text_length
+from lightrft_visual.models.diffusion.opening import save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 
 pytestmark = pytest.mark.usefixtures("cache_root")  # child processes would fill the user's own
@@ -69,7 +69,7 @@ DRAWN = """
 import sys
 from lightrft_visual import FlowGRPOTrainer, evaluate
 from lightrft_visual.inference import Checkpoint
-from lightrft_visual.models.diffusion.policy import saved_text_length
+from lightrft_visual.models.diffusion.opening import saved_text_length
 
 def redness(images):
     return [image.convert("RGB").resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]

@@ -7,7 +7,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, adapter_of
+from lightrft_visual.models.diffusion.opening import adapter_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy
 from lightrft_visual.models.tiny.diffusion import (
     TEXT_LENGTH,
     build_clip_tokenizer,

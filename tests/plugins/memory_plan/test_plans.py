@@ -15,7 +15,8 @@ from lightrft_visual.config.placement import DEVICES, GIB
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPlanner

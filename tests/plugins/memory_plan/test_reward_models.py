@@ -10,7 +10,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.models.diffusion.policy import save_text_length
+from lightrft_visual.models.diffusion.opening import save_text_length
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.plugins.memory_plan import check
 from lightrft_visual.plugins.memory_plan.reward_models import reward_models

@@ -16,7 +16,7 @@ from lightrft_visual.experience.rollouts import Episode, Turn
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Failed, RewardBatch, batch_from_media, batch_from_samples
 from lightrft_visual.rewards.local.callables import CallableSource, Signature, parse_result
-from lightrft_visual.runtime.usercode.calls import load_reward_fn
+from lightrft_visual.runtime.usercode.loading import load_reward_fn
 
 BATCH = batch_from_samples(
     [

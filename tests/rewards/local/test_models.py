@@ -18,7 +18,7 @@ from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.local.models import VLModel
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
-from lightrft_visual.runtime.usercode.calls import load_reward_fn
+from lightrft_visual.runtime.usercode.loading import load_reward_fn
 
 
 @pytest.fixture(scope="module")

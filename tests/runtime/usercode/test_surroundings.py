@@ -13,7 +13,8 @@ import torch
 
 from lightrft_visual.errors import RewardError
 from lightrft_visual.runtime.usercode import surroundings
-from lightrft_visual.runtime.usercode.calls import call, load_module
+from lightrft_visual.runtime.usercode.calls import call
+from lightrft_visual.runtime.usercode.loading import load_module
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, family_of
+from lightrft_visual.models.diffusion.opening import family_of
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
 from lightrft_visual.models.tiny.diffusion import TEXT_LENGTH, TinyDiffusionSettings, build_pipeline
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import RewardOutput
