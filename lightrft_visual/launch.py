@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import registry
+from .config.load import check_ranks
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
@@ -104,6 +105,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
+    check_ranks(config)
     with _released_on_error() as held:
         held.append(trainer := _build(partial(built, config, callbacks)))
         _train(trainer)
@@ -113,6 +115,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 @contextmanager
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
+    check_ranks(config)
     with _released_on_error() as held:
         held.append(trainer := _build(partial(built, config)))
         if trainer.state.resume_folder is not None:

@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2388, "experience": 3172, "config": 4937, "runtime": 5776, "data": 3345,
-    "models": 5920, "rollout": 5097, "rewards": 4379, "algorithms": 1823, "trainer": 7454, "observe": 3524,
+    "": 2391, "experience": 3172, "config": 4939, "runtime": 5780, "data": 3365,
+    "models": 5920, "rollout": 5097, "rewards": 4381, "algorithms": 1823, "trainer": 7454, "observe": 3524,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

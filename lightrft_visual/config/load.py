@@ -87,7 +87,7 @@ def parse_run(
         ConfigError: one that names every setting that is wrong, and where it was written.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    check_launch([*arguments, *(settings or {})])
+    check_launch()
     names = names_of(schema)
     if {"-h", "--help"} & set(arguments):
         load_plugins(plugins_in(arguments))
@@ -176,18 +176,16 @@ def config_or_exit(schema: type = RunConfig, argv: Sequence[str] | None = None, 
             raise SystemExit(_show_plan(run.config))
         if missing := missing_files(run.config) + refused_resume(run.config):
             raise together([ConfigError(line) for line in missing])
+        check_ranks(run.config)
         return run.config
     except ConfigError as error:
         _print_once(f"error: {error}", sys.stderr)
         raise SystemExit(2) from error
 
 
-def check_launch(given: Sequence[str] = ()) -> None:
-    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers, or
-    where some are missing. Empty ones count as missing, and are taken out: libraries would read them.
-
-    given: names of settings, or words of a command line; some launchers give `--local_rank` there.
-    """
+def check_launch() -> None:
+    """Raise ConfigError where the launcher's variables, which say what rank this process is, hold no such numbers.
+    Empty ones are taken out: libraries would read them."""
     for name in (*RANK_VARIABLES, "MASTER_ADDR"):
         if not os.environ.get(name, "0"):
             del os.environ[name]
@@ -198,10 +196,14 @@ def check_launch(given: Sequence[str] = ()) -> None:
                 f"the environment variable {name} is {writable(text)!r}; a launcher sets it to a whole number: unset "
                 "it, or start the run by deepspeed or torchrun"
             )
-    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+
+
+def check_ranks(config: Any) -> None:
+    """Raise ConfigError before a run whose launcher numbers it and leaves out what else several ranks need."""
+    if not os.environ.get("RANK") or os.environ.get("WORLD_SIZE") == "1":
         return
-    told = {"LOCAL_RANK"} if any("local_rank" in word.replace("-", "_") for word in given) else set()
-    if missing := [name for name in OF_SEVERAL if name not in os.environ and name not in told]:
+    told = {"LOCAL_RANK"} if config.distributed.local_rank >= 0 else set()  # some launchers give it as a setting
+    if missing := [name for name in OF_SEVERAL if not os.environ.get(name) and name not in told]:
         raise ConfigError(
             f"the environment variable RANK is set without {', '.join(missing)}: set what a launcher does, start the "
             "run by deepspeed or torchrun, or unset RANK for a run of one rank"

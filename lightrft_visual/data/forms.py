@@ -7,7 +7,7 @@ docs/coming_from.md has a table of all systems.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from ..config import registry
 from ..config.kinds import RowForm
 from ..config.vl import DataConfig
 from ..errors import DataError
-from .media import looks_like_media
+from .media import ANY_KIND, looks_like_media
 
 MEDIA_COLUMNS = {
     kind: (kind, *(f"{kind}_{end}" for end in ("path", "url", "file", "paths", "urls", "files")), *more)
@@ -94,8 +94,8 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
-    if are_mappings(answer):
-        texts = (part.get("text") for part in answer)
+    if isinstance(answer, list | tuple) and (not answer or any(isinstance(part, Mapping) for part in answer)):
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in answer)
         answer = "".join(text for text in texts if isinstance(text, str))
     return Content(messages[:-1], answer, consumed=consumed)
 
@@ -127,11 +127,16 @@ def messages_in(prompt: Any) -> Any:
     Raises DataError for text that looks like messages and is not JSON: as plain text it would lose its images.
     """
     value = json_list(prompt)
-    if are_mappings(value) and all("role" in message and "content" in message for message in value):
+    if are_messages(value):
         return value
     if isinstance(prompt, str) and _LOOKS_LIKE_MESSAGES.match(prompt):
         raise DataError("the prompt looks like a list of chat messages, but is not valid JSON", "prompt form")
     return prompt
+
+
+def are_messages(value: Any) -> bool:
+    """Whether it is a list of chat messages."""
+    return are_mappings(value) and all("role" in message and "content" in message for message in value)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class MediaCell:
     unread: tuple[str, ...] = ()
 
 
-def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed: bool) -> MediaCell:
+def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed: Collection[str]) -> MediaCell:
     """The cell with a row's images or videos.
 
     It is in the column that `images_key` or `videos_key` names; without it, in the one column under a usual name,
@@ -155,7 +160,7 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
         columns: of the row, as of `Reading`.
         config: of the data, for the keys.
         kind: "image" or "video".
-        placed: whether the messages bring media of this kind themselves.
+        placed: the kinds of media that the messages bring themselves.
 
     Raises:
         DataError: for media that nothing would read, since a model would be trained blind.
@@ -166,27 +171,31 @@ def find_media(columns: Mapping[str, Any], config: DataConfig, kind: str, placed
         return MediaCell()
     cell = json_list(columns.get(key))
     usual = tuple(name for name in MEDIA_COLUMNS[kind] if name != key and _filled(columns.get(name)))
-    if _filled(cell) or placed or key != getattr(DataConfig, flag):
+    if _filled(cell) or kind in placed or key != getattr(DataConfig, flag):
         return MediaCell(cell, None, (key, *usual), usual if key == getattr(DataConfig, flag) else ())
     if len(usual) == 1 and config.data_format != "plain":
         return MediaCell(json_list(columns[usual[0]]), usual[0], (key, *usual))
-    unread = usual or tuple(name for name, value in columns.items() if looks_like_media(str(name), value, kind))
-    if unread:
+    found = usual or tuple(name for name, value in columns.items() if looks_like_media(str(name), value, kind))
+    read = (config.input_key, getattr(config, "response_key", None))
+    talks = tuple(name for name, value in columns.items() if name not in read and _are_messages_with(value, kind))
+    others = [name for each, known in MEDIA_COLUMNS.items() for name in (getattr(config, f"{each}s_key"), *known)]
+    beside: tuple[str, ...] = ()  # what may stand there where the row has media
+    if placed or any(_filled(columns.get(name)) for name in others):
+        beside = (*talks, *(name for name in found if str(name).lower() in ANY_KIND))
+    if unread := [name for name in found if name not in beside]:
         named = " and ".join(map(repr, unread))
         raise DataError(
             f"column {named} holds {kind}s that are not read: set --{flag} {unread[0]}, or rename the column "
             f"(--{flag} '' for a run without {kind}s)",
             "column not read",
         )
-    read = (config.input_key, getattr(config, "response_key", None))
-    for name, value in columns.items():
-        if name not in read and _are_messages_with(value, kind):
-            raise DataError(
-                f"column {name!r} holds chat messages with {kind}s that are not read: set --input_key {name} "
-                f"(--{flag} '' for a run without {kind}s)",
-                "column not read",
-            )
-    return MediaCell(cell, None, (key,))
+    if talks and not beside:
+        raise DataError(
+            f"column {talks[0]!r} holds chat messages with {kind}s that are not read: set --input_key {talks[0]} "
+            f"(--{flag} '' for a run without {kind}s)",
+            "column not read",
+        )
+    return MediaCell(cell, None, (key,), beside)
 
 
 def _are_messages_with(value: Any, kind: str) -> bool:

@@ -42,9 +42,10 @@ _SUFFIXES = {
     "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
     "video": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }
+ANY_KIND = ("path", "file", "file_name")  # columns of media whose names say no kind
 _MEDIA_NAME = {
-    "image": re.compile("image|img|picture|photo|pic(s|$)|frame|^(path|file|file_name)$", re.IGNORECASE),
-    "video": re.compile("video|clip|movie|^(path|file|file_name)$", re.IGNORECASE),
+    kind: re.compile(f"{names}|^({'|'.join(ANY_KIND)})$", re.IGNORECASE)
+    for kind, names in (("image", "image|img|picture|photo|pic(s|$)|frame"), ("video", "video|clip|movie"))
 }
 _ORIENTATION = 0x0112  # EXIF tag
 _TURNED_BY = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}  # what of a PNG's header may hold it

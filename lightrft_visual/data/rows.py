@@ -24,7 +24,17 @@ from ..errors import DataError
 from ..experience.rollouts import media_list
 from ..runtime.collectives import is_rank_0
 from .bad_rows import check_reference, check_values
-from .forms import MediaCell, Reading, are_mappings, find_media, messages_in, read_form, without_answer
+from .forms import (
+    MediaCell,
+    Reading,
+    are_mappings,
+    are_messages,
+    find_media,
+    json_list,
+    messages_in,
+    read_form,
+    without_answer,
+)
 from .media import is_path, resolve_source
 
 logger = logging.getLogger(__name__)
@@ -85,14 +95,14 @@ def parse_row(
         reading = _answer_apart(replace(reading, columns=_with_inner(reading.columns, config)), config)
         columns = reading.columns
         _check_columns(columns, config)
-        prompt: Any = messages_in(columns[config.input_key])
-        messages = _as_messages(prompt) if config.apply_chat_template else None
+        prompt: Any = columns[config.input_key]
+        messages = _as_messages(messages_in(prompt)) if config.apply_chat_template else None
         cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
         images, videos = (as_source_list(cells[kind].cell, kind) for kind in MEDIA)
         if messages is not None:
             prompt, images, videos = _place_media(messages, images, videos)
-        elif not isinstance(prompt, str):
-            kind = "chat messages" if are_mappings(prompt) else type(prompt).__name__
+        elif not isinstance(prompt, str) or are_messages(json_list(prompt)):
+            kind = "chat messages" if are_messages(json_list(prompt)) else type(prompt).__name__
             raise DataError(f"with apply_chat_template false the prompt must be a string, not {kind}", "prompt form")
         _check_not_empty(prompt)
         reference, used = _find_reference(columns, config)
@@ -172,7 +182,7 @@ def _media_cell(
     columns: Mapping[str, Any], config: DataConfig, kind: str, messages: list[Mapping[str, Any]] | None
 ) -> MediaCell:
     contents = [message["content"] for message in messages or ()]
-    placed = any(part == kind and own is not None for content in contents for part, own in _parts(content))
+    placed = {part for content in contents for part, own in _parts(content) if part in MEDIA and own is not None}
     found = find_media(columns, config, kind, placed)
     for column in found.unread:
         _say_unread(column, kind)

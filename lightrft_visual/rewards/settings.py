@@ -133,6 +133,8 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
         trained: data sets, with `labels` and `has_references`.
         held_out: likewise.
     """
+    if all(each.has_references for each in (*trained, *held_out)):
+        return
     recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
     recipe = compose_recipe(recipe, config.components, config.kwargs)
     if recipe is None and config.given:

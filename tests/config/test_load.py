@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightrft_visual import launch
 from lightrft_visual.config.command_line import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of
 from lightrft_visual.config.load import config_or_exit, merge, parse_run, resolved_yaml, write_resolved
@@ -474,7 +475,11 @@ def test_a_rank_whose_launcher_left_variables_out_is_told_which_also_in_python(
     set_launchers_variables(monkeypatch, there)
     told = f"the environment variable RANK is set without {missing}: "
     with pytest.raises(ConfigError, match=told):
-        parse_run(RunConfig, [])
+        launch.run(parse_run(RunConfig, []).config)
+    with pytest.raises(SystemExit) as ended:
+        config_or_exit(RunConfig, ["--dry_run"])
+    assert ended.value.code == 0
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         config_or_exit(RunConfig, [])
     assert (told in capsys.readouterr().err) == ("WORLD_SIZE" in missing)  # else rank 0 says it

@@ -39,7 +39,7 @@ def test_openai_messages(read, png):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Which colour?"},
                                      {"type": "image_url", "image_url": {"url": url, "detail": "low"}}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "Red."}]},
+        {"role": "assistant", "content": ["R", {"type": "text", "text": "ed."}]},
     ]  # fmt: skip
     (row,) = read("chat.jsonl", [{"messages": messages}])
     assert roles(row) == ["system", "user"] and parts(row) == "Which colour?[image]"

@@ -146,6 +146,8 @@ def test_without_chat_template_messages_are_refused_also_as_json_text(write):
     told = "with apply_chat_template false the prompt must be a string, not chat messages"
     with pytest.raises(DataError, match=told):
         parse({"prompt": write([{"role": "user", "content": "q"}])}, apply_chat_template=False)
+    for raw in ('[{"role": "x"}]', "[{'role': 'user'}] ->"):
+        assert parse({"prompt": raw}, apply_chat_template=False).prompt == raw
 
 
 PLAIN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("which?")]}
@@ -184,6 +186,8 @@ def test_paths_of_media_under_a_name_that_says_no_kind_are_refused_where_no_medi
         with pytest.raises(DataError, match=f"column {column!r} holds {kind} that are not read: set --{kind}_key"):
             parse({"prompt": "hi", column: value})
         assert getattr(parse({"prompt": "hi", column: value, kind: ["b"]}), kind) == ["/data/b"]
+    for row in ({"images": ["b"], column: "clip.mp4"}, {"video": "v.mp4", column: "thumbnail.jpg"}):
+        assert parse({"prompt": "hi", **row}).metadata[column] == row[column]
     for row in ({column: "main.py"}, {column: None}, {column: "a.png", "images": ["b"]}, {f"my_{column}": "a.png"}):
         assert parse({"prompt": "hi", **row}).metadata.items() <= row.items()
 

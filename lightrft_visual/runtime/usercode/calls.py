@@ -94,6 +94,7 @@ TERMINATED = 143  # exit code of a process that SIGTERM ended before it could sa
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended, as shells give it
 ASKED_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what schedulers and terminals send to all
 ONE_SIGNAL = 2.0  # seconds within which a second Ctrl-C counts as the same: launchers send it again
+FORGOTTEN = 60.0  # seconds after which one counts as a first again, in processes that may outlive a run
 LONGEST_MESSAGE = 1000
 POSITIONAL = "*"  # beside arguments: a list of those that stand before them
 SAMPLES = "*samples"  # instead of arguments: a list of them, one for each sample
@@ -139,18 +140,21 @@ class Interrupt:
 
 
 class InterruptOfChild:
-    """A handler of SIGINT in a process that a user's code forked from `run`, which the signal reaches as well: where
-    the run ends by it, this process does."""
+    """A handler of SIGINT in a process that a user's code forks, which a Ctrl-C reaches as it does the run: a second
+    one soon after the first ends it. Much later one may be the first of another run.
 
-    def __init__(self, run: int) -> None:
-        self.run = run
+    first: when it came, of a run that was interrupted before it forked.
+    """
+
+    def __init__(self, first: float | None) -> None:
+        self.first = first
 
     def __call__(self, *_: object) -> None:
-        until = time.monotonic() + ONE_SIGNAL
-        while os.getppid() == self.run and time.monotonic() < until:
-            time.sleep(0.05)
-        if os.getppid() != self.run:
+        since = float("inf") if self.first is None else time.monotonic() - self.first
+        if ONE_SIGNAL < since < FORGOTTEN:
             os._exit(INTERRUPTED)
+        if since >= FORGOTTEN:
+            self.first = time.monotonic()
 
 
 def leave_signals() -> None:
@@ -165,14 +169,14 @@ def _leave(*_: object) -> None:
 
 def _hold_signals() -> None:
     """What comes while a process is forked waits until it is clear whose it is."""
-    _forking.process = os.getpid()  # a child may come to ask when its parent is gone
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
 
 
 def _own_signals() -> None:
     """A process that a user's code forks can be ended, as a pool ends its workers; of what comes to the run as well, it
     waits for what the run does."""
-    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: InterruptOfChild(_forking.process), signal.SIGHUP: _leave}
+    pressed = InterruptOfChild(getattr(signal.getsignal(signal.SIGINT), "first", None))
+    own = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: pressed, signal.SIGHUP: _leave}
     for number, handler in own.items():
         if str(getattr(signal.getsignal(number), "__module__", None)).startswith("lightrft_visual."):
             signal.signal(number, handler)

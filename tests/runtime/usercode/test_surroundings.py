@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from lightrft_visual.errors import RewardError
-from lightrft_visual.runtime.usercode import surroundings
+from lightrft_visual.runtime.usercode import calls, surroundings
 from lightrft_visual.runtime.usercode.calls import call
 from lightrft_visual.runtime.usercode.loading import load_module
 
@@ -136,7 +137,7 @@ FORKS = """
 import os, signal, sys, time
 from lightrft_visual.runtime.usercode import calls
 
-calls.ONE_SIGNAL = 60.0  # more than a busy machine needs
+calls.ONE_SIGNAL = 0.0
 signal.signal(signal.SIGTERM, calls.StopRequest())
 signal.signal(signal.SIGINT, calls.Interrupt())
 signal.raise_signal(signal.SIGINT)
@@ -145,13 +146,24 @@ if child == 0:
     time.sleep(600)
     os._exit(3)
 os.kill(child, signal.SIGINT)
-os._exit(0)  # by the second one
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_that_users_code_forks_ends_by_the_ctrl_c_that_ends_the_run():
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)  # with the child
-    assert ended.returncode == 0 and "Ctrl-C: this step is finished" in ended.stderr
+def test_a_process_that_users_code_forks_in_an_interrupted_run_ends_by_the_next_ctrl_c():
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == calls.INTERRUPTED and "Ctrl-C: this step is finished" in ended.stderr
+
+
+def test_a_process_that_outlives_a_run_does_not_end_by_the_first_ctrl_c_of_the_next(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    handler = calls.InterruptOfChild(time.monotonic() - 2 * calls.FORGOTTEN)
+    handler()
+    assert not ended
+    handler.first -= 2 * calls.ONE_SIGNAL
+    handler()
+    assert ended == [calls.INTERRUPTED]
 
 
 @pytest.mark.parametrize("function", [seeds_everything, numbers])
