@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", RunConfig, SFTRunConfig)
 # Of parts of the model; the projector first, which may be a part of the tower.
 OWN_RATES = "projector_learning_rate", "vision_learning_rate"
+EVALUATED_AT_ONCE = 64  # prompts with media, at least: few parts, and their images of a megapixel fit in 5 GB
 
 
 def build_parts(config: RunConfig) -> VLParts:
@@ -534,7 +535,7 @@ def _evaluation(config, maker, eval_set, checkpoint, gold) -> Evaluation | None:
     greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
     kept, seed = config.output.num_trajectories_to_save, config.train.seed
     samples, own_seed = EvaluationRows(eval_set), config.output.eval_seed
-    at_once = config.rollout.rollout_batch_size
+    at_once = max(config.rollout.rollout_batch_size, EVALUATED_AT_ONCE)
     return Evaluation(maker, prompts, sampling, greedy, kept, seed, samples, own_seed, gold, at_once)
 
 

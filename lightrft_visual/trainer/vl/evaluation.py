@@ -116,13 +116,15 @@ class Evaluation:
         self, batch: PromptBatch, real: list[bool]
     ) -> tuple[list[Rollout], Scores, list[tuple[int, dict[str, float]]]]:
         """The sampled rollouts, without media but those of episodes, what gold says of each, and what the means of both
-        passes are made of. All ranks have as many parts. A collective."""
+        passes are made of. All ranks have as many parts, each with prompts from all over the set: a section of it that
+        has no reward is no part of its own. A collective."""
         sampled: list[Rollout] = []
         scores: Scores = []
         values: list[tuple[int, dict[str, float]]] = []
-        size = self._part_size(len(batch))
-        for start in range(0, len(batch), size):
-            part, kept = batch.select([*range(start, min(start + size, len(batch)))]), real[start : start + size]
+        parts = math.ceil(len(batch) / self._part_size(len(batch)))
+        for first in range(parts):
+            at = [*range(first, len(batch), parts)]
+            part, kept = batch.select(at), [real[index] for index in at]
             with self.maker.settings.timer.phase("generate"):
                 part.prepared = self.maker.rollout_stage.data_processor.features(part)  # once for both passes
             own, golds = self._rollouts(part, kept, self.sampling, self.gold)
@@ -134,7 +136,8 @@ class Evaluation:
             sampled, scores = sampled + own, scores + golds
             del part, greedy
             give_back_freed_memory(freed)
-        return sampled, scores, values
+        order = sorted(range(len(sampled)), key=lambda index: sampled[index].sample_id)
+        return [sampled[index] for index in order], [scores[index] for index in order if scores], values
 
     def _part_size(self, count: int) -> int:
         """Prompts of this rank at once, of `count`. All of them where they have no media, and where a model scores on

@@ -337,6 +337,14 @@ def test_an_evaluation_in_parts_holds_the_patches_of_one_part_and_says_what_one_
     assert shades == [50 * record["group_id"] for record in cut.records]
 
 
+def test_a_section_of_the_prompts_without_a_reward_ends_no_evaluation_in_parts_as_it_ends_none_of_the_whole(
+    seeing, tmp_path
+):
+    rewards = RewardComputationEngine(custom_reward_func=lambda ids: [1.0 if i < 6 else None for i in ids])
+    found, _, parts = seen(seeing, tmp_path, rewards, [], prompts_at_once=2)
+    assert parts == [2, 2, 1] and found["eval_invalid_share"] == 0.4
+
+
 def test_records_of_an_evaluation_in_parts_show_what_an_environment_has_put_behind_a_prompt(seeing, tmp_path):
     """Which the data do not have."""
 
