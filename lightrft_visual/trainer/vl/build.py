@@ -21,13 +21,13 @@ from ...data.prompts import PromptDataset, RowChecks
 from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
-from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint, open_critic
+from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint
 from ...models.vlm.actor import Actor, Critic
 from ...models.vlm.families import VLMFamily, family_of
 from ...models.vlm.probe import prove_family
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import probed
-from ...rewards.settings import check_references, check_reward_config, scored_labels
+from ...rewards.settings import check_reward_config, scored_labels
 from ...rollout.engine import RolloutEngine, build_engine, check_engine, engine_in_words
 from ...rollout.parity import ParityGate
 from ...rollout.weight_sync import EngineWeights
@@ -44,11 +44,12 @@ from ..features.rollouts_ahead import RolloutsAhead
 from ..loop import LoopSettings
 from ..run_state import check_output
 from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
+from .checks import check_abilities, check_beside, check_rewards
 from .episodes import data_processor, episode_stage, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, log_probs_of
 from .parts import PromptSource, VLParts, answered, prompt_batch
-from .updates import check_abilities, parts_of_loss
+from .updates import parts_of_loss
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", RunConfig, SFTRunConfig)
@@ -83,7 +84,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     sets = [each for each in (dataset, eval_set) if each is not None]
     golden = sets if config.guard.judges_rollouts else sets[1:]
     judged = judged if golden else None
-    _check_rewards(config.reward, judged, sets, len(golden) < len(sets))
+    check_rewards(config.reward, judged, sets, len(golden) < len(sets))
     answer = partial(answered, dataset, checkpoint, config)
     columns = set().union(*(each.columns for each in sets))
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
@@ -134,17 +135,6 @@ def _rewards(
     if config.algorithm.estimator.components:
         rewards.require_weights(f"advantage_estimator {config.algorithm.advantage_estimator}")
     return rewards
-
-
-def _check_rewards(
-    rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset], held_out_alone: bool
-) -> None:
-    """Raise ConfigError for gold that is wrong in itself, and for data without the references that either compares
-    with. judged: of the configuration before embedded names became folders. held_out_alone: gold scores no rollouts."""
-    check_references(rewards, sets[:1], sets[1:])
-    if judged is not None:
-        check_reward_config(judged)
-        check_references(judged, [] if held_out_alone else sets[:1], sets[1:])
 
 
 def _scorer(
@@ -215,39 +205,12 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     config, checkpoint = open_model(config)
     checkpoint = with_tools(config, checkpoint)
     check_abilities(config, checkpoint)
-    _check_beside(config, checkpoint)
+    check_beside(config, checkpoint)
     _resolve_sharing(config, checkpoint)
     check_engine(config, checkpoint)
     if config.distributed.split:
         registry.services.load("placement").check(config)
     return config, checkpoint
-
-
-def _check_beside(config: RunConfig, policy: Checkpoint) -> None:
-    """Raise ConfigError for a critic or a teacher that does not read what the policy's samples hold."""
-    critic, teacher = config.model.critic_pretrain, config.model.teacher_pretrain
-    if critic is not None:
-        family, size, tokens = open_critic(critic, config.model)
-        known, own = {*tokens.values()}, policy.tokenizer.get_vocab()
-        few = size < min(len(policy.tokenizer), policy.config.get_text_config().vocab_size)
-        other = few or any(token in known and tokens.get(text) != token for text, token in own.items())
-        _check_reads(f"critic_pretrain {critic}", family, policy, other)
-    if teacher is not None:
-        opened = open_checkpoint(teacher, config.model, config.data)
-        other = opened.tokenizer.get_vocab() != policy.tokenizer.get_vocab()
-        _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, other)
-
-
-def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens: bool) -> None:
-    if type(family) is not type(policy.family):
-        raise ConfigError(f"{named} is a {family.config.model_type}, the policy is of another family")
-    if other_tokens:
-        raise ConfigError(f"{named} has other tokens than the policy: it cannot read its responses")
-    try:
-        if policy.processor is not None:
-            family.check_processor(policy.processor)
-    except ConfigError as error:
-        raise ConfigError(f"{named} cannot read images from the policy's processor: {error}") from error
 
 
 def model_of(named: str, config: RunConfig | SFTRunConfig, checkpoint: Checkpoint, critic: bool) -> dict[str, Any]:

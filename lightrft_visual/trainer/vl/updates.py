@@ -23,15 +23,12 @@ from ...algorithms.policy_losses import (
 )
 from ...config import registry
 from ...config.constraints import load_target
-from ...config.vl import AlgorithmConfig, RolloutConfig, RunConfig
-from ...errors import ConfigError
+from ...config.vl import AlgorithmConfig, RunConfig
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.fields import unpack_actions
 from ...experience.rollouts import ScoringRule
 from ...experience.types import Experience, ModelInputs
-from ...models.loading import Checkpoint
-from ...models.routing import check_balance, count_experts
 from ...models.vlm.actor import ActorOutput
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.parity import RolloutCheck
@@ -422,43 +419,6 @@ def comparable(experience, mask: T, version: int | None = None) -> T:
     if distorted is not None:
         mask = mask & ~distorted.bool().to(mask.device).unsqueeze(1)
     return mask if versions is None or version is None else mask & (versions == version).to(mask.device)
-
-
-def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for settings that this model cannot follow, or that would do nothing with it."""
-    if config.train.packing_samples:
-        checkpoint.family.require_packing()
-    if config.algorithm.papo_coef > 0 and checkpoint.processor is None:
-        raise ConfigError("papo_coef hides parts of images: this model reads text only")
-    if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
-        raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
-    if config.algorithm.router_aux_loss_coef > 0:
-        check_balance(checkpoint.config)
-    if config.model.target_parameters and config.distributed.zero_stage == 3:
-        raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
-    if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
-        raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
-    if config.algorithm.entropy_target is not None and checkpoint.family.draws:
-        raise ConfigError("entropy_target is one entropy: this model's answers and images have each their own")
-    measured = checkpoint.processor is not None and not checkpoint.family.draws
-    if not measured and config.rollout.image_dependence_every not in (0, RolloutConfig.image_dependence_every):
-        raise ConfigError("image_dependence_every measures models that see and do not draw; leave it out")
-    _check_heads(config, checkpoint)
-
-
-def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
-    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
-    for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
-        if heads % size:
-            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
-    state = "its linear attention carries a state along a row" if checkpoint.family.carries_state else None
-    refused = checkpoint.family.sharing_refused(config.model.attn_implementation) or state
-    if sequence > 1 and refused:
-        raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
-    if sequence > 1 and checkpoint.family.draws:
-        raise ConfigError(f"sp_size {sequence}: a model that draws is scored on whole rows; leave it at 1")
-    if config.model.compile and (refused or count_experts(checkpoint.config)):
-        raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
 
 
 def _of_info(name: str, experience: Experience, usable: bool = False) -> T | tuple[T, T] | None:

@@ -23,12 +23,10 @@ from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
-    _check_beside,
     _check_ranks,
     _engine,
     _fit_to_data,
     _loss_parts,
-    _open,
     _resolve_sharing,
     _teacher,
     load_actor,
@@ -155,48 +153,6 @@ def test_a_rate_of_a_tower_that_is_frozen_or_not_there_is_refused_before_a_model
         open_model(RunConfig(model=model, train=TrainConfig(**{rate: 1e-7})))
 
 
-def config_with(setting: str, path: object, **more) -> RunConfig:
-    learns = {"critic_pretrain": {"advantage_estimator": "gae"}, "teacher_pretrain": {"teacher_coef": 1.0}}[setting]
-    return RunConfig(model=ModelConfig(**{setting: str(path)}, **more), algorithm=AlgorithmConfig(**learns))
-
-
-@pytest.mark.parametrize("setting", ["critic_pretrain", "teacher_pretrain"])
-def test_a_critic_or_teacher_that_cannot_read_what_the_policy_reads_is_refused_before_a_model_loads(setting, tmp_path):
-    kinds = {
-        kind: checkpoint_of(tmp_path, kind) for kind in ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
-    }
-    text, policy = kinds["qwen2"], kinds["qwen2_5_vl"]
-    for kind in ("qwen2", "internvl"):
-        with pytest.raises(ConfigError, match=f"^{setting} .* is a {kind}, the policy is of another family"):
-            _check_beside(config_with(setting, kinds[kind].path), policy)
-    with pytest.raises(
-        ConfigError, match=f"^{setting} .* cannot read images from the policy's .* patches of 14 pixels"
-    ):
-        _check_beside(config_with(setting, kinds["qwen3_vl"].path), policy)
-    other = build_tiny_checkpoint(tmp_path / "other", "qwen2", texts=["quite other words"])
-    with pytest.raises(ConfigError, match=f"^{setting} .* has other tokens than the policy"):
-        _check_beside(config_with(setting, other), text)
-    with pytest.raises(ConfigError, match=f"{setting} .* is a qwen2_5_vl, the policy is of another family"):
-        _open(config_with(setting, policy.path, pretrain=text.path))
-    _check_beside(config_with(setting, kinds["qwen2_vl"].path), policy)
-    _check_beside(config_with(setting, text.path), text)
-
-
-def test_a_critic_needs_neither_tokenizer_nor_processor_and_may_be_a_reward_model(tmp_path):
-    policy = checkpoint_of(tmp_path, "qwen2_5_vl")
-    critic = Path(shutil.copytree(policy.path, tmp_path / "critic"))
-    for file in critic.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            file.unlink()
-    settings = json.loads((critic / "config.json").read_text())
-    (critic / "config.json").write_text(json.dumps(settings | {"architectures": ["Qwen2ForTokenClassification"]}))
-    _check_beside(config_with("critic_pretrain", critic), policy)
-    settings["text_config"]["vocab_size"] = len(policy.tokenizer) - 1
-    (critic / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="has other tokens than the policy"):
-        _check_beside(config_with("critic_pretrain", critic), policy)
-
-
 def test_a_teacher_of_another_type_computes_each_prompt_anew(tmp_path):
     """Sharing is settled for the policy; what cannot share beside it is no error."""
     student = checkpoint_of(tmp_path, "qwen2")
@@ -233,37 +189,6 @@ def test_scorers_of_a_run_are_asked_whether_they_read_the_videos_of_the_data(mon
         for own in ({"a"}, {"b"})
     ]
     assert build._scorer(RewardConfig(), None, SimpleNamespace(tokenizer=None), sets) is engine and seen == [{"a", "b"}]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "labels", "told"),
-    [
-        (None, {None}, "exact is the reward when none is named, and compares .* no row of eval_data.*--reference_key"),
-        ({"a": "exact", "*": "format"}, {"a", "b"}, "the scorer exact compares .* no row of eval_data"),
-        ({"a": "exact", "*": "format"}, {None}, None),
-        ({"*": "format"}, {"a"}, None),
-    ],
-)
-def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are_refused(recipe, labels, told):
-    rules = {label: [["rule", name, 1.0]] for label, name in (recipe or {}).items()}
-    trained, held_out = (
-        SimpleNamespace(labels=own, video_labels=set(), columns=set(), has_references=own is not labels)
-        for own in ({"a"}, labels)
-    )
-    config = RewardConfig(reward_recipe=json.dumps(rules) if rules else None)
-    other = RewardConfig(components={"format": 1.0})
-    for given in ((config, None), (other, config)):
-        build._check_rewards(*given, [trained], False)
-        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-            build._check_rewards(*given, [trained, held_out], False)
-
-
-def test_gold_that_scores_held_out_rows_alone_needs_no_references_of_others():
-    trained, held_out = (SimpleNamespace(labels={None}, columns=set(), has_references=own) for own in (False, True))
-    rewards, gold = RewardConfig(components={"format": 1.0}), RewardConfig(components={"exact": 1.0})
-    build._check_rewards(rewards, gold, [trained, held_out], held_out_alone=True)
-    with pytest.raises(ConfigError, match="exact compares"):
-        build._check_rewards(rewards, gold, [trained, held_out], held_out_alone=False)
 
 
 def test_gold_that_the_data_do_not_fit_is_refused_before_a_reward_model_loads(monkeypatch, tmp_path):

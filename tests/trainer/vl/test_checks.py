@@ -1,11 +1,16 @@
 """Settings that a model cannot follow are refused by name."""
 
 import inspect
+import json
 import re
+import shutil
+from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_models import checkpoint_of
 from transformers import (
     CONFIG_MAPPING,
     Glm4vMoeConfig,
@@ -18,11 +23,14 @@ from transformers import (
 )
 
 from lightrft_visual.config.load import load_config
-from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RunConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.routing import BY_SIGMOID
+from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
-from lightrft_visual.trainer.vl.updates import check_abilities
+from lightrft_visual.trainer.vl.build import _open
+from lightrft_visual.trainer.vl.checks import check_abilities, check_beside, check_rewards
 
 
 def check(config, flags: str) -> None:
@@ -72,3 +80,76 @@ def test_what_it_can_do_is_not():
 def test_routers_that_score_each_expert_alone_are_those_of_transformers(model_type):
     code = import_module(CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_"))
     assert re.search(r"router_(logits|scores)[.()a-z]*sigmoid|sigmoid\(router_(logits|scores)", inspect.getsource(code))
+
+
+def config_with(setting: str, path: object, **more) -> RunConfig:
+    learns = {"critic_pretrain": {"advantage_estimator": "gae"}, "teacher_pretrain": {"teacher_coef": 1.0}}[setting]
+    return RunConfig(model=ModelConfig(**{setting: str(path)}, **more), algorithm=AlgorithmConfig(**learns))
+
+
+@pytest.mark.parametrize("setting", ["critic_pretrain", "teacher_pretrain"])
+def test_a_critic_or_teacher_that_cannot_read_what_the_policy_reads_is_refused_before_a_model_loads(setting, tmp_path):
+    kinds = {
+        kind: checkpoint_of(tmp_path, kind) for kind in ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+    }
+    text, policy = kinds["qwen2"], kinds["qwen2_5_vl"]
+    for kind in ("qwen2", "internvl"):
+        with pytest.raises(ConfigError, match=f"^{setting} .* is a {kind}, the policy is of another family"):
+            check_beside(config_with(setting, kinds[kind].path), policy)
+    with pytest.raises(
+        ConfigError, match=f"^{setting} .* cannot read images from the policy's .* patches of 14 pixels"
+    ):
+        check_beside(config_with(setting, kinds["qwen3_vl"].path), policy)
+    other = build_tiny_checkpoint(tmp_path / "other", "qwen2", texts=["quite other words"])
+    with pytest.raises(ConfigError, match=f"^{setting} .* has other tokens than the policy"):
+        check_beside(config_with(setting, other), text)
+    with pytest.raises(ConfigError, match=f"{setting} .* is a qwen2_5_vl, the policy is of another family"):
+        _open(config_with(setting, policy.path, pretrain=text.path))
+    check_beside(config_with(setting, kinds["qwen2_vl"].path), policy)
+    check_beside(config_with(setting, text.path), text)
+
+
+def test_a_critic_needs_neither_tokenizer_nor_processor_and_may_be_a_reward_model(tmp_path):
+    policy = checkpoint_of(tmp_path, "qwen2_5_vl")
+    critic = Path(shutil.copytree(policy.path, tmp_path / "critic"))
+    for file in critic.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    settings = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(settings | {"architectures": ["Qwen2ForTokenClassification"]}))
+    check_beside(config_with("critic_pretrain", critic), policy)
+    settings["text_config"]["vocab_size"] = len(policy.tokenizer) - 1
+    (critic / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="has other tokens than the policy"):
+        check_beside(config_with("critic_pretrain", critic), policy)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "labels", "told"),
+    [
+        (None, {None}, "exact is the reward when none is named, and compares .* no row of eval_data.*--reference_key"),
+        ({"a": "exact", "*": "format"}, {"a", "b"}, "the scorer exact compares .* no row of eval_data"),
+        ({"a": "exact", "*": "format"}, {None}, None),
+        ({"*": "format"}, {"a"}, None),
+    ],
+)
+def test_held_out_rows_without_the_reference_that_their_reward_compares_with_are_refused(recipe, labels, told):
+    rules = {label: [["rule", name, 1.0]] for label, name in (recipe or {}).items()}
+    trained, held_out = (
+        SimpleNamespace(labels=own, video_labels=set(), columns=set(), has_references=own is not labels)
+        for own in ({"a"}, labels)
+    )
+    config = RewardConfig(reward_recipe=json.dumps(rules) if rules else None)
+    other = RewardConfig(components={"format": 1.0})
+    for given in ((config, None), (other, config)):
+        check_rewards(*given, [trained], False)
+        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+            check_rewards(*given, [trained, held_out], False)
+
+
+def test_gold_that_scores_held_out_rows_alone_needs_no_references_of_others():
+    trained, held_out = (SimpleNamespace(labels={None}, columns=set(), has_references=own) for own in (False, True))
+    rewards, gold = RewardConfig(components={"format": 1.0}), RewardConfig(components={"exact": 1.0})
+    check_rewards(rewards, gold, [trained, held_out], held_out_alone=True)
+    with pytest.raises(ConfigError, match="exact compares"):
+        check_rewards(rewards, gold, [trained, held_out], held_out_alone=False)

@@ -1,0 +1,92 @@
+"""What a vision-language run cannot do with its model and data, refused before a model is loaded."""
+
+from ...config.shared import RewardConfig
+from ...config.vl import RolloutConfig, RunConfig
+from ...data.prompts import PromptDataset
+from ...errors import ConfigError
+from ...models.loading import Checkpoint, open_checkpoint, open_critic
+from ...models.routing import check_balance, count_experts
+from ...models.vlm.families import VLMFamily
+from ...rewards.settings import check_references, check_reward_config
+
+
+def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for settings that this model cannot follow, or that would do nothing with it."""
+    if config.train.packing_samples:
+        checkpoint.family.require_packing()
+    if config.algorithm.papo_coef > 0 and checkpoint.processor is None:
+        raise ConfigError("papo_coef hides parts of images: this model reads text only")
+    if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
+        raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
+    if config.algorithm.router_aux_loss_coef > 0:
+        check_balance(checkpoint.config)
+    if config.model.target_parameters and config.distributed.zero_stage == 3:
+        raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
+    if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
+        raise ConfigError("drawing_entropy_coef is of the tokens of images: this model writes text only; leave it out")
+    if config.algorithm.entropy_target is not None and checkpoint.family.draws:
+        raise ConfigError("entropy_target is one entropy: this model's answers and images have each their own")
+    measured = checkpoint.processor is not None and not checkpoint.family.draws
+    if not measured and config.rollout.image_dependence_every not in (0, RolloutConfig.image_dependence_every):
+        raise ConfigError("image_dependence_every measures models that see and do not draw; leave it out")
+    _check_heads(config, checkpoint)
+
+
+def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:
+    heads, sequence = checkpoint.config.get_text_config().num_attention_heads, config.distributed.sp_size
+    for name, size in (("engine_tp_size", config.rollout.engine_tp_size), ("sp_size", sequence)):
+        if heads % size:
+            raise ConfigError(f"{name} {size} does not divide the model's {heads} attention heads")
+    state = "its linear attention carries a state along a row" if checkpoint.family.carries_state else None
+    refused = checkpoint.family.sharing_refused(config.model.attn_implementation) or state
+    if sequence > 1 and refused:
+        raise ConfigError(f"sp_size {sequence} divides packed rows over ranks: {refused}; leave it at 1")
+    if sequence > 1 and checkpoint.family.draws:
+        raise ConfigError(f"sp_size {sequence}: a model that draws is scored on whole rows; leave it at 1")
+    if config.model.compile and (refused or count_experts(checkpoint.config)):
+        raise ConfigError(f"compile: {refused or 'its experts are noted between operations'}; leave it out")
+
+
+def check_beside(config: RunConfig, policy: Checkpoint) -> None:
+    """Raise ConfigError for a critic or a teacher that does not read what the policy's samples hold."""
+    critic, teacher = config.model.critic_pretrain, config.model.teacher_pretrain
+    if critic is not None:
+        family, size, tokens = open_critic(critic, config.model)
+        known, own = {*tokens.values()}, policy.tokenizer.get_vocab()
+        few = size < min(len(policy.tokenizer), policy.config.get_text_config().vocab_size)
+        other = few or any(token in known and tokens.get(text) != token for text, token in own.items())
+        _check_reads(f"critic_pretrain {critic}", family, policy, other)
+    if teacher is not None:
+        opened = open_checkpoint(teacher, config.model, config.data)
+        other = opened.tokenizer.get_vocab() != policy.tokenizer.get_vocab()
+        _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, other)
+
+
+def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens: bool) -> None:
+    if type(family) is not type(policy.family):
+        raise ConfigError(f"{named} is a {family.config.model_type}, the policy is of another family")
+    if other_tokens:
+        raise ConfigError(f"{named} has other tokens than the policy: it cannot read its responses")
+    try:
+        if policy.processor is not None:
+            family.check_processor(policy.processor)
+    except ConfigError as error:
+        raise ConfigError(f"{named} cannot read images from the policy's processor: {error}") from error
+
+
+def check_rewards(
+    rewards: RewardConfig, judged: RewardConfig | None, sets: list[PromptDataset], held_out_alone: bool
+) -> None:
+    """Raise ConfigError for gold that is wrong in itself, and for data without the references that either compares
+    with.
+
+    Args:
+        rewards: what trains.
+        judged: gold, of the configuration before embedded names became folders; None without any.
+        sets: the data that are trained on, and the held-out ones where there are any.
+        held_out_alone: gold scores no rollouts.
+    """
+    check_references(rewards, sets[:1], sets[1:])
+    if judged is not None:
+        check_reward_config(judged)
+        check_references(judged, [] if held_out_alone else sets[:1], sets[1:])
