@@ -83,7 +83,8 @@ def swaps(trainer) -> dict[str, dict[str, float | bool]]:
     if policy.family.most_source_images:
         return {}  # a text alone is nothing to it
     conditions = policy.encode_prompts(["a red circle"])
-    latents = torch.randn((1, *policy.latent_shape(32, 32)), generator=torch.Generator().manual_seed(0))
+    side = trainer.config.sampling.height
+    latents = torch.randn((1, *policy.latent_shape(side, side)), generator=torch.Generator().manual_seed(0))
 
     def velocity():
         return trainer.engine(latents, torch.tensor([500.0]), conditions, 1.0)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,7 @@ with needed("fastapi"):
 
 log = logging.getLogger(__name__)
 NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
+WAKING = 1.0  # seconds; a signal that the system hands to another thread is answered when this one wakes
 RunBeside = Callable[..., Awaitable[Any]]  # runs a function with its arguments outside the event loop's thread
 OF_ALL_SAMPLES = ("generated", "data_columns", "data_references")  # what merged requests have in common
 
@@ -280,7 +281,13 @@ class _CallingThread:
 
     def work(self) -> None:
         """Run what comes until `end`."""
-        while (item := self._waiting.get()) is not None:
+        while True:
+            try:
+                item = self._waiting.get(timeout=WAKING)
+            except Empty:
+                continue
+            if item is None:
+                return
             future, function, arguments = item
             if future.set_running_or_notify_cancel():
                 future.set_result(function(*arguments))

@@ -2,6 +2,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,10 @@ from lightrft_visual.errors import ConfigError, DataError, RewardError
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer
 from lightrft_visual.rewards.batch import Scores, Source, batch_from_media
 from lightrft_visual.rewards.imaging import EncodedImages, encode_image
+from lightrft_visual.rewards.remote import server
 from lightrft_visual.rewards.remote.server import Batcher, ServerSettings, bind, create_app
 from lightrft_visual.rewards.remote.wire import LIGHTRFT, decode_reply, decode_request, encode_reply, encode_request
+from lightrft_visual.runtime.presence import handled
 
 ROOT = Path(__file__).parents[3]
 
@@ -380,6 +383,19 @@ def test_command_scores_in_the_main_thread_and_answers_what_it_has_begun_when_a_
     finally:
         signal.signal(number, before)
     assert came
+
+
+def test_a_signal_that_the_system_hands_to_another_thread_is_answered_while_nothing_is_asked():
+    calling, came = server._CallingThread(), []
+    guard = threading.Timer(20, lambda: came.append("nobody") or calling.end())
+    sender = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    with handled(signal.SIGUSR1, lambda *_: came.append("signal") or calling.end()):
+        guard.start()
+        sender.start()
+        calling.work()
+        guard.cancel()
+        sender.join()
+    assert came == ["signal"]
 
 
 def wait_for(condition):
