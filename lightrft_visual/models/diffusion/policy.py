@@ -34,7 +34,7 @@ from ...runtime.vendor_patches import program_limit
 from ...runtime.zero3_loading import Divide
 from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config, standing_in, whole_on_host
-from .families.base import DiffusionFamily
+from .families.base import NO_NEGATIVE, DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
 from .opening import named_family, pipeline_class, save_text_length, saved_text_length
 from .prompt_cache import PromptCache, checkpoint_decoder, in_parts
@@ -211,7 +211,7 @@ class DiffusionPolicy(nn.Module):
 
     def _guided_by(self, negative: str | None) -> bool:
         if negative and not self.family.uses_negative:
-            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+            raise ConfigError(NO_NEGATIVE)
         return negative is not None and self.family.uses_negative
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from ...config.shared import RECOMPUTES, RewardConfig
 from ...data.drawing_prompts import DrawPrompts, PreferencePairs
 from ...errors import ConfigError
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS
-from ...models.diffusion.families.base import DiffusionFamily, join_lora
+from ...models.diffusion.families.base import ONE_NETWORK, DiffusionFamily, join_lora
 from ...models.diffusion.opening import adapter_of, named_family, pipeline_class
 from ...models.diffusion.policy import DiffusionPolicy, LoraSettings
 from ...models.weight_copies import WeightCopy
@@ -354,10 +354,7 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     if between == (0.0, 1.0):
         return serving
     if len(policy.denoisers) == 1:
-        raise ConfigError(
-            "min_timestep_boundary and max_timestep_boundary choose between two experts, and this model has one "
-            "network: leave them out; mid_timestep and final_timestep choose the steps with gradient"
-        )
+        raise ConfigError(ONE_NETWORK)
     first, end = (round(TRAIN_TIMESTEPS * share) for share in between)
     noise, _ = policy.default_schedule(TRAIN_TIMESTEPS, shape, s.flow_shift)
     chosen = policy.family.serving(noise[first:end])

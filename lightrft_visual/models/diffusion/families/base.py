@@ -26,6 +26,12 @@ from ..layers import flow_match_schedule, upcast
 logger = logging.getLogger(__name__)
 T = torch.Tensor
 Grid = tuple[int, int, int]  # frames, rows and columns of an image's tokens
+# Refused by a family where its class tells, and by a loaded model where only that does.
+NO_NEGATIVE = "this family takes its guidance as an embedding: it reads no negative prompt"
+ONE_NETWORK = (
+    "min_timestep_boundary and max_timestep_boundary choose between two experts, and this model has one network: leave "
+    "them out; mid_timestep and final_timestep choose the steps with gradient"
+)
 ATTENTION_TARGETS = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
@@ -120,11 +126,10 @@ class DiffusionFamily(ABC):
                 told = did_you_mean(name, cls.denoiser_names)
                 raise ConfigError(f"trainable_models: this model has no {name!r}{told}")
         if config.sampling.negative_prompt and config.sampling.guidance_scale > 1 and not cls.uses_negative:
-            raise ConfigError("this family takes its guidance as an embedding: it reads no negative prompt")
+            raise ConfigError(NO_NEGATIVE)
         between = (config.algorithm.min_timestep_boundary, config.algorithm.max_timestep_boundary)
         if algorithm.trains_on == "reward" and between != (0.0, 1.0) and len(cls.denoiser_names) == 1:
-            told = "min_timestep_boundary and max_timestep_boundary choose between two experts"
-            raise ConfigError(f"{told}, and this model has one network: leave them out")
+            raise ConfigError(ONE_NETWORK)
         config.check_schedule(cls.prediction)
 
     @classmethod
