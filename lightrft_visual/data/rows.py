@@ -193,7 +193,7 @@ def _media_cell(
 def _say_unread(column: str, kind: str) -> None:
     """Once, on rank 0."""
     if is_rank_0():
-        told = "column %r holds %ss that are not read, as the rows have others: --%ss_key chooses the column"
+        told = "column %r holds %ss that are not read, as the rows have others: --%ss_key or --input_key chooses it"
         logger.warning(told, column, kind, kind)
 
 
