@@ -1,11 +1,17 @@
-"""How validation prompts are shared out, so that all ranks make the same number of collective calls; their labels."""
+"""The held-out prompts: how ranks share them, so that all make the same number of collective calls; those that cannot
+be had; their labels."""
 
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
+from ..errors import DataError
 from ..runtime import collectives
+from .bad_rows import BadRow
+from .prompts import PromptDataset, PromptRow, is_remote_row
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,53 @@ def validation_shard_indices(num_prompts: int, *, rank: int, world_size: int) ->
     per_rank = -(-num_prompts // world_size)
     places = (rank + turn * world_size for turn in range(per_rank))
     return [(place % num_prompts, place < num_prompts) for place in places]
+
+
+_THREADS = 8
+
+
+@dataclass
+class Fetched:
+    """What this rank evaluates. indices: a row for each that was asked for, another one where it cannot be had;
+    masked: whether it is such a stand-in. rows: remote rows with their media, by index. lost: rows of all ranks that
+    could not be had."""
+
+    indices: list[int]
+    masked: list[bool]
+    rows: dict[int, PromptRow] = field(default_factory=dict)
+    lost: int = 0
+
+
+class EvaluationRows:
+    """The rows of an evaluation set. One that cannot be had ends the run, or by on_bad_row=skip it is masked: another
+    row takes its place on its rank, so that all ranks stay in step, and counts for nothing. It is asked for again at
+    the next evaluation.
+    """
+
+    def __init__(self, dataset: PromptDataset) -> None:
+        self.dataset = dataset
+        self.remote = {index for index, row in enumerate(dataset) if is_remote_row(row)}
+
+    def fetch(self, indices: list[int], step: int) -> Fetched:
+        """This rank's rows for one evaluation. A collective. step: for the list of bad rows.
+
+        Raises DataError for a row that may not be skipped, for more of them than max_bad_share of the set, and when a
+        rank has no row left.
+        """
+        if not self.remote:
+            return Fetched(indices, [False] * len(indices))
+        wanted = sorted(self.remote & set(indices))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            loaded = dict(zip(wanted, pool.map(self.dataset.load_or_bad, wanted)))
+        rows = {index: row for index, row in loaded.items() if isinstance(row, PromptRow)}
+        bad = {index: row for index, row in loaded.items() if isinstance(row, BadRow)}
+        lost = len(self.dataset.count_bad(collectives.all_gather_object(bad), f"evaluation at step {step}"))
+        usable = [index for index in indices if index not in bad]
+        usable += [index for index in range(len(self.dataset)) if index not in self.remote]
+        if not all(collectives.all_gather_object(bool(usable))):
+            raise DataError(f"an evaluation has no usable row: {self.dataset.bad.summary()}")
+        kept = [index if index not in bad else usable[0] for index in indices]
+        return Fetched(kept, [index in bad for index in indices], rows, lost)
 
 
 MAX_LABELS = 24  # with metrics of their own

@@ -16,9 +16,9 @@ from ...config.constraints import divisors, nearest, said
 from ...config.sft import SFTRunConfig
 from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig, mixing_probabilities
-from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, RowChecks
 from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas
+from ...data.validation import EvaluationRows
 from ...errors import ConfigError
 from ...experience.rollouts import SamplingSettings
 from ...models.loading import Checkpoint, add_lora, freeze, load_transformer, open_checkpoint

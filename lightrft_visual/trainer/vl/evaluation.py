@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-from ...data.drawing_prompts import EvaluationRows, Fetched
-from ...data.validation import measured_labels, validation_shard_indices
+from ...data.validation import EvaluationRows, Fetched, measured_labels, validation_shard_indices
 from ...experience.rollouts import PromptBatch, Rollout, SamplingSettings, release_media, release_vision
 from ...observe.guard.divergence import PairedScores, paired_scores_of
 from ...observe.images import SHEET_IMAGES

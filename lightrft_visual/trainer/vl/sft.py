@@ -15,11 +15,10 @@ from ...config.constraints import divisors
 from ...config.kinds import check_hooks
 from ...config.sft import SFTRunConfig
 from ...config.vl import mixing_probabilities
-from ...data.drawing_prompts import EvaluationRows
 from ...data.prompts import PromptDataset, PromptRow, RowChecks
 from ...data.rows import response_of
 from ...data.sampler import PromptSupply, epoch_quotas, fitting_batch
-from ...data.validation import validation_shard_indices
+from ...data.validation import EvaluationRows, validation_shard_indices
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.rollouts import PromptBatch, Rollout, ScoringRule, collate
 from ...experience.types import Experience, ExperienceVL, ModelInputs

@@ -14,8 +14,7 @@ from tiny_models import actor_of, checkpoint_of, turn
 from lightrft_visual.algorithms.advantages import get_advantage_calculator
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.vl import AlgorithmConfig, RolloutConfig
-from lightrft_visual.data.drawing_prompts import Fetched
-from lightrft_visual.data.validation import MAX_LABELS, measured_labels
+from lightrft_visual.data.validation import MAX_LABELS, Fetched, measured_labels
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import (
     Episode,

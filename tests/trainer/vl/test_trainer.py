@@ -10,7 +10,7 @@ from torch import nn
 
 from lightrft_visual.algorithms.kl import get_kl_controller
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
-from lightrft_visual.data.drawing_prompts import Fetched
+from lightrft_visual.data.validation import Fetched
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.models.weight_copies import WeightAverage

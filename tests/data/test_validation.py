@@ -1,0 +1,62 @@
+"""Evaluation rows with remote media: one that is gone is masked and counted, by the policy for bad rows."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data import prompts as prompts_module
+from lightrft_visual.data.prompts import PromptDataset
+from lightrft_visual.data.validation import EvaluationRows
+from lightrft_visual.errors import DataError
+
+IMAGES = ("here.png", "https://host/there.png", "https://host/gone.png", "here.png")
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """Four rows; two are remote, of which those in `gone` cannot be had."""
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "here.png")
+    lines = [json.dumps({"prompt": "what is it?", "images": [image]}) + "\n" for image in IMAGES]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    gone, local = {IMAGES[2]}, prompts_module.load_image
+
+    def load(image, **settings):
+        if image in gone:
+            raise DataError(f"{image}: HTTP 404", "not fetched")
+        return Image.new("RGB", (28, 28)) if str(image).startswith("https") else local(image, **settings)
+
+    monkeypatch.setattr(prompts_module, "load_image", load)
+
+    def build(**settings):
+        config = DataConfig(eval_data=str(tmp_path / "rows.jsonl"), allow_remote_media=True, **settings)
+        return EvaluationRows(PromptDataset.for_evaluation(config)), gone
+
+    return build
+
+
+def test_a_row_that_is_gone_is_masked_and_counted_and_asked_for_again(rows, tmp_path):
+    evaluation, gone = rows(on_bad_row="skip", max_bad_share=0.5)
+    found = evaluation.fetch([2, 0, 1, 3], step=5)
+    assert (found.indices, found.masked, found.lost) == ([0, 0, 1, 3], [True, False, False, False], 1)
+    assert list(found.rows) == [1] and found.rows[1].images[0].size == (28, 28)
+    (bad,) = evaluation.dataset.bad.rows.values()
+    assert (bad.cause, bad.found) == ("not fetched", "evaluation at step 5") and "rows.jsonl:3" in bad.message
+    gone.clear()
+    again = evaluation.fetch([2, 0, 1, 3], step=10)
+    assert (again.indices, again.lost, sorted(again.rows)) == ([2, 0, 1, 3], 0, [1, 2])
+    assert len(evaluation.dataset.bad) == 1
+    evaluation, gone = rows(on_bad_row="skip", max_bad_share=0.5)
+    gone |= {IMAGES[1], IMAGES[2]}
+    found = evaluation.fetch([1, 2], step=0)  # all of a rank's
+    assert (found.indices, found.masked, found.rows, found.lost) == ([0, 0], [True, True], {}, 2)
+
+
+def test_by_the_policy_it_ends_the_run(rows):
+    evaluation, _ = rows()
+    with pytest.raises(DataError, match=r"rows.jsonl:3: .*HTTP 404 \(--on_bad_row skip leaves such rows out\)"):
+        evaluation.fetch([0, 2], step=0)
+    evaluation, _ = rows(on_bad_row="skip", max_bad_share=0.2)
+    with pytest.raises(DataError, match=r"1 of 4 rows left out \(25.0%\): 1 x not fetched; .*max_bad_share"):
+        evaluation.fetch([0, 2], step=0)
