@@ -208,7 +208,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {moved(to_input), moved(to_weight), moved(to_bias)};
 }
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+// -- all other operations -----------------------------------------------------------------------------------------------
+
+void refuse_host(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(
+      !tensor.defined() || !tensor.device().is_cpu() || tensor.dim() == 0, name,
+      ": Expected all tensors to be on the same device, but found one on sim and one on cpu");
+}
+
+// What CUDA's own kernels refuse: cpu_fallback would copy each argument to the host before a kernel can compare them.
+// Numbers of the host and the indices of index and index_put are taken there too. The project gives no operation of a
+// device a generator of it, and none of the host's is right.
+void refuse_others(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& name = op.schema().name();
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) refuse_host(name, value.toTensor());
+    else if (value.isTensorList()) for (const auto& each : value.toTensorVector()) refuse_host(name, each);
+    else if (value.isGenerator())
+      TORCH_CHECK(false, name, ": Expected a 'sim' device type for generator but found 'cpu'");
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_others(op, *stack);
+  at::native::cpu_fallback(op, stack);
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

@@ -105,7 +105,7 @@ def exported() -> dict[str, int]:
     native.reset_peak_memory_stats()
     copies = whole_on_host(engine.module.parameters(), keep=collectives.is_rank_0())
     with standing_in(copies):
-        same = [torch.equal(a, b.data) for a, b in zip(wanted, engine.module.parameters())]
+        same = [torch.equal(a.cpu(), b.data) for a, b in zip(wanted, engine.module.parameters())]
         homes = {each.device.type for each in engine.module.state_dict().values()}
     peak = native.max_memory_allocated() - before
     engine(torch.ones(1, 512).to(strategy.device))
@@ -120,7 +120,15 @@ def tried_arithmetic() -> None:
     twin.load_state_dict({name: value.cpu() for name, value in w.state_dict().items()})
     twin(x.cpu()).square().mean().backward()
     assert torch.allclose(w.weight.grad.cpu(), twin.weight.grad, atol=1e-6)
-    refused("same device", lambda: x + torch.randn(5, 4))
+    host, chosen = torch.randn(5, 4), torch.tensor([[2], [0], [1], [3], [2]])
+    refused("same device", lambda: x + host)
+    refused("same device", lambda: torch.cat([x, host]))
+    refused("same device", lambda: x @ host.T)
+    refused("same device", lambda: x.gather(1, chosen))
+    refused("same device", lambda: x.masked_fill(host > 0, 0))
+    refused("same device", lambda: x.index_put_((chosen[:, 0],), host))
+    refused("device type for generator", lambda: torch.randn(3, device="sim", generator=torch.Generator()))
+    assert torch.equal((x[chosen[:, 0]] * torch.tensor(2.0)).cpu(), x.cpu()[chosen[:, 0]] * 2)
     x[1:3].zero_()
     assert x.cpu()[1:3].abs().sum() == 0 and x.cpu()[0].abs().sum() > 0
     before = allocated()
