@@ -54,7 +54,7 @@ setup(
         "docs": [r for r in requirements if package_name(r) in documentation],
         "liger": [r for r in requirements if package_name(r) in kernels],
         "ray": ["ray>=2.40"],
-        "sglang": ["sglang>=0.5"],
+        "sglang": ["sglang>=0.5.23"],
         "vllm": ["vllm>=0.26,<0.33"],
         "wandb": ["wandb>=0.18"],
     },

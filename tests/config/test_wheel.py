@@ -53,7 +53,7 @@ def test_source_distribution_builds_a_wheel_with_the_same_files(unpacked: Path, 
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True)
     (archive,) = tmp_path.glob("*.tar.gz")
-    shutil.unpack_archive(archive, tmp_path / "sources", filter="data")
+    shutil.unpack_archive(archive, tmp_path / "sources")
     (found,) = (tmp_path / "sources").iterdir()
     built = build("build_wheel", found, tmp_path / "wheel")
     files = [{file.relative_to(root) for file in root.rglob("*") if file.is_file()} for root in (built, unpacked)]

@@ -155,7 +155,8 @@ def test_operations_are_attention_by_their_name_and_not_where_they_write_or_draw
     kept += aten._flash_attention_forward, varlen._varlen_attn
     left = aten.mm, aten._scaled_dot_product_flash_attention_backward, varlen._varlen_attn_backward
     assert keeps(flash) and all(keeps(each.default) for each in kept)
-    assert not any(keeps(each.default) for each in (*left, varlen._varlen_attn_out))
+    assert not any(keeps(each.default) for each in left)
+    assert not hasattr(varlen, "_varlen_attn_out") or not keeps(varlen._varlen_attn_out.default)  # not in torch 2.11
     assert dropped_out(flash, (x, x, x, 0.25), {}) and dropped_out(flash, (x, x, x), {"dropout_p": 0.1})
     assert not dropped_out(flash, (x, x, x, 0.0), None)
 
