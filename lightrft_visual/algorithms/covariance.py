@@ -24,7 +24,7 @@ class ChoiceInputs:
     """What tokens are chosen by: one entry for each micro-batch of this rank.
 
     log_probs (B, A) of the rollouts' policy, advantages (B, A), masks (B, A) bool, sample_ids (B). seed: of the train
-    batch, the same on every rank.
+    batch, the same on every rank. counts: false where another rank of the sequence group counts the same samples.
     """
 
     log_probs: Sequence[T]
@@ -32,6 +32,7 @@ class ChoiceInputs:
     masks: Sequence[T]
     sample_ids: Sequence[T]
     seed: int
+    counts: bool = True
 
 
 def clip_cov_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -58,14 +59,14 @@ def clip_cov_tokens(inputs: ChoiceInputs, config: AlgorithmConfig) -> list[T]:
     low, high = config.clip_cov_low, config.clip_cov_high
     products = _covariances(inputs)
     eligible = [mask & (each > low) & (each < high) for each, mask in zip(products, inputs.masks)]
-    return _first(_chances(inputs), eligible, inputs.masks, config.cov_share)
+    return _first(_chances(inputs), eligible, inputs, config.cov_share)
 
 
 def kl_cov_tokens(inputs: ChoiceInputs, config: AlgorithmConfig) -> list[T]:
     """cov_share of all tokens, those of the largest covariance, as far as it is positive. A collective."""
     products = _covariances(inputs)
     eligible = [mask & (each > 0) for each, mask in zip(products, inputs.masks)]
-    return _first([-each for each in products], eligible, inputs.masks, config.cov_share)
+    return _first([-each for each in products], eligible, inputs, config.cov_share)
 
 
 def _chosen(inputs: LossInputs, name: str) -> T:
@@ -91,14 +92,14 @@ def _chances(inputs: ChoiceInputs) -> list[T]:
     return found
 
 
-def _first(keys: Sequence[T], eligible: Sequence[T], masks: Sequence[T], share: float) -> list[T]:
+def _first(keys: Sequence[T], eligible: Sequence[T], inputs: ChoiceInputs, share: float) -> list[T]:
     """Of the eligible tokens the share of all (at least one) with the smallest keys, over all ranks; ties are kept."""
     own = torch.cat([key[each] for key, each in zip(keys, eligible)]).float().cpu()
-    tokens = sum(int(mask.sum()) for mask in masks)
-    everywhere = all_gather_object((own, tokens))
+    tokens = sum(int(mask.sum()) for mask in inputs.masks)
+    everywhere = all_gather_object((own, tokens) if inputs.counts else (own[:0], 0))
     candidates = torch.cat([each for each, _ in everywhere])
     count = min(max(1, int(share * sum(number for _, number in everywhere))), len(candidates))
     if count == 0:
-        return [torch.zeros_like(mask) for mask in masks]
+        return [torch.zeros_like(mask) for mask in inputs.masks]
     last = candidates.kthvalue(count).values.item()
     return [each & (key <= last) for key, each in zip(keys, eligible)]

@@ -63,7 +63,7 @@ def default_held_out(data: Any, tasks: Container[str | None]) -> None:
 # Settings of RewardConfig that are of calls, whichever reward is called.
 OF_CALLS = (
     "reward_probe", "reward_timeout", "reward_retries", "reward_concurrency", "reward_token_env", "reward_image_format",
-    "reward_fn_timeout",
+    "reward_fn_timeout", "on_reward_error", "reward_max_invalid",
 )  # fmt: skip
 REWARDS = ("reward_fn", "reward_pretrain", "remote_rm_url", "components", "reward_recipe")  # settings that name one
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightrft_visual.algorithms import covariance
 from lightrft_visual.algorithms.covariance import ChoiceInputs, clip_cov_tokens, kl_cov_tokens
 from lightrft_visual.algorithms.policy_losses import LossDenominators, LossInputs, policy_loss
 from lightrft_visual.config.vl import AlgorithmConfig
@@ -95,3 +96,14 @@ def test_neither_the_cut_into_micro_batches_nor_what_is_masked_changes_the_choic
 def test_a_batch_without_tokens_chooses_none():
     empty = ChoiceInputs([torch.zeros(1, 2)], [torch.zeros(1, 2)], [torch.zeros(1, 2).bool()], [torch.zeros(1)], 0)
     assert not kl_cov_tokens(empty, AlgorithmConfig(policy_loss="kl_cov"))[0].any()
+
+
+@pytest.mark.parametrize("choose", [clip_cov_tokens, kl_cov_tokens])
+def test_ranks_that_hold_the_same_samples_choose_as_one_rank_does(choose, monkeypatch):
+    inputs, config = choices(), AlgorithmConfig(cov_share=0.1, clip_cov_low=-9.0, clip_cov_high=9.0)
+    told = []
+    monkeypatch.setattr(covariance, "all_gather_object", lambda own: told.append(own) or told)
+    alone = choose(inputs, config)
+    beside = choose(replace(inputs, counts=False), config)  # the first rank's words are heard again
+    assert len(told) == 2 and torch.equal(beside[0], alone[0])
+    assert int(choose(inputs, config)[0].sum()) == int(alone[0].sum()) + 1  # had both counted: half of 5 tokens, up

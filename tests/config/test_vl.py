@@ -173,3 +173,12 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
 def test_settings_of_a_critic_are_said_to_do_nothing_without_one(settings, told, caplog):
     check_run(AlgorithmConfig(**settings), RolloutConfig())
     assert [each.message for each in caplog.records] == told
+
+
+def test_gold_is_asked_with_the_limits_and_the_failure_policy_of_the_rewards():
+    config = load(
+        "--reward_max_invalid 0.9 --on_reward_error skip --reward_timeout 7 --gold_fn a.py:f --reward_fn b.py:g"
+    )
+    gold = config.guard.gold(config.reward)
+    assert (gold.reward_max_invalid, gold.on_reward_error, gold.reward_timeout) == (0.9, "skip", 7.0)
+    assert (gold.reward_fn, gold.reward_recipe) == ("a.py:f", None)

@@ -137,7 +137,8 @@ def _chosen_tokens(
         for name in ("action_log_probs", "advantages")
     )
     ids = [torch.tensor([-1 if item.sample_id is None else int(item.sample_id) for item in each]) for each in items]
-    found = [choose(ChoiceInputs(log_probs, advantages, part.token_masks, ids, seed), config) for part in parts]
+    given = [ChoiceInputs(log_probs, advantages, part.token_masks, ids, seed, buffer.counts) for part in parts]
+    found = [choose(each, config) for each in given]
     return [torch.stack(each).any(dim=0) for each in zip(*found)]
 
 
