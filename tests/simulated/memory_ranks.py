@@ -105,7 +105,7 @@ def exported() -> dict[str, int]:
     native.reset_peak_memory_stats()
     copies = whole_on_host(engine.module.parameters(), keep=collectives.is_rank_0())
     with standing_in(copies):
-        same = [torch.equal(a.cpu(), b.data) for a, b in zip(wanted, engine.module.parameters())]
+        same = [torch.equal(a, b.data.cpu()) for a, b in zip(wanted, engine.module.parameters())]
         homes = {each.device.type for each in engine.module.state_dict().values()}
     peak = native.max_memory_allocated() - before
     engine(torch.ones(1, 512).to(strategy.device))
