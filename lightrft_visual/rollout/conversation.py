@@ -22,6 +22,7 @@ from .multimodal import MultimodalDataProcessor
 
 _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
+_SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
 _CUT = "\n[...]\n"
 
@@ -42,8 +43,9 @@ class ObservationRenderer:
 
     data: makes tokens and reads media. end_tokens: texts of the tokens that end an answer. most_tokens: of an
     observation's text; what is longer is cut in the middle. most_media: images and videos of an episode, by kind.
-    roles: that observations have; tools: their schemas. Raises ConfigError where the template changes what stands
-    before an observation, so that earlier turns would not be those that were sampled.
+    roles: that observations have, checked here; others are at their first message. tools: their schemas. Raises
+    ConfigError where the template leaves an observation out, or changes what stands before it, so that earlier turns
+    would not be those that were sampled.
     """
 
     def __init__(
@@ -61,14 +63,16 @@ class ObservationRenderer:
         self._reserved = data.family.reserved(self.model_input)
         if self.model_input.chat_template is None:
             raise ConfigError("an environment needs the model's chat template, and this model has none")
+        self._shown: set[str] = set()  # roles that were checked
         for role in roles:
-            for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
-                self._behind([{"role": role, "content": [{"type": "text", "text": "seen"}]}], answer)
+            self._check_role(role)
 
     def added(self, observation: Observation, what: str) -> Added:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
         try:
+            for message in messages:
+                self._check_role(message["role"])
             text = self._behind(self._shortened(messages))
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
@@ -145,6 +149,17 @@ class ObservationRenderer:
             {**message, "content": [{**p, "text": cut[id(p)]} if id(p) in cut else p for p in message["content"]]}
             for message in messages
         ]
+
+    def _check_role(self, role: str) -> None:
+        if role in self._shown:
+            return
+        for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
+            if _SEEN not in self._behind([{"role": role, "content": [{"type": "text", "text": _SEEN}]}], answer):
+                raise ConfigError(
+                    f"the chat template leaves out a message of role {role!r} that follows an answer: the model would "
+                    "not see what the environment replied. Use a template that writes it, or another role"
+                )
+        self._shown.add(role)
 
     def _behind(self, messages: list[Message], answer: str = _MARK) -> str:
         """The text from behind the end of an answer to where the next one begins."""
