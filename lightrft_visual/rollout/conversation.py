@@ -80,6 +80,12 @@ class ObservationRenderer:
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
 
+    def hidden_tools(self) -> list[str]:
+        """Names of the tools that the chat template does not show the model."""
+        shown, plain = self._render([_QUESTION]), self._render([_QUESTION], tools=[])
+        names = [tool.get("function", tool)["name"] for tool in self.tools]
+        return [name for name in names if shown.count(name) <= plain.count(name)]
+
     def begin(self, prompt: PromptFeatures, observation: Observation) -> PromptFeatures:
         """The prompt of an episode whose environment said how it begins: with an observation behind the last message of
         the sample, or with whole messages in their place. Raises EnvironmentFailure."""
@@ -176,10 +182,11 @@ class ObservationRenderer:
         end = next((token for token in self.end_tokens if behind.startswith(token)), "")
         return behind[len(end) :]
 
-    def _render(self, messages: list[Message], generation: bool = False) -> str:
+    def _render(self, messages: list[Message], generation: bool = False, tools: list | None = None) -> str:
         if not isinstance(self.model_input, ProcessorMixin):
             messages = [{**each, "content": _text_of(each)} for each in messages]
-        arguments: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        tools = self.tools if tools is None else tools
+        arguments: dict[str, Any] = {"tools": tools} if tools else {}
         try:
             return self.model_input.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **arguments

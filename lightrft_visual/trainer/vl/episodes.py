@@ -1,5 +1,6 @@
 """From a configuration to the stage that holds episodes of several turns."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from ...rollout.environments import EnvironmentHost, environment_factory
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.tools import parse_tool_calls, tool_call_format
+from ...runtime import collectives
 from ...runtime.usercode.calls import what_happened
+
+logger = logging.getLogger(__name__)
 
 
 def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
@@ -31,6 +35,22 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
     checkpoint = replace(checkpoint, tools=schemas_of(environment_factory(config.episodes)()))
     _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
     return checkpoint
+
+
+def warn_of_template(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Say on the first rank what the chat template does not tell the model of its tools."""
+    if not checkpoint.tools or not collectives.is_rank_0():
+        return
+    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1)
+    renderer = _renderer(config, checkpoint, data)
+    told = config.data.system_prompt or ""
+    hidden = [name for name in renderer.hidden_tools() if name not in told]
+    if hidden:
+        logger.warning(
+            "the chat template does not show the model its tools (%s): describe them in the prompts or the "
+            "system_prompt, or put a template that shows them into the model's folder, as chat_template.jinja",
+            ", ".join(hidden),
+        )
 
 
 def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:

@@ -1,5 +1,6 @@
 """What of a configuration depends on the model that it names."""
 
+import copy
 import json
 import shutil
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from lightrft_visual.trainer.vl.build import (
     load_actor,
     open_model,
 )
-from lightrft_visual.trainer.vl.episodes import schemas_of
+from lightrft_visual.trainer.vl.episodes import schemas_of, warn_of_template, with_tools
 
 
 def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off(caplog):
@@ -213,6 +214,30 @@ def test_schemas_of_an_environment_that_are_none_are_refused(given, told):
     with pytest.raises(ConfigError, match=f"must return a list of JSON schemas of tools.*{told}"):
         schemas_of(SimpleNamespace(schemas=lambda: given))
     assert schemas_of(SimpleNamespace(schemas=lambda: [{"name": "zoom"}])) == ({"name": "zoom"},)
+
+
+def with_template(checkpoint, old: str, new: str):
+    """The checkpoint, its chat template changed."""
+    processor = copy.copy(checkpoint.processor)
+    processor.chat_template = processor.chat_template.replace(old, new)
+    return replace(checkpoint, processor=processor)
+
+
+def test_tools_that_the_chat_template_does_not_show_are_warned_of_unless_the_system_prompt_does(tmp_path, caplog):
+    config = RunConfig()
+    config.episodes.environment = "zoom"
+    checkpoint = checkpoint_of(tmp_path, "qwen2_vl")
+    warn_of_template(config, with_tools(config, checkpoint))
+    assert not caplog.records
+    hiding = with_template(checkpoint, "{% if tools %}", "{% if false %}")  # as Qwen2.5-VL's own
+    warn_of_template(config, with_tools(config, hiding))
+    (record,) = caplog.records
+    assert "does not show the model its tools (zoom): describe them" in record.getMessage()
+    config.data.system_prompt = 'You have a tool: {"name": "zoom"}'
+    warn_of_template(config, with_tools(config, hiding))
+    config.episodes.environment = None
+    warn_of_template(config, with_tools(config, hiding))
+    assert len(caplog.records) == 1
 
 
 def test_quantized_weights_are_not_trained(tmp_path):
