@@ -1,6 +1,7 @@
 """From a configuration to the stage that holds episodes of several turns."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from ...rollout.environment_threads import ThreadHost
 from ...rollout.environments import EnvironmentHost, environment_factory
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.tools import parse_tool_calls, tool_call_format
+from ...rollout.tools import ToolEnvironment, parse_tool_calls, tool_call_format
 from ...runtime import collectives
 from ...runtime.usercode.calls import what_happened
 
@@ -32,8 +33,11 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(
             "environments answer responses in text, and this model draws: leave environment and tools out"
         )
-    checkpoint = replace(checkpoint, tools=schemas_of(environment_factory(config.episodes)()))
-    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
+    environment = environment_factory(config.episodes)()
+    checkpoint = replace(checkpoint, tools=schemas_of(environment))
+    roles = [] if isinstance(environment, ToolEnvironment) else ["user"]
+    roles += ["tool"] if checkpoint.tools else []
+    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1), roles)
     return checkpoint
 
 
@@ -70,15 +74,18 @@ def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _renderer(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:
-    """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does."""
+def _renderer(
+    config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor, roles: Sequence[str] = ()
+) -> ObservationRenderer:
+    """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does, for
+    these roles at once."""
     rollout, tools = config.rollout, list(checkpoint.tools)
     return ObservationRenderer(
         data,
         checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids),
         config.episodes.observation_max_tokens,
         {"images": rollout.limit_mm_image_per_prompt, "videos": rollout.limit_mm_video_per_prompt},
-        ("user", "tool") if tools else ("user",),
+        roles,
         tools,
     )
 

@@ -240,6 +240,35 @@ def test_tools_that_the_chat_template_does_not_show_are_warned_of_unless_the_sys
     assert len(caplog.records) == 1
 
 
+OWN = """
+class Asks:
+    def step(self, action):
+        return "and now?", 0.0, False, {}
+
+
+class AsksWithTools(Asks):
+    def schemas(self):
+        return [{"type": "function", "function": {"name": "look", "parameters": {"properties": {}}}}]
+"""
+
+
+def test_a_template_that_drops_thoughts_before_a_users_message_alone_holds_tools_and_no_other_environment(tmp_path):
+    config = RunConfig()
+    checkpoint = with_template(
+        checkpoint_of(tmp_path, "qwen2_vl"),
+        "{{ part['text'] }}",
+        "{{ part['text'].split('</think>')[-1] if messages[-1]['role'] == 'user' else part['text'] }}",
+    )
+    for name in ("zoom", "python", "click"):
+        config.episodes.environment = name
+        assert with_tools(config, checkpoint).tools
+    (tmp_path / "own.py").write_text(OWN)
+    for name in ("Asks", "AsksWithTools"):
+        config.episodes.environment = f"{tmp_path}/own.py:{name}"
+        with pytest.raises(ConfigError, match="once a message of role 'user' follows it"):
+            with_tools(config, checkpoint)
+
+
 def test_quantized_weights_are_not_trained(tmp_path):
     """They load, and of their layers biases and scales alone would have gradients."""
     compressed = pytest.importorskip("compressed_tensors.quantization")
