@@ -24,6 +24,7 @@ _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
 _SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
+_NOTHING: dict[str, str] = {"type": "text", "text": ""}
 _CUT = "\n[...]\n"
 
 
@@ -85,6 +86,18 @@ class ObservationRenderer:
         shown, plain = self._render([_QUESTION]), self._render([_QUESTION], tools=[])
         names = [tool.get("function", tool)["name"] for tool in self.tools]
         return [name for name in names if shown.count(name) <= plain.count(name)]
+
+    def taught_call(self) -> str:
+        """A call of the first tool as the chat template writes one; empty where it writes none."""
+        function = {"name": self.tools[0].get("function", self.tools[0])["name"], "arguments": {"given": _MARK}}
+        calls = [{"type": "function", "id": "call00000", "function": function}]
+        try:
+            whole = self._render([_QUESTION, {"role": "assistant", "content": [_NOTHING], "tool_calls": calls}])
+        except ConfigError:
+            return ""
+        for generation in (True, False):  # some write another beginning of an answer than the one they prompt with
+            whole = whole.removeprefix(self._render([_QUESTION], generation))
+        return whole if _MARK in whole else ""
 
     def begin(self, prompt: PromptFeatures, observation: Observation) -> PromptFeatures:
         """The prompt of an episode whose environment said how it begins: with an observation behind the last message of

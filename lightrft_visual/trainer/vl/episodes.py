@@ -55,6 +55,14 @@ def warn_of_template(config: RunConfig, checkpoint: Checkpoint) -> None:
             "system_prompt, or put a template that shows them into the model's folder, as chat_template.jinja",
             ", ".join(hidden),
         )
+    taught, form = renderer.taught_call(), tool_call_format(_template(checkpoint))
+    if taught and not any(call.arguments for call in parse_tool_calls(taught, form, checkpoint.tools)):
+        form = "JSON objects" if form == "auto" else form
+        logger.warning("calls of tools are read as %s, and the chat template teaches another form: %r", form, taught)
+
+
+def _template(checkpoint: Checkpoint) -> str:
+    return str((checkpoint.processor or checkpoint.tokenizer).chat_template)
 
 
 def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
@@ -124,8 +132,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
         episodes.turn_gamma,
         episodes.max_environments,
     )
-    template = (checkpoint.processor or checkpoint.tokenizer).chat_template
-    form, tools = tool_call_format(str(template)), checkpoint.tools
+    form, tools = tool_call_format(_template(checkpoint)), checkpoint.tools
     parse = partial(parse_tool_calls, form=form, tools=tools) if tools else None
 
     def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:

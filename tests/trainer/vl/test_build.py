@@ -240,6 +240,29 @@ def test_tools_that_the_chat_template_does_not_show_are_warned_of_unless_the_sys
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "warned"),
+    [
+        ("<|tool_call>call:{{ call.name }}{given:{{ call.arguments.given }}}<tool_call|>", True),  # Gemma 4
+        ("<tool_call>{{ call.name }}<arg_key>given</arg_key>{{ call.arguments.given }}</tool_call>", True),  # GLM 4
+        ('<tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>', False),
+        ("<tool_call><function={{ call.name }}><parameter=given>{{ call.arguments.given }}</parameter></function>"
+         "</tool_call>", False),
+        ('{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{# ipython #}', False),  # Llama 3
+        ("{{ raise_exception('no calls') }}", False),
+    ],
+)  # fmt: skip
+def test_a_form_of_calls_that_the_template_teaches_and_nothing_reads_is_warned_of(tmp_path, caplog, written, warned):
+    config = RunConfig()
+    config.episodes.environment = "zoom"
+    calls = "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}" + written + "{% endif %}"
+    end = "<|im_end|>\n{% endfor %}"
+    checkpoint = with_template(checkpoint_of(tmp_path, "qwen2_vl"), "<tool_call>", "")
+    checkpoint = with_template(checkpoint, end, calls + end)
+    warn_of_template(config, with_tools(config, checkpoint))
+    assert ["teaches another form" in each.getMessage() for each in caplog.records] == [True] * warned
+
+
 OWN = """
 class Asks:
     def step(self, action):
