@@ -22,7 +22,9 @@ from .multimodal import MultimodalDataProcessor
 
 _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
+_SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
+_NOTHING: dict[str, str] = {"type": "text", "text": ""}
 _CUT = "\n[...]\n"
 
 
@@ -42,8 +44,9 @@ class ObservationRenderer:
 
     data: makes tokens and reads media. end_tokens: texts of the tokens that end an answer. most_tokens: of an
     observation's text; what is longer is cut in the middle. most_media: images and videos of an episode, by kind.
-    roles: that observations have; tools: their schemas. Raises ConfigError where the template changes what stands
-    before an observation, so that earlier turns would not be those that were sampled.
+    roles: that observations have, checked here; others are at their first message. tools: their schemas. Raises
+    ConfigError where the template leaves an observation out, or changes what stands before it, so that earlier turns
+    would not be those that were sampled.
     """
 
     def __init__(
@@ -61,20 +64,40 @@ class ObservationRenderer:
         self._reserved = data.family.reserved(self.model_input)
         if self.model_input.chat_template is None:
             raise ConfigError("an environment needs the model's chat template, and this model has none")
+        self._shown: set[str] = set()  # roles that were checked
         for role in roles:
-            for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
-                self._behind([{"role": role, "content": [{"type": "text", "text": "seen"}]}], answer)
+            self._check_role(role)
 
     def added(self, observation: Observation, what: str) -> Added:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
         try:
+            for message in messages:
+                self._check_role(message["role"])
             text = self._behind(self._shortened(messages))
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
             return replace(added, images=images, videos=videos)
         except (DataError, ConfigError) as error:
             raise EnvironmentFailure(f"an observation that cannot be shown: {error}") from error
+
+    def hidden_tools(self) -> list[str]:
+        """Names of the tools that the chat template does not show the model."""
+        shown, plain = self._render([_QUESTION]), self._render([_QUESTION], tools=[])
+        names = [tool.get("function", tool)["name"] for tool in self.tools]
+        return [name for name in names if shown.count(name) <= plain.count(name)]
+
+    def taught_call(self) -> str:
+        """A call of the first tool as the chat template writes one; empty where it writes none."""
+        function = {"name": self.tools[0].get("function", self.tools[0])["name"], "arguments": {"given": _MARK}}
+        calls = [{"type": "function", "id": "call00000", "function": function}]
+        try:
+            whole = self._render([_QUESTION, {"role": "assistant", "content": [_NOTHING], "tool_calls": calls}])
+        except ConfigError:
+            return ""
+        for generation in (True, False):  # some write another beginning of an answer than the one they prompt with
+            whole = whole.removeprefix(self._render([_QUESTION], generation))
+        return whole if _MARK in whole else ""
 
     def begin(self, prompt: PromptFeatures, observation: Observation) -> PromptFeatures:
         """The prompt of an episode whose environment said how it begins: with an observation behind the last message of
@@ -146,6 +169,17 @@ class ObservationRenderer:
             for message in messages
         ]
 
+    def _check_role(self, role: str) -> None:
+        if role in self._shown:
+            return
+        for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
+            if _SEEN not in self._behind([{"role": role, "content": [{"type": "text", "text": _SEEN}]}], answer):
+                raise ConfigError(
+                    f"the chat template leaves out a message of role {role!r} that follows an answer: the model would "
+                    "not see what the environment replied. Use a template that writes it, or another role"
+                )
+        self._shown.add(role)
+
     def _behind(self, messages: list[Message], answer: str = _MARK) -> str:
         """The text from behind the end of an answer to where the next one begins."""
         before = [_QUESTION, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
@@ -161,10 +195,11 @@ class ObservationRenderer:
         end = next((token for token in self.end_tokens if behind.startswith(token)), "")
         return behind[len(end) :]
 
-    def _render(self, messages: list[Message], generation: bool = False) -> str:
+    def _render(self, messages: list[Message], generation: bool = False, tools: list | None = None) -> str:
         if not isinstance(self.model_input, ProcessorMixin):
             messages = [{**each, "content": _text_of(each)} for each in messages]
-        arguments: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        tools = self.tools if tools is None else tools
+        arguments: dict[str, Any] = {"tools": tools} if tools else {}
         try:
             return self.model_input.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **arguments

@@ -368,6 +368,26 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(rig):
         ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"])
 
 
+def test_a_template_that_leaves_a_tools_answer_out_is_refused_at_the_start_or_where_it_comes_masks_the_sample(rig):
+    """Gemma 4's writes it behind a message with `tool_calls` alone, and raises nothing."""
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = own.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
+    )
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    with pytest.raises(ConfigError, match="leaves out a message of role 'tool' that follows an answer"):
+        ObservationRenderer(data, ["<|im_end|>"], roles=("user", "tool"))
+
+    class Tells(Environment):
+        def step(self, action):
+            return {"role": "tool", "content": "four"}, 0.0, False, {}
+
+    stage = stage_of(rig, Tells)
+    stage.renderer = ObservationRenderer(data, ["<|im_end|>"])
+    made = stage.generate(batch_of([1]), replace(SETTINGS, n=1))
+    assert [each.valid for each in made] == [False] and "leaves out" in made[0].episode.failure
+
+
 def test_rewards_of_turns_add_up_with_those_of_others():
     episode = Episode([Turn("a", 1.0), Turn("b", 2.0)], [0, 1], gamma=0.5)
     prompt = SimpleNamespace()

@@ -116,8 +116,19 @@ def _resets_by_columns(environment: Any) -> bool:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as TRL hands it on: the prompt as messages."""
-    return {name: value for name, value in row.items() if name != "messages"} | {"prompt": row.get("messages")}
+    """The row as TRL hands it on: the prompt as messages, a content of one text as that text; `image` and `video` as
+    reward functions have them: the only one, None without any, else the list."""
+    own = {name: value for name, value in row.items() if name != "messages"}
+    media = {kind: row.get(f"{kind}s") or [] for kind in ("image", "video")}
+    single = {kind: each[0] if len(each) == 1 else each or None for kind, each in media.items()}
+    return {**single, **own, "prompt": [_with_text(each) for each in row["messages"]] if row.get("messages") else None}
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message; its text, where its content is one text as a part."""
+    content = message["content"]
+    text = len(content) == 1 and content[0]["type"] == "text"
+    return {**message, "content": content[0]["text"]} if text else message
 
 
 def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from ..loop import LoopSettings
 from ..run_state import check_output
 from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
 from .checks import check_abilities, check_beside, check_rewards
-from .episodes import data_processor, episode_stage, with_environment_reward, with_tools
+from .episodes import data_processor, episode_stage, warn_of_template, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, log_probs_of
 from .parts import PromptSource, VLParts, answered, prompt_batch
@@ -204,6 +204,7 @@ def _open(config: RunConfig) -> tuple[RunConfig, Checkpoint]:
     """As `open_model`, with what the model and the engine cannot do refused."""
     config, checkpoint = open_model(config)
     checkpoint = with_tools(config, checkpoint)
+    warn_of_template(config, checkpoint)
     check_abilities(config, checkpoint)
     check_beside(config, checkpoint)
     _resolve_sharing(config, checkpoint)

@@ -1,5 +1,7 @@
 """From a configuration to the stage that holds episodes of several turns."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +17,11 @@ from ...rollout.environment_threads import ThreadHost
 from ...rollout.environments import EnvironmentHost, environment_factory
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.tools import parse_tool_calls, tool_call_format
+from ...rollout.tools import ToolEnvironment, parse_tool_calls, tool_call_format
+from ...runtime import collectives
 from ...runtime.usercode.calls import what_happened
+
+logger = logging.getLogger(__name__)
 
 
 def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
@@ -28,9 +33,36 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(
             "environments answer responses in text, and this model draws: leave environment and tools out"
         )
-    checkpoint = replace(checkpoint, tools=schemas_of(environment_factory(config.episodes)()))
-    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1))
+    environment = environment_factory(config.episodes)()
+    checkpoint = replace(checkpoint, tools=schemas_of(environment))
+    roles = [] if isinstance(environment, ToolEnvironment) else ["user"]
+    roles += ["tool"] if checkpoint.tools else []
+    _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1), roles)
     return checkpoint
+
+
+def warn_of_template(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Say on the first rank what the chat template does not tell the model of its tools."""
+    if not checkpoint.tools or not collectives.is_rank_0():
+        return
+    data = MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1)
+    renderer = _renderer(config, checkpoint, data)
+    told = config.data.system_prompt or ""
+    hidden = [name for name in renderer.hidden_tools() if name not in told]
+    if hidden:
+        logger.warning(
+            "the chat template does not show the model its tools (%s): describe them in the prompts or the "
+            "system_prompt, or put a template that shows them into the model's folder, as chat_template.jinja",
+            ", ".join(hidden),
+        )
+    taught, form = renderer.taught_call(), tool_call_format(_template(checkpoint))
+    if taught and not any(call.arguments for call in parse_tool_calls(taught, form, checkpoint.tools)):
+        form = "JSON objects" if form == "auto" else form
+        logger.warning("calls of tools are read as %s, and the chat template teaches another form: %r", form, taught)
+
+
+def _template(checkpoint: Checkpoint) -> str:
+    return str((checkpoint.processor or checkpoint.tokenizer).chat_template)
 
 
 def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
@@ -50,15 +82,18 @@ def schemas_of(environment: Any) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _renderer(config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor) -> ObservationRenderer:
-    """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does."""
+def _renderer(
+    config: RunConfig, checkpoint: Checkpoint, data: MultimodalDataProcessor, roles: Sequence[str] = ()
+) -> ObservationRenderer:
+    """What makes tokens of observations, by a checkpoint with the schemas of tools. Raises ConfigError as it does, for
+    these roles at once."""
     rollout, tools = config.rollout, list(checkpoint.tools)
     return ObservationRenderer(
         data,
         checkpoint.tokenizer.convert_ids_to_tokens(checkpoint.eos_ids),
         config.episodes.observation_max_tokens,
         {"images": rollout.limit_mm_image_per_prompt, "videos": rollout.limit_mm_video_per_prompt},
-        ("user", "tool") if tools else ("user",),
+        roles,
         tools,
     )
 
@@ -97,8 +132,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
         episodes.turn_gamma,
         episodes.max_environments,
     )
-    template = (checkpoint.processor or checkpoint.tokenizer).chat_template
-    form, tools = tool_call_format(str(template)), checkpoint.tools
+    form, tools = tool_call_format(_template(checkpoint)), checkpoint.tools
     parse = partial(parse_tool_calls, form=form, tools=tools) if tools else None
 
     def stage(engine: Any, data: MultimodalDataProcessor, run_seed: int) -> EpisodeStage:

@@ -84,6 +84,11 @@ class Steps:
         return f"at {number}"
 
 
+class Columns(Guess):
+    def reset(self, **columns):
+        self.columns = columns
+
+
 class Shows(Guess):
     def reset(self):
         import numpy
@@ -296,8 +301,9 @@ class Wraps:
     def __getattr__(self, name):
         return lambda *given: ("seen", 1.0, False, {})
 """
+TEXT = {"type": "text", "text": "what is it?"}
 ROW = {
-    "prompt": "what is it?", "messages": [{"role": "user", "content": "what is it?"}], "reference": 7, "label": "guess",
+    "prompt": "what is it?", "messages": [{"role": "user", "content": [TEXT]}], "reference": 7, "label": "guess",
     "images": [], "videos": [], "seed": 1, "group_seed": 2**40 + 9, "level": 2, "shown": Image.new("RGB", (2, 2)),
 }  # fmt: skip
 
@@ -332,6 +338,18 @@ def test_public_methods_of_a_trl_environment_are_its_tools(folder):
     messages, _, _, _ = environment.step(called("look"))
     assert isinstance(messages[0]["content"][0]["image"], Image.Image)
     assert environment.step(Action("It is 7."))[:3] == (None, 0.0, True)
+
+
+@pytest.mark.parametrize(("images", "single"), [([], None), (["one"], "one"), (["one", "two"], ["one", "two"])])
+def test_trl_reset_gets_the_image_as_reward_functions_do_and_texts_as_the_data_have_them(folder, images, single):
+    environment, shown = made(folder, "of_trl.py:Columns"), [{"type": "image"}, TEXT]
+    messages = [{"role": "system", "content": [TEXT]}, {"role": "user", "content": shown}]
+    environment.reset({**ROW, "messages": messages, "images": images})
+    columns = environment.environment.columns
+    assert (columns["image"], columns["images"], columns["video"]) == (single, images, None)
+    assert [each["content"] for each in columns["prompt"]] == ["what is it?", shown]
+    environment.reset({**ROW, "image": "a column", "messages": None})
+    assert environment.environment.columns["image"] == "a column"
 
 
 def test_trl_reset_gets_the_columns_that_it_names(folder):

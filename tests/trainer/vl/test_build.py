@@ -1,5 +1,6 @@
 """What of a configuration depends on the model that it names."""
 
+import copy
 import json
 import shutil
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from lightrft_visual.trainer.vl.build import (
     load_actor,
     open_model,
 )
-from lightrft_visual.trainer.vl.episodes import schemas_of
+from lightrft_visual.trainer.vl.episodes import schemas_of, warn_of_template, with_tools
 
 
 def test_prompts_are_shared_where_that_is_proven_unless_it_is_turned_off(caplog):
@@ -213,6 +214,82 @@ def test_schemas_of_an_environment_that_are_none_are_refused(given, told):
     with pytest.raises(ConfigError, match=f"must return a list of JSON schemas of tools.*{told}"):
         schemas_of(SimpleNamespace(schemas=lambda: given))
     assert schemas_of(SimpleNamespace(schemas=lambda: [{"name": "zoom"}])) == ({"name": "zoom"},)
+
+
+def with_template(checkpoint, old: str, new: str):
+    """The checkpoint, its chat template changed."""
+    processor = copy.copy(checkpoint.processor)
+    processor.chat_template = processor.chat_template.replace(old, new)
+    return replace(checkpoint, processor=processor)
+
+
+def test_tools_that_the_chat_template_does_not_show_are_warned_of_unless_the_system_prompt_does(tmp_path, caplog):
+    config = RunConfig()
+    config.episodes.environment = "zoom"
+    checkpoint = checkpoint_of(tmp_path, "qwen2_vl")
+    warn_of_template(config, with_tools(config, checkpoint))
+    assert not caplog.records
+    hiding = with_template(checkpoint, "{% if tools %}", "{% if false %}")  # as Qwen2.5-VL's own
+    warn_of_template(config, with_tools(config, hiding))
+    (record,) = caplog.records
+    assert "does not show the model its tools (zoom): describe them" in record.getMessage()
+    config.data.system_prompt = 'You have a tool: {"name": "zoom"}'
+    warn_of_template(config, with_tools(config, hiding))
+    config.episodes.environment = None
+    warn_of_template(config, with_tools(config, hiding))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "warned"),
+    [
+        ("<|tool_call>call:{{ call.name }}{given:{{ call.arguments.given }}}<tool_call|>", True),  # Gemma 4
+        ("<tool_call>{{ call.name }}<arg_key>given</arg_key>{{ call.arguments.given }}</tool_call>", True),  # GLM 4
+        ('<tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>', False),
+        ("<tool_call><function={{ call.name }}><parameter=given>{{ call.arguments.given }}</parameter></function>"
+         "</tool_call>", False),
+        ('{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{# ipython #}', False),  # Llama 3
+        ("{{ raise_exception('no calls') }}", False),
+    ],
+)  # fmt: skip
+def test_a_form_of_calls_that_the_template_teaches_and_nothing_reads_is_warned_of(tmp_path, caplog, written, warned):
+    config = RunConfig()
+    config.episodes.environment = "zoom"
+    calls = "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}" + written + "{% endif %}"
+    end = "<|im_end|>\n{% endfor %}"
+    checkpoint = with_template(checkpoint_of(tmp_path, "qwen2_vl"), "<tool_call>", "")
+    checkpoint = with_template(checkpoint, end, calls + end)
+    warn_of_template(config, with_tools(config, checkpoint))
+    assert ["teaches another form" in each.getMessage() for each in caplog.records] == [True] * warned
+
+
+OWN = """
+class Asks:
+    def step(self, action):
+        return "and now?", 0.0, False, {}
+
+
+class AsksWithTools(Asks):
+    def schemas(self):
+        return [{"type": "function", "function": {"name": "look", "parameters": {"properties": {}}}}]
+"""
+
+
+def test_a_template_that_drops_thoughts_before_a_users_message_alone_holds_tools_and_no_other_environment(tmp_path):
+    config = RunConfig()
+    checkpoint = with_template(
+        checkpoint_of(tmp_path, "qwen2_vl"),
+        "{{ part['text'] }}",
+        "{{ part['text'].split('</think>')[-1] if messages[-1]['role'] == 'user' else part['text'] }}",
+    )
+    for name in ("zoom", "python", "click"):
+        config.episodes.environment = name
+        assert with_tools(config, checkpoint).tools
+    (tmp_path / "own.py").write_text(OWN)
+    for name in ("Asks", "AsksWithTools"):
+        config.episodes.environment = f"{tmp_path}/own.py:{name}"
+        with pytest.raises(ConfigError, match="once a message of role 'user' follows it"):
+            with_tools(config, checkpoint)
 
 
 def test_quantized_weights_are_not_trained(tmp_path):
