@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...errors import RolloutError
-from ...experience.rollouts import Episode, Rollouts, Turn
+from ...config.shared import REWARDS
+from ...errors import RewardError, RolloutError
+from ...experience.rollouts import ENVIRONMENT, Episode, Rollouts, Turn
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.environments import EnvironmentHost
 from ...runtime import collectives
@@ -16,30 +17,41 @@ from ..hooks import StepData, StepHook
 
 log = logging.getLogger(__name__)
 SHOWN_FAILURES = 3
+NO_REWARD = (
+    "no episode of this step got a reward from its environment, and the run has no other: name one with reward_fn or "
+    "reward.components; an environment gives 0.0 for a failure, a class of TRL has `get_reward` or `reward`"
+)
 
 
 class EpisodesHook(StepHook):
     """Adds to each step's metrics what its episodes did, and ends a run most of whose episodes teach nothing.
 
     host: is closed with the run; None where workers have it. most_failures: share of a step's episodes, over all ranks,
-    that failures may mask; above it the run ends.
+    that failures may mask; above it the run ends. only_reward: the run has no other reward than the environment's; it
+    ends where that gives none before its first.
     """
 
-    def __init__(self, host: EnvironmentHost | None, most_failures: float) -> None:
-        self.host, self.most_failures = host, most_failures
+    def __init__(self, host: EnvironmentHost | None, most_failures: float, only_reward: bool = False) -> None:
+        self.host, self.most_failures, self._awaits_reward = host, most_failures, only_reward
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
-        """Says what failed. A collective. Raises RolloutError, on all ranks alike."""
+        """Says what failed. A collective. Raises RolloutError and RewardError, on all ranks alike."""
         failures = [r.episode.failure for r in rollouts if r.episode is not None and r.episode.failure is not None]
         counted = Counter(failure.partition("\n")[0] for failure in failures).most_common(SHOWN_FAILURES)
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
-        masked = sum(r.episode is not None and r.episode.failed for r in rollouts)
-        failed, total = collectives.all_reduce_sum(torch.tensor([float(masked), float(len(rollouts))])).tolist()
+        episodes = [(r.episode, r.truncated) for r in rollouts if r.episode is not None]
+        masked = sum(each.failed for each, _ in episodes)
+        ended = sum(not each.failed and not truncated for each, truncated in episodes)
+        counts = [masked, len(rollouts), ended, sum(each.rewarded for each, _ in episodes)]
+        failed, total, over, rewarded = collectives.all_reduce_sum(torch.tensor(counts, dtype=torch.float32)).tolist()
         if failed > self.most_failures * total:
             why = told or "see another rank"
             raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")
+        if self._awaits_reward and over and not rewarded:
+            raise RewardError(NO_REWARD)
+        self._awaits_reward = self._awaits_reward and not rewarded
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
@@ -76,7 +88,10 @@ def _tool_errors(turn: Turn) -> int:
 
 def build(parts: Any) -> EpisodesHook | None:
     """Where the run names an environment or tools."""
-    config = parts.config
+    config, reward = parts.config, parts.config.reward
     if not config.episodes.used:
         return None
-    return EpisodesHook(parts.maker.rollout_stage.host, config.reward.reward_max_invalid)
+    alone = [name for name in REWARDS if getattr(reward, name)] == ["components"] and [*reward.components] == [
+        ENVIRONMENT
+    ]
+    return EpisodesHook(parts.maker.rollout_stage.host, reward.reward_max_invalid, alone)

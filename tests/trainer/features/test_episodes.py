@@ -2,12 +2,16 @@
 
 import json
 import math
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.errors import RolloutError
+from lightrft_visual.config.shared import RewardConfig
+from lightrft_visual.errors import RewardError, RolloutError
 from lightrft_visual.experience.rollouts import (
     Episode,
     PromptFeatures,
@@ -26,7 +30,7 @@ from lightrft_visual.observe.recorder import records_from_rollouts
 from lightrft_visual.observe.report.data import Thumbnails
 from lightrft_visual.observe.report.examples import card
 from lightrft_visual.rollout.parity import ParityGate, RolloutCheck
-from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics
+from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics, build
 from lightrft_visual.trainer.vl.updates import token_names
 
 
@@ -123,3 +127,37 @@ def test_a_step_whose_failures_end_episodes_with_their_reward_goes_on(caplog):
     ended = rollout(episode=Episode([Turn("a", 0.5)], [0], failure="step raised KeyError"))
     assert len(EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([ended, ended]))) == 2
     assert "KeyError (2 of 2 episodes)" in caplog.text
+
+
+def test_a_step_whose_ended_episodes_have_no_reward_ends_a_run_that_has_no_other_until_there_is_one():
+    unrewarded, rewarded = (
+        rollout(episode=Episode([Turn("a")], [0])),
+        rollout(episode=Episode([Turn("a", 1.0)], [0], rewarded=True)),
+    )
+    cut = replace(unrewarded, truncated=True)
+    assert len(EpisodesHook(None, 0.5).on_rollouts(Rollouts([unrewarded]))) == 1
+    hook = EpisodesHook(None, 0.5, only_reward=True)
+    hook.on_rollouts(Rollouts([cut, cut]))
+    with pytest.raises(RewardError, match="no episode of this step got a reward .* name one with reward_fn"):
+        hook.on_rollouts(Rollouts([unrewarded, cut]))
+    hook.on_rollouts(Rollouts([unrewarded, rewarded]))
+    hook.on_rollouts(Rollouts([unrewarded]))
+
+
+@pytest.mark.parametrize(
+    ("named", "alone"),
+    [
+        ({"components": {"environment": 1.0}}, True),
+        ({"components": {"environment": 1.0, "exact": 1.0}}, False),
+        ({"components": {"environment": 1.0}, "reward_fn": "mine.py:f"}, False),
+    ],
+)
+def test_the_environment_is_the_only_reward_where_no_other_is_named(named, alone):
+    config = SimpleNamespace(episodes=SimpleNamespace(used=True), reward=RewardConfig(**named))
+    maker = SimpleNamespace(rollout_stage=SimpleNamespace(host=None))
+    hook, step = (
+        build(SimpleNamespace(config=config, maker=maker)),
+        Rollouts([rollout(episode=Episode([Turn("a")], [0]))]),
+    )
+    with pytest.raises(RewardError) if alone else nullcontext():
+        hook.on_rollouts(step)
