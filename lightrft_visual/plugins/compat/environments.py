@@ -80,8 +80,11 @@ class TRLEnvironment(ToolEnvironment):
     each turn gets what it has changed.
 
     TRL asks once an episode is over, and hands the objects to the reward functions (`environments`). Here they are not
-    told that a limit ends an episode, so the reward is read after each turn.
+    told that a limit ends an episode, so the reward is read after each turn. As there, an object begins one episode
+    after the other.
     """
+
+    reusable = True
 
     def __init__(self, environment: Any, tools: list[Any]) -> None:
         super().__init__(tools)
@@ -106,6 +109,11 @@ class TRLEnvironment(ToolEnvironment):
             return observation, None, done, info
         self._reward = float(found)
         return observation, self._reward - before, done, info
+
+    def close(self) -> None:
+        """Close the object, where it can be closed."""
+        if callable(close := getattr(self.environment, "close", None)):
+            awaited_value(close())
 
 
 def _resets_by_columns(environment: Any) -> bool:

@@ -7,11 +7,14 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from waiting import polls
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.given import give
 from lightrft_visual.plugins.compat.environments import content_of, messages_of
 from lightrft_visual.rollout.environment_pool import ProcessHost
+from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.rollout.environments import (
     Action,
     EnvironmentFailure,
@@ -332,6 +335,62 @@ def test_public_methods_of_a_trl_environment_are_its_tools(folder):
     messages, _, _, _ = environment.step(called("look"))
     assert isinstance(messages[0]["content"][0]["image"], Image.Image)
     assert environment.step(Action("It is 7."))[:3] == (None, 0.0, True)
+
+
+class Drives:
+    """Of TRL, as its examples are: an object takes a server, and none is given back."""
+
+    servers, closed, fails = 2, 0, False
+
+    def __init__(self):
+        Drives.servers -= 1
+        assert Drives.servers >= 0, "no server left"
+
+    def reset(self, **columns):
+        self.reward = 0.0
+
+    def turn(self, left: bool) -> str:
+        """Turn.
+
+        Args:
+            left: or right
+        """
+        assert left, "a wall"
+        self.reward = 1.0
+        return "turned"
+
+    def get_reward(self):
+        if Drives.fails:
+            raise OSError("the server is gone")
+        return self.reward
+
+    def close(self):
+        Drives.closed += 1
+
+
+def test_trl_objects_from_python_begin_episode_after_episode_but_those_that_failed_and_are_closed_with_the_run():
+    config = EpisodeConfig(environment=give("drives", Drives))
+    assert [each["function"]["name"] for each in environment_factory(config)().schemas()] == ["turn"]
+    host = ThreadHost(environment_factory(config, for_episodes=True), 20.0)
+    for first in (0, 2, 4):
+        for episode in (first, first + 1):
+            assert host.reset(episode, ROW).result(20) is None
+        for episode in (first, first + 1):
+            assert host.step(episode, called("turn", left=True)).result(20).reward == 1.0
+            host.end(episode)
+    assert (Drives.servers, Drives.closed) == (0, 0)
+    Drives.fails = True
+    host.reset(6, ROW).result(20)
+    with pytest.raises(EnvironmentFailure, match="the server is gone"):
+        host.step(6, called("turn", left=True)).result(20)
+    host.end(6)
+    assert any(Drives.closed == 1 for _ in polls(20.0))
+    host.reset(7, ROW).result(20)
+    with pytest.raises(EnvironmentFailure, match="no server left"):
+        host.reset(8, ROW).result(20)
+    host.end(7)
+    host.close()
+    assert Drives.closed == 2
 
 
 def test_trl_reset_gets_the_columns_that_it_names(folder):

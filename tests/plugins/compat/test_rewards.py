@@ -134,7 +134,7 @@ def test_the_form_can_be_chosen():
         ("solution_str, ground_truth, dificulty", "asks for 'dificulty'.*did you mean 'difficulty'"),
         (
             "environments, **kwargs",
-            "asks for environments, which have ended by now: leave it out where it reads their .reward. or .get_reward.",
+            "asks for environments, which have ended by now: leave it out where it reads their",
         ),
     ],
 )
