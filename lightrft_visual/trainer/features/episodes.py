@@ -13,6 +13,7 @@ from ...experience.rollouts import ENVIRONMENT, Episode, Rollouts, Turn
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.environments import EnvironmentHost
 from ...runtime import collectives
+from ...runtime.usercode.calls import masked
 from ..hooks import StepData, StepHook
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class EpisodesHook(StepHook):
 
     def __init__(self, host: EnvironmentHost | None, most_failures: float, only_reward: bool = False) -> None:
         self.host, self.most_failures, self._awaits_reward = host, most_failures, only_reward
+        self._tools_told = False
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Says what failed. A collective. Raises RolloutError and RewardError, on all ranks alike."""
@@ -41,6 +43,7 @@ class EpisodesHook(StepHook):
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
+        self._say_tools([turn for r in rollouts if r.episode is not None for turn in r.episode.turns])
         episodes = [(r.episode, r.truncated) for r in rollouts if r.episode is not None]
         masked = sum(each.failed for each, _ in episodes)
         ended = sum(not each.failed and not truncated for each, truncated in episodes)
@@ -53,6 +56,17 @@ class EpisodesHook(StepHook):
             raise RewardError(NO_REWARD)
         self._awaits_reward = self._awaits_reward and not rewarded
         return rollouts
+
+    def _say_tools(self, turns: Sequence[Turn]) -> None:
+        """Once a run, where most calls of a step fail: the most frequent reason."""
+        made, failed = sum(len(turn.calls) for turn in turns), sum(map(_tool_errors, turns))
+        if self._tools_told or 2 * failed <= made:
+            return
+        self._tools_told = True
+        own = [turn.info["tool_error"] for turn in turns if isinstance(turn.info.get("tool_error"), str)]
+        reasons = own or [error for turn in turns for _, error in turn.calls if error is not None]
+        told = "".join(f"; most often: {masked(text)}" for text, _ in Counter(reasons).most_common(1))
+        log.warning("%d of %d calls of tools failed in a step%s (said once)", failed, made, told)
 
     def on_experience(self, step: StepData) -> StepData:
         """Means over episodes, totals of calls and failures."""

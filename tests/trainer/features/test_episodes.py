@@ -161,3 +161,18 @@ def test_the_environment_is_the_only_reward_where_no_other_is_named(named, alone
     )
     with pytest.raises(RewardError) if alone else nullcontext():
         hook.on_rollouts(step)
+
+
+def test_a_run_says_once_why_most_calls_of_tools_fail_malformed_ones_included(caplog):
+    off_thread = "error: ask raised ValueError: signal only works in main thread"
+    failed = Turn("a", calls=[("ask", None)] * 2, info={"tool_errors": 2, "tool_error": off_thread})
+    worked, malformed = Turn("a", calls=[("ask", None)] * 2), Turn("a", calls=[("ask", "not valid JSON")])
+    hook = EpisodesHook(None, most_failures=0.5)
+    hook.on_rollouts(Rollouts([rollout(episode=Episode([failed, worked], [0]))]))
+    assert caplog.text == ""
+    for _ in range(2):
+        hook.on_rollouts(Rollouts([rollout(episode=Episode([failed, malformed, worked], [0]))]))
+    (told,) = caplog.messages
+    assert told.startswith(f"3 of 5 calls of tools failed in a step; most often: {off_thread}")
+    EpisodesHook(None, 0.5).on_rollouts(Rollouts([rollout(episode=Episode([malformed], [0]))]))
+    assert "most often: not valid JSON" in caplog.text
