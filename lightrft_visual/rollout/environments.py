@@ -350,17 +350,12 @@ def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> En
     name = config.environment or "tools"
     made = registry.environments.load(name) if name in registry.environments else _loaded(name, "environment")
     made = made.function if isinstance(made, LoadedFunction) else made
-    arguments = {"tools": tools} if tools else {}
     if not callable(made):
         raise ConfigError(
             f"environment {name}: a {type(made).__name__} makes no environments; name a class or a function"
         )
-    try:
-        inspect.signature(made).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        told = f"environment {name} ({callable_name(made)}) cannot be made with {list(arguments)}: {error}"
-        raise ConfigError(told) from error
-
+    arguments = _arguments(name, made, tools)
+    besides = [] if arguments else tools
     others = registry.service("other_environments")
 
     def make() -> Environment:
@@ -371,7 +366,9 @@ def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> En
             environment = awaited_value(made(**arguments))
         except Exception as error:
             raise ConfigError(f"environment {name} cannot be made: it {describe_error(error)}") from error
-        environment = environment if others is None else others.adapted(environment)
+        if besides and (others is None or isinstance(environment, Environment)):
+            raise ConfigError(f"environment {name} takes no tools: leave them out, or make it with an argument `tools`")
+        environment = environment if others is None else others.adapted(environment, besides)
         if not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")
         if is_given(name) and not for_episodes and is_reusable(environment):
@@ -380,6 +377,17 @@ def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> En
         return environment
 
     return make
+
+
+def _arguments(name: str, made: Callable[..., Any], tools: list[Any]) -> dict[str, Any]:
+    """What environments are made with: the tools, where a parameter has this name. Raises ConfigError."""
+    try:
+        signature = inspect.signature(made)
+        arguments = {"tools": tools} if tools and "tools" in signature.parameters else {}
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment {name} ({callable_name(made)}) cannot be made: {error}") from error
+    return arguments
 
 
 def _loaded(spec: str, what: str) -> Any:

@@ -40,11 +40,19 @@ SMALLEST = 16  # pixels of a side: what is smaller may be the board of a game
 ROW_OWN = ("prompt", "messages", "images", "videos", "group_seed")  # of a row: what is no column of the data
 
 
-def adapted(environment: Any) -> Any:
+def adapted(environment: Any, tools: Sequence[Any] = ()) -> Any:
     """The object of a user's class as an environment of this package, or itself where it is one.
 
-    Raises ConfigError for what has neither steps nor tools.
+    tools: functions that one of TRL has besides its own. Raises ConfigError for others with any, and for what has
+    neither steps nor tools.
     """
+    found = _adapted(environment, tools)
+    if tools and not isinstance(found, TRLEnvironment):
+        raise ConfigError(f"environment {type(environment).__name__} takes no tools: leave them out")
+    return found
+
+
+def _adapted(environment: Any, more: Sequence[Any]) -> Any:
     if isinstance(environment, Environment):
         return environment
     if inspect.isclass(getattr(environment, "agent_instance_cls", None)):  # an executor of OpenRLHF
@@ -59,7 +67,7 @@ def adapted(environment: Any) -> Any:
         return OpenEnvClient(environment)
     if callable(getattr(environment, "step", None)) and not _resets_by_columns(environment):
         return environment
-    tools = public_methods(environment)
+    tools = [*public_methods(environment), *more]
     return TRLEnvironment(environment, tools) if tools else environment
 
 

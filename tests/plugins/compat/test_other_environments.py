@@ -393,6 +393,26 @@ def test_trl_objects_from_python_begin_episode_after_episode_but_those_that_fail
     assert Drives.closed == 2
 
 
+def double(number: int) -> int:
+    """Double it.
+
+    Args:
+        number: Any
+    """
+    return 2 * number
+
+
+def test_functions_given_as_tools_stand_beside_those_of_a_trl_environment_and_others_take_none(folder):
+    tools = give("double", double)
+    environment = environment_factory(EpisodeConfig(environment=f"{folder}/of_trl.py:Guess", tools=tools))()
+    assert [schema["function"]["name"] for schema in environment.schemas()] == ["guess", "look", "double"]
+    environment.reset(ROW)
+    assert environment.step(called("double", number=4))[0][0]["content"] == "8"
+    for name in ("of_openrlhf.py:AgentInstance", "of_openenv.py:make_tools"):
+        with pytest.raises(ConfigError, match="takes no tools"):
+            environment_factory(EpisodeConfig(environment=f"{folder}/{name}", tools=tools))()
+
+
 def test_trl_reset_gets_the_columns_that_it_names(folder):
     environment = made(folder, "of_trl.py:FewColumns")
     assert environment.reset(ROW) is None and environment.environment.secret == 7
