@@ -139,7 +139,7 @@ class _Trainer:
         files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
         self.config = parse_run(
             self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
-            settings=own | plain_settings(settings), files=files,
+            settings=own | plain_settings(settings, self.root.schema), files=files,
         ).config  # fmt: skip
         if missing := files(self.config):
             raise together([ConfigError(line) for line in missing])

@@ -19,6 +19,7 @@ from typing import Any
 from .config import registry
 from .config.given_files import ROWS, located
 from .config.kinds import check_hooks
+from .config.leaves import names_of
 from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
 from .errors import ConfigError, DataError, did_you_mean
@@ -80,12 +81,14 @@ def episode_settings(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as YAML would hold them."""
-    for name, value in settings.items():
-        if callable(value) and not isinstance(value, os.PathLike):
-            raise ConfigError(f"{name} is {name_of(value)}, of the program: give text or a number")
-    return {name: _plain(value) for name, value in settings.items()}
+def plain_settings(settings: Mapping[str, Any], schema: type) -> dict[str, Any]:
+    """Settings of a configuration's class as YAML would hold them; a function under a name that is no setting's by its
+    own name, as the name is what is wrong."""
+    functions = {k: name_of(v) for k, v in settings.items() if callable(v) and not isinstance(v, os.PathLike)}
+    for name, own in functions.items():
+        if names_of(schema).find(name):
+            raise ConfigError(f"{name} is {own}, of the program: give text or a number")
+    return {name: _plain(value) for name, value in (settings | functions).items()}
 
 
 def _plain(value: Any) -> Any:

@@ -122,6 +122,7 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
         ({"callbacks": [type("Mine", (), {"on_rollout": print, "on_sync": print})()]}, "did you mean 'on_rollouts'"),
         ({"model": "embedded", "processing_class": object()}, "processing_class belongs to a loaded model"),
         ({"output_dir": score}, "output_dir is score, of the program"),
+        ({"reward_fun": score}, "unknown setting 'reward_fun' .*did you mean 'reward_fn'"),
         ({"model": 3}, "model is a int: give a hub name, a folder"),
         ({"model": "/nowhere/model"}, "--pretrain: /nowhere/model does not exist"),
         ({"model": "/nowhere/model", "top_p": 3}, "top_p is 3(.|\n)*--pretrain: /nowhere/model does not exist"),
@@ -134,6 +135,7 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
             pytest.param(*case, marks=pytest.mark.plugin("compat"))
             for case in (
                 ({"args": {"num_generations": 8}}, "unknown setting 'args' .*each setting is a keyword"),
+                ({"rollout_func": score}, "unknown setting 'rollout_func' .*--environment FILE.py:CLASS"),
                 ({"peft_config": {"r": 8}}, "unknown setting 'peft_config' .*--lora_rank R"),
             )
         ),

@@ -44,7 +44,7 @@ class ObservationRenderer:
 
     data: makes tokens and reads media. end_tokens: texts of the tokens that end an answer. most_tokens: of an
     observation's text; what is longer is cut in the middle. most_media: images and videos of an episode, by kind.
-    roles: that observations have, checked here; others are at their first message. tools: their schemas. Raises
+    roles: that observations begin with, checked here; others are at their first message. tools: their schemas. Raises
     ConfigError where the template leaves an observation out, or changes what stands before it, so that earlier turns
     would not be those that were sampled.
     """
@@ -72,8 +72,8 @@ class ObservationRenderer:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
         try:
-            for message in messages:
-                self._check_role(message["role"])
+            if messages:
+                self._check_role(messages[0]["role"])
             text = self._behind(self._shortened(messages))
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)

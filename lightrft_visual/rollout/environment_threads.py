@@ -27,7 +27,8 @@ LOOPS = 32  # of coroutines: one that blocks holds up every 32nd episode; each t
 
 class ThreadHost(EnvironmentHost):
     """An `EnvironmentHost` with a thread for each call. A call that overruns its time is left alone: a thread cannot be
-    ended, so its episode fails and the thread goes on until the environment returns.
+    ended, so its episode fails and the thread goes on until the environment returns. A reusable environment whose
+    episode ended well begins the next one.
 
     make: the environment of an episode. seconds: of one reset or step.
     """
@@ -36,6 +37,8 @@ class ThreadHost(EnvironmentHost):
         self.make, self.seconds = make, seconds
         self._open: set[int] = set()  # episodes that are not ended
         self._environments: dict[int, HeldEnvironment] = {}
+        self._asked: dict[int, Future] = {}  # the latest call of each episode
+        self._idle: list[HeldEnvironment] = []
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._loops = [Loop() for _ in range(LOOPS)]
         self._folder = os.getcwd()  # of the run, where it finds and leaves its files
@@ -44,29 +47,38 @@ class ThreadHost(EnvironmentHost):
 
     def reset(self, episode: int, row: dict[str, Any]) -> Future[Observation | None]:
         def begin() -> Observation | None:
-            self._environments[episode] = held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
+            try:
+                held = self._idle.pop()
+            except IndexError:
+                held = HeldEnvironment(self.make, self._loops[episode % LOOPS])
+            self._environments[episode] = held
             if episode not in self._open:  # given up while it was made
                 self._end(episode)
                 return None
             return held.reset(copy.deepcopy(row))  # whatever it does to the row's images and messages is its own
 
         self._open.add(episode)
-        return self._call("reset", begin)
+        return self._call_of(episode, "reset", begin)
 
     def step(self, episode: int, action: Action) -> Future[StepResult]:
         held = self._environments[episode]
-        return self._call("step", lambda: held.step(action))
+        return self._call_of(episode, "step", lambda: held.step(action))
 
     def end(self, episode: int) -> None:
         self._end(episode)
 
     def _end(self, episode: int) -> Future[None] | None:
         self._open.discard(episode)
-        held = self._environments.pop(episode, None)
+        held, asked = self._environments.pop(episode, None), self._asked.pop(episode, None)
+        if held is not None and held.reusable and asked is not None and asked.done() and asked.exception() is None:
+            self._idle.append(held)
+            return None
         return None if held is None else self._call("close", held.close)
 
     def close(self) -> None:
-        wait(filter(None, [self._end(episode) for episode in list(self._open)]), self.seconds)
+        ended = [self._end(episode) for episode in list(self._open)]
+        idle = [self._call("close", held.close) for held in self._idle]
+        wait([*filter(None, ended), *idle], self.seconds)
         for loop in self._loops:
             loop.close()
         if said := next(self._streams, None):
@@ -79,6 +91,10 @@ class ThreadHost(EnvironmentHost):
         finally:
             if enter_again(self._folder):
                 say_once("an environment changes the working directory")
+
+    def _call_of(self, episode: int, what: str, function: Callable[[], R]) -> Future[R]:
+        self._asked[episode] = future = self._call(what, function)
+        return future
 
     def _call(self, what: str, function: Callable[[], R]) -> Future[R]:
         """The function in a thread, with its time limit; the time begins when there is room for it."""

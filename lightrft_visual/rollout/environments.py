@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -34,6 +34,7 @@ from ..data.media import Video
 from ..data.rows import MEDIA
 from ..data.rows import ROLES as ROW_ROLES
 from ..errors import ConfigError, LightRFTVisualError
+from ..given import is_given
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
 from ..runtime.usercode.loading import callable_name, load_reward_fn
 
@@ -69,7 +70,10 @@ class Environment:
     """What an episode is held with; a subclass has a `step`, and often a `reset`. Either may be a coroutine.
 
     An observation is a text, an image, a list of content parts in OpenAI's form, or messages: see `Observation`.
+    reusable: in a thread, it begins another episode when one has ended well, and is closed with the run.
     """
+
+    reusable: ClassVar[bool] = False
 
     def reset(self, row: dict[str, Any]) -> Any:
         """Begin an episode.
@@ -280,6 +284,7 @@ class HeldEnvironment:
     def __init__(self, make: EnvironmentFactory, loop: Loop | None = None) -> None:
         self._loop = loop  # None: that of all coroutines of users
         self._environment: Any = self._result(make)  # a user's, of whichever class
+        self.reusable = is_reusable(self._environment)
 
     def reset(self, row: dict[str, Any]) -> Observation | None:
         """None where the episode begins with the row's own prompt."""
@@ -328,36 +333,61 @@ class EnvironmentHost(Protocol):
         """End all episodes."""
 
 
-def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
-    """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError."""
+_shown: dict[str, tuple[Any, Environment]] = {}  # the reusable one that was asked for its tools, and what made it
+
+
+def is_reusable(environment: Any) -> bool:
+    """Whether it may begin another episode."""
+    return isinstance(environment, Environment) and environment.reusable
+
+
+def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> EnvironmentFactory:
+    """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError.
+
+    for_episodes: a reusable one that was made before without this, for its tools, is the first.
+    """
     tools = [_loaded(spec, "tools") for spec in (config.tools or "").split(",") if spec.strip()]
     name = config.environment or "tools"
     made = registry.environments.load(name) if name in registry.environments else _loaded(name, "environment")
     made = made.function if isinstance(made, LoadedFunction) else made
-    arguments = {"tools": tools} if tools else {}
     if not callable(made):
         raise ConfigError(
             f"environment {name}: a {type(made).__name__} makes no environments; name a class or a function"
         )
-    try:
-        inspect.signature(made).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        told = f"environment {name} ({callable_name(made)}) cannot be made with {list(arguments)}: {error}"
-        raise ConfigError(told) from error
-
+    arguments = _arguments(name, made, tools)
+    besides = [] if arguments else tools
     others = registry.service("other_environments")
 
     def make() -> Environment:
+        maker, environment = _shown.pop(name, (None, None)) if for_episodes else (None, None)
+        if environment is not None and maker is made:
+            return environment
         try:
             environment = awaited_value(made(**arguments))
         except Exception as error:
             raise ConfigError(f"environment {name} cannot be made: it {describe_error(error)}") from error
-        environment = environment if others is None else others.adapted(environment)
+        if besides and (others is None or isinstance(environment, Environment)):
+            raise ConfigError(f"environment {name} takes no tools: leave them out, or make it with an argument `tools`")
+        environment = environment if others is None else others.adapted(environment, besides)
         if not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")
+        if is_given(name) and not for_episodes and is_reusable(environment):
+            _shown.clear()
+            _shown[name] = made, environment
         return environment
 
     return make
+
+
+def _arguments(name: str, made: Callable[..., Any], tools: list[Any]) -> dict[str, Any]:
+    """What environments are made with: the tools, where a parameter has this name. Raises ConfigError."""
+    try:
+        signature = inspect.signature(made)
+        arguments = {"tools": tools} if tools and "tools" in signature.parameters else {}
+        signature.bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment {name} ({callable_name(made)}) cannot be made: {error}") from error
+    return arguments
 
 
 def _loaded(spec: str, what: str) -> Any:

@@ -339,8 +339,9 @@ class ToolEnvironment(Environment):
         answers = [(call, *self.run(call)) for call in action.tool_calls]
         messages = [{"role": "tool", "name": call.name, "content": content} for call, content, _ in answers]
         called = Counter(call.name for call, _, _ in answers if call.name in self._tools)
-        failed = sum(bad for _, _, bad in answers)
-        return messages, None, False, {"tool_calls": dict(called), "tool_errors": failed}
+        errors = [str(content) for _, content, bad in answers if bad]
+        told = {"tool_error": errors[0].partition("\n")[0]} if errors else {}
+        return messages, None, False, {"tool_calls": dict(called), "tool_errors": len(errors), **told}
 
     def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
         """The content of the answer to one call, and whether it tells of an error."""

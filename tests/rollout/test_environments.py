@@ -111,8 +111,10 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
     assert make() is not make()
     with pytest.raises(ConfigError, match="has no function or class 'Other'"):
         environment_factory(EpisodeConfig(environment=f"{path}:Other"))
-    with pytest.raises(ConfigError, match=r"cannot be made with \['tools'\]"):
-        environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))
+    with pytest.raises(ConfigError, match="takes no tools: leave them out"):
+        environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))()
+    with pytest.raises(ConfigError, match="cannot be made: missing a required argument: 'tools'"):
+        environment_factory(EpisodeConfig(environment="tools"))
 
 
 class Unmade:

@@ -296,7 +296,11 @@ def test_calls_are_answered_in_their_order_and_counted_by_tool_and_a_response_wi
     messages, _, _, info = step_of(one, ToolCall("fails"), one)
     assert [message["name"] for message in messages] == ["later", "fails", "later"]
     assert messages[0]["content"] == "1"
-    assert info == {"tool_calls": {"later": 2, "fails": 1}, "tool_errors": 1}
+    assert info == {
+        "tool_calls": {"later": 2, "fails": 1},
+        "tool_errors": 1,
+        "tool_error": "error: fails raised KeyError: 'no such thing'",
+    }
     assert step_of(text="It is red.") == (None, None, True, {})
 
 

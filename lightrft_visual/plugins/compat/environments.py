@@ -40,11 +40,19 @@ SMALLEST = 16  # pixels of a side: what is smaller may be the board of a game
 ROW_OWN = ("prompt", "messages", "images", "videos", "group_seed")  # of a row: what is no column of the data
 
 
-def adapted(environment: Any) -> Any:
+def adapted(environment: Any, tools: Sequence[Any] = ()) -> Any:
     """The object of a user's class as an environment of this package, or itself where it is one.
 
-    Raises ConfigError for what has neither steps nor tools.
+    tools: functions that one of TRL has besides its own. Raises ConfigError for others with any, and for what has
+    neither steps nor tools.
     """
+    found = _adapted(environment, tools)
+    if tools and not isinstance(found, TRLEnvironment):
+        raise ConfigError(f"environment {type(environment).__name__} takes no tools: leave them out")
+    return found
+
+
+def _adapted(environment: Any, more: Sequence[Any]) -> Any:
     if isinstance(environment, Environment):
         return environment
     if inspect.isclass(getattr(environment, "agent_instance_cls", None)):  # an executor of OpenRLHF
@@ -59,7 +67,7 @@ def adapted(environment: Any) -> Any:
         return OpenEnvClient(environment)
     if callable(getattr(environment, "step", None)) and not _resets_by_columns(environment):
         return environment
-    tools = public_methods(environment)
+    tools = [*public_methods(environment), *more]
     return TRLEnvironment(environment, tools) if tools else environment
 
 
@@ -80,8 +88,11 @@ class TRLEnvironment(ToolEnvironment):
     each turn gets what it has changed.
 
     TRL asks once an episode is over, and hands the objects to the reward functions (`environments`). Here they are not
-    told that a limit ends an episode, so the reward is read after each turn.
+    told that a limit ends an episode, so the reward is read after each turn. As there, an object begins one episode
+    after the other.
     """
+
+    reusable = True
 
     def __init__(self, environment: Any, tools: list[Any]) -> None:
         super().__init__(tools)
@@ -107,6 +118,11 @@ class TRLEnvironment(ToolEnvironment):
         self._reward = float(found)
         return observation, self._reward - before, done, info
 
+    def close(self) -> None:
+        """Close the object, where it can be closed."""
+        if callable(close := getattr(self.environment, "close", None)):
+            awaited_value(close())
+
 
 def _resets_by_columns(environment: Any) -> bool:
     """Whether its `reset` is TRL's, which takes columns by name alone: what is called `step` is a tool then."""
@@ -127,7 +143,7 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message; its text, where its content is one text as a part."""
     content = message["content"]
-    text = len(content) == 1 and content[0]["type"] == "text"
+    text = isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text"
     return {**message, "content": content[0]["text"]} if text else message
 
 

@@ -287,7 +287,7 @@ def check_inputs(
 
 def _unknown_input(name: str, parameter: str, known: Iterable[str]) -> str:
     if parameter == "environments":  # as TRL gives them
-        told = "which have ended by now: leave the function out where it reads their reward, which is added by itself"
+        told = "which have ended by now: leave it out where it reads their `reward` or `get_reward`, which are added"
         return f"reward function {name} asks for environments, {told}; environment_rewards and turns say what they gave"
     return (
         f"reward function {name} asks for {parameter!r}, which is neither a reward input nor a data column"

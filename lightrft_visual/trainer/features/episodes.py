@@ -7,26 +7,34 @@ from typing import Any
 
 import torch
 
+from ...config.shared import REWARDS
 from ...errors import RolloutError
-from ...experience.rollouts import Episode, Rollouts, Turn
+from ...experience.rollouts import ENVIRONMENT, Episode, Rollouts, Turn
 from ...observe.metrics import MetricsAccumulator
 from ...rollout.environments import EnvironmentHost
 from ...runtime import collectives
+from ...runtime.usercode.calls import masked
 from ..hooks import StepData, StepHook
 
 log = logging.getLogger(__name__)
 SHOWN_FAILURES = 3
+NO_REWARD = (
+    "no episode of this step got a reward from its environment, and the run has no other: if it gives none, name one "
+    "by reward_fn or reward.components (a class of TRL has `get_reward` or `reward`)"
+)
 
 
 class EpisodesHook(StepHook):
     """Adds to each step's metrics what its episodes did, and ends a run most of whose episodes teach nothing.
 
     host: is closed with the run; None where workers have it. most_failures: share of a step's episodes, over all ranks,
-    that failures may mask; above it the run ends.
+    that failures may mask; above it the run ends. only_reward: the run has no other reward than the environment's; a
+    first step without any is told.
     """
 
-    def __init__(self, host: EnvironmentHost | None, most_failures: float) -> None:
-        self.host, self.most_failures = host, most_failures
+    def __init__(self, host: EnvironmentHost | None, most_failures: float, only_reward: bool = False) -> None:
+        self.host, self.most_failures, self._awaits_reward = host, most_failures, only_reward
+        self._tools_told = False
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Says what failed. A collective. Raises RolloutError, on all ranks alike."""
@@ -35,12 +43,30 @@ class EpisodesHook(StepHook):
         told = "; ".join(f"{text} ({count} of {len(rollouts)} episodes)" for text, count in counted)
         if told:
             log.warning("environments failed: %s", told)
-        masked = sum(r.episode is not None and r.episode.failed for r in rollouts)
-        failed, total = collectives.all_reduce_sum(torch.tensor([float(masked), float(len(rollouts))])).tolist()
+        self._say_tools([turn for r in rollouts if r.episode is not None for turn in r.episode.turns])
+        episodes = [(r.episode, r.truncated) for r in rollouts if r.episode is not None]
+        masked = sum(each.failed for each, _ in episodes)
+        ended = sum(not each.failed and not truncated for each, truncated in episodes)
+        counts = [masked, len(rollouts), ended, sum(each.rewarded for each, _ in episodes)]
+        failed, total, over, rewarded = collectives.all_reduce_sum(torch.tensor(counts, dtype=torch.float32)).tolist()
         if failed > self.most_failures * total:
             why = told or "see another rank"
             raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")
+        if self._awaits_reward and over and not rewarded:
+            log.warning(NO_REWARD)
+        self._awaits_reward = self._awaits_reward and not over
         return rollouts
+
+    def _say_tools(self, turns: Sequence[Turn]) -> None:
+        """Once a run, where most calls of a step fail: the most frequent reason."""
+        made, failed = sum(len(turn.calls) for turn in turns), sum(map(_tool_errors, turns))
+        if self._tools_told or 2 * failed <= made:
+            return
+        self._tools_told = True
+        own = [turn.info["tool_error"] for turn in turns if isinstance(turn.info.get("tool_error"), str)]
+        reasons = own or [error for turn in turns for _, error in turn.calls if error is not None]
+        told = "".join(f"; most often: {masked(text)}" for text, _ in Counter(reasons).most_common(1))
+        log.warning("%d of %d calls of tools failed in a step%s (said once)", failed, made, told)
 
     def on_experience(self, step: StepData) -> StepData:
         """Means over episodes, totals of calls and failures."""
@@ -76,7 +102,10 @@ def _tool_errors(turn: Turn) -> int:
 
 def build(parts: Any) -> EpisodesHook | None:
     """Where the run names an environment or tools."""
-    config = parts.config
+    config, reward = parts.config, parts.config.reward
     if not config.episodes.used:
         return None
-    return EpisodesHook(parts.maker.rollout_stage.host, config.reward.reward_max_invalid)
+    alone = [name for name in REWARDS if getattr(reward, name)] == ["components"] and [*reward.components] == [
+        ENVIRONMENT
+    ]
+    return EpisodesHook(parts.maker.rollout_stage.host, reward.reward_max_invalid, alone)

@@ -124,7 +124,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
     if runs_apart(episodes):
         host = ProcessHost(episodes)
     else:  # an object of this program, which another process cannot load
-        host = ThreadHost(environment_factory(episodes), episodes.env_timeout)
+        host = ThreadHost(environment_factory(episodes, for_episodes=True), episodes.env_timeout)
     limits = EpisodeLimits(
         episodes.max_turns,
         config.response_max_len,

@@ -7,11 +7,14 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from waiting import polls
 
 from lightrft_visual.config.environment import EpisodeConfig
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.given import give
 from lightrft_visual.plugins.compat.environments import content_of, messages_of
 from lightrft_visual.rollout.environment_pool import ProcessHost
+from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.rollout.environments import (
     Action,
     EnvironmentFailure,
@@ -350,6 +353,82 @@ def test_trl_reset_gets_the_image_as_reward_functions_do_and_texts_as_the_data_h
     assert [each["content"] for each in columns["prompt"]] == ["what is it?", shown]
     environment.reset({**ROW, "image": "a column", "messages": None})
     assert environment.environment.columns["image"] == "a column"
+
+
+class Drives:
+    """Of TRL, as its examples are: an object takes a server, and none is given back."""
+
+    servers, closed, fails = 2, 0, False
+
+    def __init__(self):
+        Drives.servers -= 1
+        assert Drives.servers >= 0, "no server left"
+
+    def reset(self, **columns):
+        self.reward = 0.0
+
+    def turn(self, left: bool) -> str:
+        """Turn.
+
+        Args:
+            left: or right
+        """
+        assert left, "a wall"
+        self.reward = 1.0
+        return "turned"
+
+    def get_reward(self):
+        if Drives.fails:
+            raise OSError("the server is gone")
+        return self.reward
+
+    def close(self):
+        Drives.closed += 1
+
+
+def test_trl_objects_from_python_begin_episode_after_episode_but_those_that_failed_and_are_closed_with_the_run():
+    config = EpisodeConfig(environment=give("drives", Drives))
+    assert [each["function"]["name"] for each in environment_factory(config)().schemas()] == ["turn"]
+    host = ThreadHost(environment_factory(config, for_episodes=True), 20.0)
+    for first in (0, 2, 4):
+        for episode in (first, first + 1):
+            assert host.reset(episode, ROW).result(20) is None
+        for episode in (first, first + 1):
+            assert host.step(episode, called("turn", left=True)).result(20).reward == 1.0
+            host.end(episode)
+    assert (Drives.servers, Drives.closed) == (0, 0)
+    Drives.fails = True
+    host.reset(6, ROW).result(20)
+    with pytest.raises(EnvironmentFailure, match="the server is gone"):
+        host.step(6, called("turn", left=True)).result(20)
+    host.end(6)
+    assert any(Drives.closed == 1 for _ in polls(20.0))
+    host.reset(7, ROW).result(20)
+    with pytest.raises(EnvironmentFailure, match="no server left"):
+        host.reset(8, ROW).result(20)
+    host.end(7)
+    host.close()
+    assert Drives.closed == 2
+
+
+def double(number: int) -> int:
+    """Double it.
+
+    Args:
+        number: Any
+    """
+    return 2 * number
+
+
+def test_functions_given_as_tools_stand_beside_those_of_a_trl_environment_and_others_take_none(folder):
+    tools = give("double", double)
+    environment = environment_factory(EpisodeConfig(environment=f"{folder}/of_trl.py:Guess", tools=tools))()
+    assert [schema["function"]["name"] for schema in environment.schemas()] == ["guess", "look", "double"]
+    environment.reset(ROW)
+    assert environment.step(called("double", number=4))[0][0]["content"] == "8"
+    for name in ("of_openrlhf.py:AgentInstance", "of_openenv.py:make_tools"):
+        with pytest.raises(ConfigError, match="takes no tools"):
+            environment_factory(EpisodeConfig(environment=f"{folder}/{name}", tools=tools))()
 
 
 def test_trl_reset_gets_the_columns_that_it_names(folder):

@@ -132,7 +132,10 @@ def test_the_form_can_be_chosen():
     ("parameters", "told"),
     [
         ("solution_str, ground_truth, dificulty", "asks for 'dificulty'.*did you mean 'difficulty'"),
-        ("environments, **kwargs", "asks for environments, which have ended by now: leave the function out"),
+        (
+            "environments, **kwargs",
+            "asks for environments, which have ended by now: leave it out where it reads their",
+        ),
     ],
 )
 def test_a_parameter_that_nothing_fills_is_found_before_the_run(tmp_path, parameters, told):

@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.rollouts import (
     Episode,
@@ -26,7 +29,7 @@ from lightrft_visual.observe.recorder import records_from_rollouts
 from lightrft_visual.observe.report.data import Thumbnails
 from lightrft_visual.observe.report.examples import card
 from lightrft_visual.rollout.parity import ParityGate, RolloutCheck
-from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics
+from lightrft_visual.trainer.features.episodes import EpisodesHook, add_episode_metrics, build
 from lightrft_visual.trainer.vl.updates import token_names
 
 
@@ -123,3 +126,54 @@ def test_a_step_whose_failures_end_episodes_with_their_reward_goes_on(caplog):
     ended = rollout(episode=Episode([Turn("a", 0.5)], [0], failure="step raised KeyError"))
     assert len(EpisodesHook(None, most_failures=0.5).on_rollouts(Rollouts([ended, ended]))) == 2
     assert "KeyError (2 of 2 episodes)" in caplog.text
+
+
+def test_a_first_step_whose_ended_episodes_have_no_reward_is_told_once_where_the_run_has_no_other(caplog):
+    unrewarded, rewarded = (
+        rollout(episode=Episode([Turn("a")], [0])),
+        rollout(episode=Episode([Turn("a", 1.0)], [0], rewarded=True)),
+    )
+    cut = replace(unrewarded, truncated=True)
+    EpisodesHook(None, 0.5).on_rollouts(Rollouts([unrewarded]))
+    EpisodesHook(None, 0.5, only_reward=True).on_rollouts(Rollouts([unrewarded, rewarded]))
+    hook = EpisodesHook(None, 0.5, only_reward=True)
+    hook.on_rollouts(Rollouts([cut, cut]))
+    assert not caplog.messages
+    for _ in range(2):
+        hook.on_rollouts(Rollouts([unrewarded, cut]))
+    (told,) = caplog.messages
+    assert told.startswith("no episode of this step got a reward") and "reward_fn or reward.components" in told
+
+
+@pytest.mark.parametrize(
+    ("named", "alone"),
+    [
+        ({"components": {"environment": 1.0}}, True),
+        ({"components": {"environment": 1.0, "exact": 1.0}}, False),
+        ({"components": {"environment": 1.0}, "reward_fn": "mine.py:f"}, False),
+    ],
+)
+def test_the_environment_is_the_only_reward_where_no_other_is_named(named, alone, caplog):
+    config = SimpleNamespace(episodes=SimpleNamespace(used=True), reward=RewardConfig(**named))
+    maker = SimpleNamespace(rollout_stage=SimpleNamespace(host=None))
+    hook, step = (
+        build(SimpleNamespace(config=config, maker=maker)),
+        Rollouts([rollout(episode=Episode([Turn("a")], [0]))]),
+    )
+    hook.on_rollouts(step)
+    assert bool(caplog.messages) == alone
+
+
+def test_a_run_says_once_why_most_calls_of_tools_fail_malformed_ones_included(caplog):
+    off_thread = "error: ask raised ValueError: signal only works in main thread"
+    failed = Turn("a", calls=[("ask", None)] * 2, info={"tool_errors": 2, "tool_error": off_thread})
+    worked, malformed = Turn("a", calls=[("ask", None)] * 2), Turn("a", calls=[("ask", "not valid JSON")])
+    hook = EpisodesHook(None, most_failures=0.5)
+    hook.on_rollouts(Rollouts([rollout(episode=Episode([failed, worked], [0]))]))
+    assert caplog.text == ""
+    for _ in range(2):
+        hook.on_rollouts(Rollouts([rollout(episode=Episode([failed, malformed, worked], [0]))]))
+    (told,) = caplog.messages
+    assert told.startswith(f"3 of 5 calls of tools failed in a step; most often: {off_thread}")
+    EpisodesHook(None, 0.5).on_rollouts(Rollouts([rollout(episode=Episode([malformed], [0]))]))
+    assert "most often: not valid JSON" in caplog.text
