@@ -155,6 +155,18 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
     other.close()
 
 
+def test_a_trainer_that_is_refused_lets_go_of_what_it_was_given_and_another_keeps_the_same():
+    held, model = dict(given._objects), SimpleNamespace(save_pretrained=pytest.fail)
+    with GRPOTrainer((model, "processor"), score, ROWS) as kept:
+        names = {*given._objects} - {*held}
+        for wrong in ({"learning_rat": 1.0}, {"eval_data": []}, {"config": "no_such_recipe"}):
+            with pytest.raises((ConfigError, DataError)):
+                GRPOTrainer((SimpleNamespace(save_pretrained=pytest.fail), "processor"), score, list(ROWS), **wrong)
+            assert {*given._objects} == {*held} | names
+        assert given.given(kept.config.model.pretrain) is model
+    assert given._objects == held
+
+
 @pytest.mark.plugin("embedded")
 def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_saved_its_own(monkeypatch, tmp_path):
     from lightrft_visual import launch
