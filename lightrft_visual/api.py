@@ -134,15 +134,15 @@ class _Trainer:
         with names_given() as self._given:
             own = self._settings_of(model, reward_funcs, train_dataset, eval_dataset, reward_weights, settings)
             settings |= episode_settings(settings) | data_settings(settings)
-        recipes = [config] if isinstance(config, str | os.PathLike) else config
-        argv = [word for recipe in recipes for word in ("--config", str(recipe))]
-        files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
-        self.config = parse_run(
-            self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
-            settings=own | plain_settings(settings, self.root.schema), files=files,
-        ).config  # fmt: skip
-        if missing := files(self.config):
-            raise together([ConfigError(line) for line in missing])
+            recipes = [config] if isinstance(config, str | os.PathLike) else config
+            argv = [word for recipe in recipes for word in ("--config", str(recipe))]
+            files = partial(missing_files, names=own | settings)  # what recipes name is looked for by a run
+            self.config = parse_run(
+                self.root.schema, argv, preset=self.root.preset, defaults=self.defaults,
+                settings=own | plain_settings(settings, self.root.schema), files=files,
+            ).config  # fmt: skip
+            if missing := files(self.config):
+                raise together([ConfigError(line) for line in missing])
 
     def _settings_of(
         self, model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, reward_weights: Any,

@@ -268,16 +268,17 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
 def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     """Inside, a loaded model or pipeline lies in a folder of the cache that its weights name; it is removed afterwards.
 
-    The first rank of a host writes it, the others wait. Raises ConfigError for adapters, and without a processor.
+    The first rank of a host writes it, the others wait. Raises ConfigError for layers of peft, and without a processor.
     """
+    import torch
+
     from .runtime.files import cache_root
 
-    if type(model).__name__.startswith("Peft"):
-        raise ConfigError("model has adapters: give get_base_model() of it, and lora_rank for new ones")
     for name, part in (getattr(model, "components", None) or {"model": model}).items():
-        if getattr(part, "_hf_peft_config_loaded", False):
-            how = "merge or remove them first (of a pipeline: fuse_lora(), unload_lora_weights())"
-            raise ConfigError(f"{name} has adapters: {how}, and give lora_rank for new ones")
+        layers = part.modules() if isinstance(part, torch.nn.Module) else ()
+        if any(type(each).__module__.startswith("peft.") for each in layers):  # deleted adapters leave some
+            how = "merge_and_unload() or unload() of a PeftModel; of a pipeline: fuse_lora(), unload_lora_weights()"
+            raise ConfigError(f"{name} has adapters: merge or remove them first ({how}); lora_rank gives new ones")
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
     run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")

@@ -21,11 +21,14 @@ _recorded: list[list[str]] = []  # of `names_given`
 
 @contextmanager
 def names_given() -> Iterator[list[str]]:
-    """Inside, the names of what is given are put into the list, for `forget`."""
+    """Inside, the names of what is given are put into the list, for `forget`; an error there lets go of them."""
     names: list[str] = []
     _recorded.append(names)
     try:
         yield names
+    except BaseException:
+        forget(names)
+        raise
     finally:
         _recorded.pop()
 

@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from numbers import Integral, Real
@@ -23,6 +23,7 @@ from .config.recipes import SUFFIXES, load_plugins
 from .config.shared import GuardConfig, RewardConfig
 from .config.vl import DataConfig
 from .errors import ConfigError, nearest, refused_as
+from .given import forget, names_given
 from .runtime.presence import ranks_started
 
 PIPELINE = "model_index.json"
@@ -182,7 +183,9 @@ def _configured(
     """How a checkpoint is evaluated; a suite has data and rewards of its own. called: name of the data in errors."""
     if "config" in settings:
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
-    with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as scratch, checkpoint.model(scratch) as model:
+    with ExitStack() as lent:
+        scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
+        model = lent.enter_context(checkpoint.model(scratch))
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")
@@ -215,9 +218,10 @@ def _configured(
             tree.pop("guard", None)
         if eval_dataset is not None:  # in the place of all that the run was trained on
             tree["data"] = {k: v for k, v in tree.get("data", {}).items() if k not in LEFT_OUT["data"]}
-            own |= dict.fromkeys(
-                ("prompt_data", "eval_data"), data_of(eval_dataset, called, split_of(settings, "eval_split"))
-            )
+            with names_given() as rows:
+                named_rows = data_of(eval_dataset, called, split_of(settings, "eval_split"))
+            lent.callback(forget, rows)
+            own |= dict.fromkeys(("prompt_data", "eval_data"), named_rows)
         recipe = os.path.join(scratch, "run.yaml")
         OmegaConf.save(OmegaConf.create({k: v for k, v in tree.items() if v}), recipe)
         suite = None if suite is None else os.fspath(suite)
@@ -225,13 +229,13 @@ def _configured(
         recipes = [recipe, *([] if suite is None else [suite if named else f"suite/{suite}"])]  # shipped, or a file
         kind = FlowGRPOTrainer if checkpoint.draws else GRPOTrainer
         base = checkpoint.base if checkpoint.resumable else None
-        trainer = kind(base, rewards, config=recipes, **own | settings)
+        trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
-        with trainer.model_on_disk():
-            yield trainer.config
+        lent.enter_context(trainer.model_on_disk())
+        yield trainer.config
 
 
 def _answering(run: Mapping[str, Any], prompts: Any) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from types import SimpleNamespace
 
 import datasets
 import numpy
+import peft
 import pytest
+import torch
+import transformers
 from waiting import finished
 
 import lightrft_visual
@@ -155,6 +158,18 @@ def test_closed_trainer_says_so_beside_another_of_the_same_function_and_train_is
         with pytest.raises(ConfigError, match="this trainer is closed"):
             work()
     other.close()
+
+
+def test_a_trainer_that_is_refused_lets_go_of_what_it_was_given_and_another_keeps_the_same():
+    held, model = dict(given._objects), SimpleNamespace(save_pretrained=pytest.fail)
+    with GRPOTrainer((model, "processor"), score, ROWS) as kept:
+        names = {*given._objects} - {*held}
+        for wrong in ({"learning_rat": 1.0}, {"eval_data": []}, {"config": "no_such_recipe"}):
+            with pytest.raises((ConfigError, DataError)):
+                GRPOTrainer((SimpleNamespace(save_pretrained=pytest.fail), "processor"), score, list(ROWS), **wrong)
+            assert {*given._objects} == {*held} | names
+        assert given.given(kept.config.model.pretrain) is model
+    assert given._objects == held
 
 
 @pytest.mark.plugin("embedded")
@@ -380,6 +395,48 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
 def test_loaded_model_without_its_processor_is_refused():
     with pytest.raises(ConfigError, match="comes with its processor"):
         GRPOTrainer(SimpleNamespace(save_pretrained=pytest.fail), score, ROWS).fit()
+
+
+def tiny_llama():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+
+
+def deleted(model, lora):
+    model.add_adapter(lora)
+    model.delete_adapter("default")
+    return model
+
+
+def pipeline_of(model, lora):
+    return SimpleNamespace(components={"transformer": peft.get_peft_model(model, lora)}, save_pretrained=pytest.fail)
+
+
+ADAPTED = {
+    "PeftModel": peft.get_peft_model,
+    "its base": lambda model, lora: peft.get_peft_model(model, lora).get_base_model(),
+    "the model that it was made of": lambda model, lora: (model, peft.get_peft_model(model, lora))[0],
+    "compiled": lambda model, lora: torch.compile(peft.get_peft_model(model, lora)),
+    "deleted adapter": deleted,
+    "part of a pipeline": pipeline_of,
+}
+
+
+@pytest.mark.parametrize("form", ADAPTED)
+def test_layers_of_peft_in_a_loaded_model_are_refused_with_what_removes_them(form):
+    found = ADAPTED[form](tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    told = r"^(model|transformer) has adapters: merge or .* .merge_and_unload\(\) or unload\(\) of a PeftModel"
+    with pytest.raises(ConfigError, match=told), saved(found, SimpleNamespace(save_pretrained=lambda folder: None)):
+        pass
+
+
+def test_a_loaded_model_whose_adapters_are_unloaded_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    model = tiny_llama()
+    found = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).unload()
+    with saved(found, SimpleNamespace(save_pretrained=lambda folder: None)) as folder:
+        again = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
 
 
 def of_another_run(monkeypatch):

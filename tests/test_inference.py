@@ -1,14 +1,14 @@
 """What `evaluate` and `sample` take of the run that left a checkpoint."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy
 import pytest
 from PIL import Image
 
-from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, inference
+from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, given, inference
 from lightrft_visual.config import recipes
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
@@ -194,18 +194,18 @@ class Seen(Exception):
 
 @pytest.fixture
 def data_of_sample(monkeypatch):
-    """The section `data` by which `sample` reads what it is given."""
-    seen = []
+    """The section `data` by which `sample` reads what it is given, or what `read` makes of it in time."""
 
-    @contextmanager
-    def started(config):
-        seen.append(config.data)
-        raise Seen
-        yield
+    def asked(*arguments, read=lambda data: data, **named):
+        seen = []
 
-    monkeypatch.setattr("lightrft_visual.launch.started", started)
+        @contextmanager
+        def started(config):
+            seen.append(read(config.data))
+            raise Seen
+            yield
 
-    def asked(*arguments, **named):
+        monkeypatch.setattr("lightrft_visual.launch.started", started)
         with pytest.raises(Seen):
             inference.sample(*arguments, **named)
         return seen[-1]
@@ -226,7 +226,7 @@ def test_texts_to_sample_and_their_images_are_read_whatever_columns_the_run_name
 ):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
     images = None if isinstance(prompts[0], dict) and "images" in prompts[0] else [RED]
-    (row,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, prompts, images))
+    (row,) = data_of_sample(checkpoint.path, prompts, images, read=PromptDataset.for_evaluation)
     assert "what?" in str(row.prompt) and row.images == [RED]
 
 
@@ -235,7 +235,7 @@ def test_rows_of_a_run_to_sample_are_read_by_its_columns_and_images_beside_them_
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, **own))
     blue, row = Image.new("RGB", (28, 28), "blue"), {"question": "what?", "shot": [RED]}
     for images, wanted in ((None, RED), ([blue], blue)):
-        (found,) = PromptDataset.for_evaluation(data_of_sample(checkpoint.path, [row], images))
+        (found,) = data_of_sample(checkpoint.path, [row], images, read=PromptDataset.for_evaluation)
         assert "what?" in str(found.prompt) and found.images == [wanted]
 
 
@@ -254,11 +254,25 @@ def test_sample_of_a_numbered_checkpoint_of_a_diffusion_run_asks_for_no_data_of_
     gone = "python:train_dataset of another program"
     data = {"pair_data": gone} if pairs else {"prompt_data": gone, "eval_data": gone}
     kind, own = DiffusionDPOTrainer if pairs else FlowGRPOTrainer, data | own | {"output_dir": tmp_path}
-    found = data_of_sample(left_by(kind("org/model", SCORER[True], **own), numbered=True).path, ["a circle"])
-    assert found.pair_data is None and found.prompt_data == found.eval_data
-    for most_images in (0, 1):
-        rows = DrawPrompts(found.prompt_data, found.prompt_split, found.max_samples, found, most_images)
-        assert len(rows) and len(rows[0].images) == most_images
+
+    def read(found):
+        assert found.pair_data is None and found.prompt_data == found.eval_data
+        for most_images in (0, 1):
+            rows = DrawPrompts(found.prompt_data, found.prompt_split, found.max_samples, found, most_images)
+            assert len(rows) and len(rows[0].images) == most_images
+
+    data_of_sample(left_by(kind("org/model", SCORER[True], **own), numbered=True).path, ["a circle"], read=read)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperatur": 1.0}])
+def test_rows_images_and_functions_given_to_an_evaluation_are_let_go_of_as_it_ends_or_is_refused(tmp_path, settings):
+    held, judge = dict(given._objects), lambda completions: [0.0] * len(completions)
+    checkpoint, rows = left_by(GRPOTrainer(output_dir=tmp_path / "run")), [{"prompt": "what?", "images": [RED]}]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="temperatur") if settings else nullcontext():
+            with inference._configured(checkpoint, rows, judge, dict(settings)) as config:
+                assert given.given(config.data.eval_data) is rows and given.given(config.reward.reward_fn)
+        assert given._objects == held
 
 
 def test_errors_of_sample_call_what_it_was_given_prompts(tmp_path, data_of_sample):

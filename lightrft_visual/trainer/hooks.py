@@ -255,7 +255,11 @@ class Hooks:
     def report(self, metrics: MetricsAccumulator) -> None:
         """Add the numbers of all hooks to a step's. Raises ConfigError for what is no number, and for taken names."""
         for call in self.calls("metrics"):
-            for name, value in (call() or {}).items():
+            try:
+                told = call() or {}
+            except StopRun as stop:
+                told, self.stopping = {}, self.stopping or stop
+            for name, value in told.items():
                 metrics.add_own(call.__qualname__, name, value)
 
     def weights_for(self, purpose: str) -> AbstractContextManager[Any] | None:

@@ -153,6 +153,13 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed(of_a_step):
     assert hooks[0].closed and hooks[2].closed
 
 
+def test_a_stop_while_numbers_are_asked_waits_and_the_other_hooks_numbers_are_reported(of_a_step):
+    ends = SimpleNamespace(metrics=Ends()._ends)
+    hooks = Hooks([Reports(a=1.0), ends, Reports(b=2.0)])
+    hooks.report(of_a_step)
+    assert hooks.stopping.reason == "enough" and of_a_step.reduce().items() >= {"a": 1.0, "b": 2.0}.items()
+
+
 @pytest.mark.parametrize(
     "numbers, told",
     [({name: 3.0}, f" gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step", "twice")]

@@ -298,6 +298,7 @@ def test_stop_run_before_training_gives_the_step_up_and_saves_where_it_began(wal
     ("hook", "output", "written"),
     [
         pytest.param(("on_update", 1), {"eval_steps": 2}, [2], id="on_update, before the step counts as finished"),
+        pytest.param(("metrics", 1), {"eval_steps": 2}, [2], id="metrics, before the step counts as finished"),
         pytest.param(("on_metrics", 2), {"eval_steps": 2}, [2], id="on_metrics"),
         pytest.param(("on_evaluation", 2), {"eval_steps": 1, "save_steps": 1}, [1, 2], id="no checkpoint twice"),
         pytest.param(("on_evaluation", 2, True), {"eval_steps": 1}, [2, "final"], id="export"),
