@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2395, "experience": 3172, "config": 4939, "runtime": 5794, "data": 3368,
+    "": 2395, "experience": 3172, "config": 4939, "runtime": 5798, "data": 3368,
     "models": 5929, "rollout": 5097, "rewards": 4401, "algorithms": 1823, "trainer": 7470, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
