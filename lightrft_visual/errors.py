@@ -25,6 +25,10 @@ class FolderInUse(ConfigError):
     """Another run that is still going writes to the output folder; nothing of this run may be written there."""
 
 
+class OutputClosed(LightRFTVisualError):
+    """What a run prints cannot be written: whoever read it is gone, or the disk is full."""
+
+
 class DataError(LightRFTVisualError, ValueError):
     """A data set, row, image or video that cannot be used. cause: a short name that bad rows are counted by."""
 

@@ -23,7 +23,7 @@ from .config.load import check_ranks
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
-from .errors import ConfigError, FolderInUse, LightRFTVisualError, StoppedBySignal
+from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed, StoppedBySignal
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
 from .runtime.packages import wrong_torchvision
@@ -217,9 +217,9 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     text = _in_words(error)
     where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
-    in_use = isinstance(error, FolderInUse)  # its crash.log is the other run's
-    log = None if in_use else write_crash_log(config.output.output_dir, error, ending)
-    if log is None and not in_use and disk_problem(error) is None and not isinstance(error, ConfigError):
+    plain = isinstance(error, FolderInUse | OutputClosed)  # crash.log is the other run's, or has nothing to tell
+    log = None if plain else write_crash_log(config.output.output_dir, error, ending)
+    if log is None and not plain and disk_problem(error) is None and not isinstance(error, ConfigError):
         traceback.print_exception(error)
     first, *rest = text.split("\n")
     rest += [f"the full traceback, versions and configuration: {log}"] if log is not None else []

@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2402, "experience": 3172, "config": 4939, "runtime": 5780, "data": 3369,
-    "models": 5925, "rollout": 5179, "rewards": 4388, "algorithms": 1824, "trainer": 7537, "observe": 3524,
+    "": 2406, "experience": 3172, "config": 4939, "runtime": 5798, "data": 3368,
+    "models": 5929, "rollout": 5179, "rewards": 4401, "algorithms": 1824, "trainer": 7537, "observe": 3525,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -185,8 +185,8 @@ def check_reference(reference: Any) -> None:
         value = pending.pop()
         if isinstance(value, float) and not math.isfinite(value):
             raise DataError(f"the reference holds {value}, which no answer equals", "reference not finite")
-        if isinstance(value, (list, tuple)):
-            pending += value
+        if isinstance(value, (Mapping, list, tuple)):
+            pending += value.values() if isinstance(value, Mapping) else value
 
 
 def _check_text(text: str, column: Any) -> None:

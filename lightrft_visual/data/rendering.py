@@ -6,12 +6,11 @@ from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, ClassVar
 
-from jinja2.exceptions import TemplateError
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, reason_of
 from .media import Video
 from .rows import PromptRow
 
@@ -195,8 +194,8 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
         messages = [_flat(message, row.source) for message in messages]
     try:
         return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
-    except (TemplateError, ValueError, TypeError) as error:
-        text = f"{row.source}: the chat template refuses the prompt: {error}"
+    except Exception as error:  # a template is a program: `{{ 1 / 0 }}`
+        text = f"{row.source}: the chat template refuses the prompt: {reason_of(error)}"
         raise DataError(text, "chat template") from error
 
 

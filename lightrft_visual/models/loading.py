@@ -26,7 +26,7 @@ from transformers import (
 
 from ..config import registry
 from ..config.vl import DataConfig, ModelConfig
-from ..errors import ConfigError, refused_as
+from ..errors import ConfigError, reason_of, refused_as
 from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
 from .checkpointed import checkpoint_blocks
@@ -67,7 +67,11 @@ class Checkpoint:
 
         try:
             stops = GenerationConfig.from_pretrained(self.path).eos_token_id
-        except OSError:
+        except Exception as error:  # also for a file that is no JSON it is an OSError, as for a missing one
+            if (file := Path(self.path, "generation_config.json")).exists():
+                raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from error
+            if not isinstance(error, OSError):
+                raise
             stops = self.config.get_text_config().eos_token_id
         stops = stops if isinstance(stops, list) else [stops]
         known = range(self.config.get_text_config().vocab_size)

@@ -16,6 +16,7 @@ from ..errors import writable
 from ..runtime.collectives import rank
 from ..runtime.files import Escaped
 from ..runtime.start_up import screen
+from .metrics import column_name
 from .recorder import Record, best_and_worst
 
 SHOWN = (
@@ -174,7 +175,7 @@ class RunConsole:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line with every evaluation metric."""
-        listed = "  ".join(f"{name} {short(float(value))}" for name, value in metrics.items() if name != "step")
+        listed = "  ".join(f"{column_name(n)} {short(float(value))}" for n, value in metrics.items() if n != "step")
         self.message(f"evaluation at step {step}: {listed}")
 
     def samples(self, step: int, records: Sequence[Record]) -> None:

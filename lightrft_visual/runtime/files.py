@@ -21,14 +21,15 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from ..errors import CheckpointError, ConfigError, FolderInUse, writable
+from ..errors import CheckpointError, ConfigError, FolderInUse, OutputClosed, writable
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
 class Escaped:
-    """A stream for text; characters that its encoding lacks are escaped, and no error."""
+    """The output, a stream for text; characters that its encoding lacks are escaped, and no error. Raises OutputClosed
+    where it cannot be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -36,7 +37,18 @@ class Escaped:
     def write(self, text: str) -> int:
         """As the stream does."""
         encoding = self.stream.encoding or "utf-8"
-        return self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return self._asked(self.stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def flush(self) -> None:
+        """As the stream does."""
+        self._asked(self.stream.flush)
+
+    def _asked(self, method: Callable[..., R], *arguments: Any) -> R:
+        try:
+            return method(*arguments)
+        except OSError as error:
+            told = f"the output of this program (stdout) cannot be written: {error.strerror}"
+            raise OutputClosed(told) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -19,6 +19,9 @@ SECRET_VALUES = (
     USERINFO,
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
+SECRET_HEADER = re.compile(
+    r"(?i)(\bauthorization: *(?:basic|token) +|\b(?:api-key|x-(?:[\w\-]*-)?(?:key|token|secret)): *)[^\s,;\"'()]+"
+)
 # `hf_token: value` and `export API_KEY=value` in YAML, JSON or shell text; an empty or null value is no secret.
 NAMED_SECRET = re.compile(
     rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
@@ -102,6 +105,7 @@ def mask_text(text: str) -> str:
         text = text.replace(value, MASK)
     for pattern in SECRET_VALUES:
         text = pattern.sub(MASK, text)
+    text = SECRET_HEADER.sub(rf"\g<1>{MASK}", text)
     text = INLINE_SECRET.sub(lambda found: f"{found[1] or found[2] or found[3]}{MASK}", mask_urls(text))
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 

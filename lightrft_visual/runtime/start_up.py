@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
+from .files import Escaped
 from .presence import handled
 
 _BEGAN = time.perf_counter()
@@ -119,13 +120,14 @@ def start_is_over() -> None:
 
 def screen() -> TextIO:
     """Where people look: the standard output, and while foreign lines are put aside what it was before."""
-    return _foreign.screen if _foreign is not None else sys.stdout
+    return cast(TextIO, Escaped(_foreign.screen if _foreign is not None else sys.stdout))
 
 
 def say_last(text: str) -> None:
     """On the error output, as the last thing that this process says."""
     start_is_over()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # what this error may be about
+        sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
 
 

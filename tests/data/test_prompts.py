@@ -173,6 +173,14 @@ def test_rendering_follows_the_chat_template(jsonl, processor, tokenizer):
     bare.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         render_prompt(third, bare, config)
+    for template in (
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ):
+        bare.chat_template = template
+        with pytest.raises(DataError, match="rows.jsonl:5: the chat template refuses the prompt: .+"):
+            render_prompt(third, bare, config)
     raw = DataConfig(apply_chat_template=False)
     assert render_prompt(PromptRow("as it stands <image>"), bare, raw) == "as it stands <image>"
     brief = DataConfig(system_prompt="Be brief.")

@@ -64,6 +64,7 @@ def bad_rows(folder: Path) -> list[tuple[str, Any]]:
         ("media missing", {"prompt": "q", "images": [None]}),
         ("video options", {"prompt": "q", "videos": [[]]}),
         ("reference not finite", {"prompt": "q", "reference": float("nan")}),
+        ("reference not finite", {"prompt": "q", "reference": {"boxes": [{"x": float("inf")}]}}),
         ("label form", {"prompt": "q", "label": {"kind": 1}}),
         ("prompt form", {"prompt": 5}),
         ("row form", "null"),

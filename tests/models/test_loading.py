@@ -74,6 +74,14 @@ def test_end_tokens_come_from_every_place(copy):
     assert checkpoint.eos_ids == [own]
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": [5', "", "[5]", "{5: 6}"])
+def test_generation_settings_that_cannot_be_read_are_refused_and_not_taken_for_missing_ones(copy, text):
+    checkpoint = opened(copy)
+    (copy / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{copy}/generation_config.json cannot be read"):
+        _ = checkpoint.eos_ids
+
+
 def test_a_checkpoint_without_end_token_is_refused_and_one_without_padding_pads_with_it(copy):
     generation = copy / "generation_config.json"
     changed(copy, "tokenizer_config", eos_token=None, pad_token=None)

@@ -82,6 +82,12 @@ def test_table_shows_a_good_and_a_bad_sample():
     assert "\x1b[31mred" not in text and "\x07" not in text
 
 
+def test_an_evaluation_is_one_line_whatever_control_characters_its_labels_hold():
+    run, file = lines()
+    run.evaluation(0, {"eval_reward/a\x1b[31mRED\x07\rX\nnext": 1.0})
+    assert file.getvalue() == "evaluation at step 0: eval_reward/a\\x1b[31mRED\\x07\\rX\\nnext 1\n"
+
+
 def test_silent_on_other_ranks():
     stream = io.StringIO()
     console = RunConsole(10, stream=stream, active=False)

@@ -42,6 +42,8 @@ def test_ordinary_flags_and_text_stay_readable():
     assert mask_text(text) == text
     text = "{token: 5, 'secret': None, my_token: null} {max_tokens: many, token_env: RM, x: token}"
     assert mask_text(text) == text
+    text = "no authorization: it is refused; x-request-id: 5, max-key: 3, api-keys: two, a Basic course"
+    assert mask_text(text) == text
 
 
 def test_the_value_of_a_secret_variable_is_masked_anywhere(monkeypatch):
@@ -83,6 +85,11 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"http://h/score?model=a&%61pi%5Fkey={SECRET}#x",
         f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{SECRET}",
         "ASIAABCDEFGHIJKLMNOP",
+        f"401 for Authorization: Basic {SECRET}",
+        f"ValueError: proxy-authorization: basic {SECRET}, x-request: 5",
+        f"ValueError: (x-api-key: {SECRET})",
+        f"sent X-Auth-Token:{SECRET}",
+        f"wrong api-key: {SECRET}",
     ],
 )
 def test_secrets_inside_lines_and_urls_are_masked(text):

@@ -122,7 +122,7 @@ if sys.argv[2] == "fails":
     os._exit(1)
 start_up.start_is_over()
 start_up.start_is_over()
-assert start_up.screen() is sys.stdout
+assert start_up.screen().stream is sys.stdout
 print("a user's own line", file=start_up.screen())
 print("another")
 logging.info("and another")
@@ -185,6 +185,40 @@ def test_with_closed_streams_a_program_ends_as_with_open_ones(tmp_path, closed, 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert ("2>&-" in closed and not done.stderr) or told in done.stderr
+
+
+UNWRITABLE = """
+import os, sys
+from lightrft_visual import launch
+from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.observe.console import RunConsole
+
+def breaks():
+    reader, number = os.pipe()
+    os.close(reader)
+    os.dup2(os.open("/dev/full", os.O_WRONLY) if sys.argv[2] == "full" else number, 1)
+
+def build():
+    launch.start_is_over()
+    breaks()
+    RunConsole(10, active=True).message("step 1")
+
+config = RunConfig()
+config.output.output_dir = sys.argv[1]
+if sys.argv[3] == "start":
+    breaks()
+launch._run(config, build)
+"""
+
+
+@pytest.mark.parametrize(("kind", "told"), [("full", "No space left on device"), ("pipe", "Broken pipe")])
+@pytest.mark.parametrize("part", ["start", "steps"])
+def test_an_output_that_takes_nothing_ends_the_run_with_a_line_and_no_log(tmp_path, kind, told, part):
+    command = [sys.executable, "-c", UNWRITABLE, str(tmp_path / "run"), kind, part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == f"error: OutputClosed: the output of this program (stdout) cannot be written: {told}\n"
+    assert not (tmp_path / "run" / "crash.log").exists()
 
 
 def test_a_log_has_no_control_characters():

@@ -31,6 +31,7 @@ with needed("fastapi"):
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
+    from starlette.requests import ClientDisconnect
 
 log = logging.getLogger(__name__)
 NOT_SENT = ("completion_ids", "turns", "environment_rewards")  # inputs of functions that the wire does not carry
@@ -203,6 +204,8 @@ def create_app(
             scores = await batchers[0].score(batch)
         except _Refused as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
+        except ClientDisconnect:
+            return JSONResponse({"error": "the client went away"}, 499)
         except Exception as error:
             told = str(error) if isinstance(error, RewardError) else f"it {masked(describe_error(error))}"
             log.error("scorer %s failed: %s", source.name, told)

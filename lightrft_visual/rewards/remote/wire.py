@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...data.bad_rows import MAX_DEPTH
 from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
 from ..batch import MAX_SCORE, Failed, RewardBatch, Scores, metric_name
@@ -188,7 +189,10 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
     columns = body.get("columns") or []
     if not _is_strings(columns):
         raise DataError('"columns" must be a list of strings')
-    labels = column("labels")
+    labels, inner = column("labels"), [value for sample in metadata for value in sample.values()]
+    for name, values in (("metadata", inner), ("labels", labels), ("references", column("references"))):
+        if any(map(_is_deep, values)):
+            raise DataError(f'"{name}" is nested deeper than {MAX_DEPTH} levels')
     sources = column("source_images") if "source_images" in body else []
     return RewardBatch(
         prompts=prompts,
@@ -209,6 +213,12 @@ def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int
 
 def _is_strings(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Whether more lists and mappings lie inside each other than rows may have."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(_is_deep(each, levels - 1) for each in inner))
 
 
 def encode_reply(scores: Scores) -> dict[str, Any]:

@@ -131,6 +131,10 @@ def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, mon
     assert serve_reward.parse_settings(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
 
 
+def nested(levels):
+    return json.loads("[" * levels + "]" * levels)
+
+
 PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
 
 
@@ -146,6 +150,9 @@ PICTURE = encode_image(Image.new("RGB", (20, 20), "red"))
         ({"queries": ["a"], "images": [[PICTURE]]}, 422, "20 x 20 pixels; the limit is 399"),
         ({"queries": ["a"], "images": [[None] * 3]}, 422, "at most 2"),
         ({"queries": ["a" * 5000]}, 413, "larger than 4000 bytes"),
+        ({"queries": ["a"], "metadata": [{"SECRET": nested(900)}]}, 422, '"metadata" is nested deeper than 32 levels'),
+        ({"queries": ["a"], "references": [nested(33)]}, 422, '"references" is nested deeper than 32 levels'),
+        ({"queries": ["a"], "metadata": [{"a": nested(32)}], "references": [nested(32)]}, 200, ""),
     ],
 )
 def test_refusals_name_the_field_and_never_its_content(body, status, words):
@@ -154,7 +161,7 @@ def test_refusals_name_the_field_and_never_its_content(body, status, words):
         settings = ServerSettings()
     headers = {"content-type": "application/json"} if isinstance(body, bytes) else {}
     reply = post(create_app(lengths, settings), body, headers=headers)
-    assert reply.status_code == status and words in reply.json()["error"] and "SECRET" not in reply.text
+    assert reply.status_code == status and words in reply.json().get("error", "") and "SECRET" not in reply.text
 
 
 JSON, TOKEN = {"content-type": "application/json"}, "s3cret"
@@ -238,6 +245,25 @@ def test_one_bad_request_does_not_fail_those_it_was_merged_with():
         bodies = [{"queries": [word]} for word in ("a", "bad", "c")]
         replies = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60).status_code, bodies))
     assert replies == [200, 500, 200]
+
+
+def test_a_client_that_goes_away_while_it_sends_is_no_failure_of_the_scorer(caplog):
+    app, sent = create_app(lengths), []
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    scope = {"type": "http", "method": "POST", "path": "/reward", "query_string": b""}
+
+    async def receive():
+        return next(parts)
+
+    async def send(message):
+        sent.append(message)
+
+    async def go():
+        async with app.router.lifespan_context(app):
+            await app(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
+
+    asyncio.run(go())
+    assert sent[0]["status"] == 499 and not caplog.records
 
 
 def test_only_loopback_without_a_token():
