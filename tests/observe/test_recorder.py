@@ -84,7 +84,10 @@ def test_cut_back_removes_everything_after_the_step(tmp_path):
     assert names == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
     assert sorted(path.name for path in tmp_path.glob("eval_epoch_*")) == ["eval_epoch_000001", "eval_epoch_000002"]
     assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 5
+    (tmp_path / "eval_epoch_000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "eval_epoch_000002").symlink_to(tmp_path / "elsewhere")
     run.cut_back(-1)  # a fresh start in an old folder
+    assert not list(tmp_path.glob("eval_epoch_*")) and list((tmp_path / "elsewhere").iterdir())
     assert (tmp_path / "eval_metrics.csv").read_text() == "step,eval_reward,eval_reward_greedy\n"
     assert not list((tmp_path / "rollouts" / "images").iterdir())
 
