@@ -39,6 +39,7 @@ from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
 TEXT = "tag:yaml.org,2002:str"
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
@@ -424,9 +425,9 @@ def _written(value: Any, name: str = "") -> Any:
         return {key: _written(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_written(item, name) for item in value]
+    if names_secret(name, value):
+        return MASK
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
-        if names_secret(name, value):
-            return MASK
         return mask_urls(_without_secrets(value) if name in RECIPES else value).replace("${", "\\${")
     return value
 
@@ -444,13 +445,15 @@ def _without_secrets(recipe: str) -> str:
 
 
 def _secrets(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
-    """The texts of which the names say that they are secret."""
+    """The texts and numbers of which the names say that they are secret."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _secrets(item)
     for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(item, yaml.ScalarNode) and item.tag == TEXT and names_secret(str(key.value), item.value):
-            yield item
+        for each in item.value if isinstance(item, yaml.SequenceNode) else [item]:
+            value = 0 if each.tag in NUMBERS else each.value
+            if each.tag in (TEXT, *NUMBERS) and names_secret(str(key.value), value):
+                yield each
         yield from _secrets(item)
 
 

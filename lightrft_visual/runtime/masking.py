@@ -9,7 +9,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 MASK = "***"
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
-WORDS = "api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?"
+# A number is a secret too, but for tokens: `eos_token: 151645`.
+NUMBERS = "(?:api|access|private|secret)[_-]?key|secret|password|passwd|credentials?"
+WORDS = f"{NUMBERS}|token"
 SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|authorization)$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
 SECRET_VALUES = (
@@ -24,14 +26,21 @@ NAMED_SECRET = re.compile(
     rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
     r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
 )
-# The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; a number
-# or a constant is no secret.
-_NAME = rf"(?:[\w.\-]*[_\-.])?(?:{WORDS}|authorization)"
-_KEY = rf"(?:[\"']{_NAME}[\"']|(?<=[{{,])\s*{_NAME})\s*:\s*"
+# The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; no
+# constant is a secret.
+
+
+def _key(words: str) -> str:
+    name = rf"(?:[\w.\-]*[_\-.])?(?:{words})"
+    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*"
+
+
+_ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
-    rf"(?i)({_KEY}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_KEY})(?!(?:null|none|true|false|~|[\d.]+)\s*(?:[,}}\]\n]|$))[^\s\"'{{\[,}}\]][^,}}\]\n]*"
-    rf"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
+    rf"(?i)({_key(f'{WORDS}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|({_key('token')}(?!\[?[\d., ]+\]?{_ENDS})|{_key(f'{NUMBERS}|authorization')})"
+    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
+    r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
@@ -106,10 +115,14 @@ def mask_text(text: str) -> str:
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 
-def names_secret(name: str, value: str) -> bool:
-    """Whether a setting's name says that its text is a secret; tokens of a model, `Yes` or `</s>`, are none."""
-    ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
-    return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
+def names_secret(name: str, value: Any) -> bool:
+    """Whether a setting's name says that its text or number is a secret; tokens of a model, as `Yes`, `</s>` or 5, are
+    none."""
+    if isinstance(value, str):
+        ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
+        return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not name.lower().endswith("token") and bool(SECRET_NAME.search(name))
 
 
 def masked_names(value: Any, name: str = "") -> Iterator[str]:
@@ -149,4 +162,4 @@ def mask_config(value: Any, name: str = "") -> Any:
         return [mask_config(item, name) for item in value]
     if isinstance(value, str):
         return MASK if value and SECRET_NAME.search(name) else mask_text(value)
-    return value
+    return MASK if names_secret(name, value) else value
