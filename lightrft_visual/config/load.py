@@ -38,6 +38,7 @@ from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, 
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
+OF_ENVIRONMENT = re.compile(r"\$\{(?:\s|\\t)*oc\.env")  # OmegaConf's; a tab in a mapping's text is an escape
 TEXT = "tag:yaml.org,2002:str"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -314,7 +315,7 @@ def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) ->
             "end up in files: put the token in an environment variable and name that variable (reward_token_env for "
             "remote rewards)"
         )
-    if "${oc.env" in str(value):
+    if OF_ENVIRONMENT.search(str(value)):
         raise ConfigError(f"{path} ({origin}) reads the environment, whose values do not belong in files; write it out")
     try:
         OmegaConf.update(tree, path, value, merge=False)

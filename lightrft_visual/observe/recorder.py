@@ -88,7 +88,8 @@ class RunRecorder:
         content["restarts"] = []
         if path.exists():
             earlier = read_object(path)
-            content["restarts"] = [*earlier.get("restarts", []), now]
+            restarts = earlier.get("restarts")
+            content["restarts"] = [*(restarts if isinstance(restarts, list) else []), now]
             content["started"] = earlier.get("started", now)
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -218,7 +219,8 @@ def remove_unused_images(folder: Path) -> None:
     used = set()
     for path in folder.glob("*.jsonl"):
         for record in read_jsonl(path):
-            used.update(Path(name).name for key in ("images", "videos") for name in record.get(key) or [])
+            named = [record.get(key) for key in ("images", "videos")]
+            used |= {Path(each).name for names in named if isinstance(names, list) for each in map(str, names)}
     for path in (folder / "images").glob("*"):
         if path.name not in used:
             path.unlink()

@@ -320,7 +320,10 @@ def test_every_setting_that_names_a_path_is_known_as_one(root: Any) -> None:
 def test_a_mistake_repeats_no_secret_of_a_stray_word_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret1" not in refused("--remote_rm_url", "http://a", "http://user:secret1@host")
     monkeypatch.setenv("TOKEN", "secret1")
-    assert "secret1" not in refused("--run_name", "${oc.env:TOKEN}")
+    for text in ("${oc.env:TOKEN}", "${ oc.env:TOKEN}", "${\toc.env:TOKEN}", "${oc.decode:${ oc.env:TOKEN}}"):
+        assert "reads the environment" in refused("--run_name", text) and "secret1" not in refused("--run_name", text)
+        inside = refused("--reward.kwargs.mine", json.dumps({"key": text}))
+        assert "reads the environment" in inside
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,23 @@ def test_env_keeps_the_first_start(tmp_path, monkeypatch):
     assert second["started"] == first["started"] and len(second["restarts"]) == 1 and first["restarts"] == []
 
 
+@pytest.mark.parametrize("restarts", [5, None, "2025", {"a": 1}])
+def test_an_env_whose_restarts_are_no_list_begins_them_anew(tmp_path, restarts):
+    (tmp_path / "env.json").write_text(json.dumps({"started": "2025", "restarts": restarts}))
+    recorder(tmp_path).write_env()
+    content = json.loads((tmp_path / "env.json").read_text())
+    assert content["started"] == "2025" and len(content["restarts"]) == 1
+
+
+def test_a_record_whose_images_are_no_names_does_not_stop_a_resume(tmp_path):
+    run = recorder(tmp_path)
+    run.save_rollouts(1, [{"images": [picture(1)]}])
+    with open(tmp_path / "rollouts" / "step_000001.jsonl", "a") as file:
+        file.write('{"images": [5, null]}\n{"images": 5}\n{"videos": {"a": 1}}\n')
+    run.cut_back(1)
+    assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
