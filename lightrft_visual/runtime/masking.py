@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 MASK = "***"
+MASKED_VALUE = "*** (a secret)"  # in place of a setting's text that is one whatever its name
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
 # A number is a secret too, but for tokens: `eos_token: 151645`.
@@ -55,7 +56,9 @@ PLAIN_PARAMETERS = frozenset(
     "api-version author batch dtype fields format lang limit metric mode model n name page q rank revision seed signal "
     "split step task timeout type v version".split()
 )
-KEY_IN_URL = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9]{16,}")
+KEY = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)"
+KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
+HELD_KEYS = (re.compile(rf"{KEY}[\w\-]*[A-Za-z0-9]{{16,}}"), *SECRET_VALUES[1:3])  # also `sk-proj-...`
 CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them
 
 
@@ -125,6 +128,12 @@ def names_secret(name: str, value: Any) -> bool:
     return number and not name.lower().endswith("token") and bool(SECRET_NAME.search(name))
 
 
+def holds_secret(text: str) -> bool:
+    """Whether a well-known key, the value of a secret variable or nothing but `Bearer` and a token is in the text."""
+    known = any(value in text for value in secret_values()) or any(form.search(text) for form in HELD_KEYS)
+    return known or re.fullmatch(r"(?i)(bearer|basic) \S+", text) is not None
+
+
 def masked_names(value: Any, name: str = "") -> Iterator[str]:
     """Settings inside a value whose secrets a run's file has left out."""
     if isinstance(value, Mapping):
@@ -133,7 +142,7 @@ def masked_names(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from masked_names(item, name)
-    elif value == MASK and SECRET_NAME.search(name):
+    elif value == MASKED_VALUE or value == MASK and SECRET_NAME.search(name):
         yield name
 
 

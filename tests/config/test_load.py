@@ -239,6 +239,26 @@ def test_numbers_and_headers_that_are_secrets_are_not_written_and_ids_of_tokens_
     assert (found["eos_token"], found["use_secret"], found["password"]) == (151645, True, "***")
 
 
+@pytest.mark.parametrize("value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1", "the-judges-own"])
+def test_values_that_are_secrets_by_themselves_are_not_written_for_rewards_and_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "the-judges-own")
+    (tmp_path / "f.py").write_text("def f(completions): ...\n")
+    settings = {"key": value, "headers": [{"X-Auth": value}], "note": "the ring bearer is seen", "n": "hf_my_model_v2"}
+    given = [
+        "--reward.components.mine=1",
+        f"--reward.kwargs.mine={json.dumps({'scorer': f'{tmp_path}/f.py:f'} | settings)}",
+    ]
+    recipe = json.dumps({"*": [["func", f"{tmp_path}/f.py:f", 1.0, settings]]})
+    for config in (plain(*given), plain("--reward_recipe", recipe)):
+        file = write_resolved(config, tmp_path / "config.resolved.yaml")
+        written = file.read_text()
+        assert value not in written and "ring bearer is seen" in written and "hf_my_model_v2" in written
+        assert "key is ***" in wrong_names(plain("--config", str(file)).reward)[0]
+    assert plain("--config", str(write_resolved(plain(), tmp_path / "none.yaml"))) == plain()
+
+
 def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("def f(completions): ...\n")
     given = ["--reward.components.mine=1", f"--reward.kwargs.mine.scorer={tmp_path}/f.py:f"]
