@@ -25,7 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ..errors import ConfigError, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml
-from ..runtime.masking import MASK, mask_text, mask_urls, masked_names, names_secret
+from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
 from . import registry
 from .command_line import NULL_WORDS, help_text, parse_command_line
@@ -38,7 +38,9 @@ from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, 
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
+OF_ENVIRONMENT = re.compile(r"\$\{(?:\s|\\t)*oc\.env")  # OmegaConf's; a tab in a mapping's text is an escape
 TEXT = "tag:yaml.org,2002:str"
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED, SOURCE = PACKAGE / "configs", PACKAGE.parent / "examples" / "configs"  # setup.py puts one at the other
 CONFIG_DIRS = (INSTALLED if INSTALLED.is_dir() else SOURCE,)
@@ -313,7 +315,7 @@ def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) ->
             "end up in files: put the token in an environment variable and name that variable (reward_token_env for "
             "remote rewards)"
         )
-    if "${oc.env" in str(value):
+    if OF_ENVIRONMENT.search(str(value)):
         raise ConfigError(f"{path} ({origin}) reads the environment, whose values do not belong in files; write it out")
     try:
         OmegaConf.update(tree, path, value, merge=False)
@@ -415,20 +417,29 @@ def _with_origins(text: str, sources: Mapping[str, str]) -> str:
 
 def resolved_yaml(config: Any) -> str:
     """The whole configuration as YAML that loads to the same one, but for secrets: passwords and tokens inside URLs and
-    texts of settings whose names say that they are secret are ***, which is refused where it is read again."""
+    texts of settings whose names say that they are secret are ***, which is refused where it is read again. So are
+    well-known keys and values of secret variables in settings of rewards."""
     return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
 
 
-def _written(value: Any, name: str = "") -> Any:
+def _written(value: Any, name: str = "", of_reward: bool = False) -> Any:
     if isinstance(value, dict):
-        return {key: _written(item, str(key)) for key, item in value.items()}
+        inside = of_reward or name == "kwargs"
+        return {key: _written(item, str(key), inside) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written(item, name) for item in value]
+        return [_written(item, name, of_reward) for item in value]
+    if mask := _mask_of(name, value, of_reward):
+        return mask
     if isinstance(value, str):  # values are final here: what looks like an interpolation is text
-        if names_secret(name, value):
-            return MASK
         return mask_urls(_without_secrets(value) if name in RECIPES else value).replace("${", "\\${")
     return value
+
+
+def _mask_of(name: str, value: Any, of_reward: bool) -> str | None:
+    """What is written in place of a secret; None for other values."""
+    if names_secret(name, value):
+        return MASK
+    return MASKED_VALUE if of_reward and isinstance(value, str) and holds_secret(value) else None
 
 
 def _without_secrets(recipe: str) -> str:
@@ -438,19 +449,22 @@ def _without_secrets(recipe: str) -> str:
     except yaml.YAMLError:
         return mask_text(recipe)
     found = list(_secrets(root))
-    for node in found:
-        node.value, node.style = MASK, '"'
+    for node, mask in found:
+        node.value, node.style = mask, '"'
     return yaml.serialize(root, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True) if found else recipe
 
 
-def _secrets(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
-    """The texts of which the names say that they are secret."""
+def _secrets(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, str]]:
+    """The texts and numbers that are secret, with what takes their place."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _secrets(item)
     for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(item, yaml.ScalarNode) and item.tag == TEXT and names_secret(str(key.value), item.value):
-            yield item
+        for each in item.value if isinstance(item, yaml.SequenceNode) else [item]:
+            value = 0 if each.tag in NUMBERS else each.value
+            mask = _mask_of(str(key.value), value, True) if each.tag in (TEXT, *NUMBERS) else None
+            if mask:
+                yield each, mask
         yield from _secrets(item)
 
 

@@ -5,7 +5,6 @@ import json
 import logging
 import random
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..data.media import frames_first, is_video, to_uint8
 from ..errors import ConfigError
 from ..experience.rollouts import Episode, Rollout
 from ..runtime.collectives import all_gather_object, rank, world_size
-from ..runtime.files import FolderLock, append_line, read_jsonl, to_json, write_atomic
+from ..runtime.files import FolderLock, append_line, read_jsonl, remove_folder, to_json, write_atomic
 from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
 from ..runtime.usercode.calls import what_happened
@@ -89,7 +88,8 @@ class RunRecorder:
         content["restarts"] = []
         if path.exists():
             earlier = read_object(path)
-            content["restarts"] = [*earlier.get("restarts", []), now]
+            restarts = earlier.get("restarts")
+            content["restarts"] = [*(restarts if isinstance(restarts, list) else []), now]
             content["started"] = earlier.get("started", now)
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -185,7 +185,7 @@ class RunRecorder:
         for path in sorted(self.folder.glob("eval_epoch_*")):
             match = SHEET_FOLDER.match(path.name)
             if match and int(match.group(1)) > step:
-                shutil.rmtree(path)
+                remove_folder(path)
         remove_unused_images(self.rollout_folder)
 
     def close(self) -> None:
@@ -219,7 +219,8 @@ def remove_unused_images(folder: Path) -> None:
     used = set()
     for path in folder.glob("*.jsonl"):
         for record in read_jsonl(path):
-            used.update(Path(name).name for key in ("images", "videos") for name in record.get(key) or [])
+            named = [record.get(key) for key in ("images", "videos")]
+            used |= {Path(each).name for names in named if isinstance(names, list) for each in map(str, names)}
     for path in (folder / "images").glob("*"):
         if path.name not in used:
             path.unlink()

@@ -154,6 +154,11 @@ def follow_umask(folder: Path) -> None:
                 path.chmod(mode | allowed)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder with what it holds; of a link to one the link alone."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
 def append_line(path: Path, text: str) -> None:
     """Append in one write, so that a killed process leaves whole lines."""
     with open(path, "ab", buffering=0) as file:

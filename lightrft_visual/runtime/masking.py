@@ -7,9 +7,12 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 MASK = "***"
+MASKED_VALUE = "*** (a secret)"  # in place of a setting's text that is one whatever its name
 SHOWN_URL = 200  # characters
 # Whole words at the end of a name: `hf_token`, `api_key` are secrets, `max_tokens_per_batch`, `input_key` are not.
-WORDS = "api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?"
+# A number is a secret too, but for tokens: `eos_token: 151645`.
+NUMBERS = "(?:api|access|private|secret)[_-]?key|secret|password|passwd|credentials?"
+WORDS = f"{NUMBERS}|token"
 SECRET_NAME = re.compile(rf"(^|[_\-.])({WORDS}|bearer|authorization)$", re.IGNORECASE)
 USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user:password in a URL
 SECRET_VALUES = (
@@ -27,14 +30,21 @@ NAMED_SECRET = re.compile(
     rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
     r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
 )
-# The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; a number
-# or a constant is no secret.
-_NAME = rf"(?:[\w.\-]*[_\-.])?(?:{WORDS}|authorization)"
-_KEY = rf"(?:[\"']{_NAME}[\"']|(?<=[{{,])\s*{_NAME})\s*:\s*"
+# The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; no
+# constant is a secret.
+
+
+def _key(words: str) -> str:
+    name = rf"(?:[\w.\-]*[_\-.])?(?:{words})"
+    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*"
+
+
+_ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
-    rf"(?i)({_KEY}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_KEY})(?!(?:null|none|true|false|~|[\d.]+)\s*(?:[,}}\]\n]|$))[^\s\"'{{\[,}}\]][^,}}\]\n]*"
-    rf"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
+    rf"(?i)({_key(f'{WORDS}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
+    rf"|({_key('token')}(?!\[?[\d., ]+\]?{_ENDS})|{_key(f'{NUMBERS}|authorization')})"
+    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
+    r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
 URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
@@ -49,7 +59,9 @@ PLAIN_PARAMETERS = frozenset(
     "api-version author batch dtype fields format lang limit metric mode model n name page q rank revision seed signal "
     "split step task timeout type v version".split()
 )
-KEY_IN_URL = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)[A-Za-z0-9]{16,}")
+KEY = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)"
+KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
+HELD_KEYS = (re.compile(rf"{KEY}[\w\-]*[A-Za-z0-9]{{16,}}"), *SECRET_VALUES[1:3])  # also `sk-proj-...`
 CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them
 
 
@@ -110,10 +122,20 @@ def mask_text(text: str) -> str:
     return NAMED_SECRET.sub(rf"\g<1>{MASK}", text)
 
 
-def names_secret(name: str, value: str) -> bool:
-    """Whether a setting's name says that its text is a secret; tokens of a model, `Yes` or `</s>`, are none."""
-    ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
-    return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
+def names_secret(name: str, value: Any) -> bool:
+    """Whether a setting's name says that its text or number is a secret; tokens of a model, as `Yes`, `</s>` or 5, are
+    none."""
+    if isinstance(value, str):
+        ordinary = name.lower().endswith("_token") and (len(value) < 8 or value.startswith(("<", "[")))
+        return bool(value) and not ordinary and bool(SECRET_NAME.search(name))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not name.lower().endswith("token") and bool(SECRET_NAME.search(name))
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a well-known key, the value of a secret variable or nothing but `Bearer` and a token is in the text."""
+    known = any(value in text for value in secret_values()) or any(form.search(text) for form in HELD_KEYS)
+    return known or re.fullmatch(r"(?i)(bearer|basic) \S+", text) is not None
 
 
 def masked_names(value: Any, name: str = "") -> Iterator[str]:
@@ -124,7 +146,7 @@ def masked_names(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from masked_names(item, name)
-    elif value == MASK and SECRET_NAME.search(name):
+    elif value == MASKED_VALUE or value == MASK and SECRET_NAME.search(name):
         yield name
 
 
@@ -153,4 +175,4 @@ def mask_config(value: Any, name: str = "") -> Any:
         return [mask_config(item, name) for item in value]
     if isinstance(value, str):
         return MASK if value and SECRET_NAME.search(name) else mask_text(value)
-    return value
+    return MASK if names_secret(name, value) else value

@@ -199,7 +199,10 @@ ANCHORS = """
 """
 
 
-@pytest.mark.parametrize("recipe", [FLOW, BLOCK, ANCHORS])
+HEADERS = '{"*": [[func, f.py:f, 1.0, {headers: {api_key: [secret1], X-API-Key: secret1}, eos_token: 7}]]}'
+
+
+@pytest.mark.parametrize("recipe", [FLOW, BLOCK, ANCHORS, HEADERS])
 def test_secrets_of_a_recipe_are_not_written_and_the_rest_loads_to_the_same(tmp_path: Path, recipe: str) -> None:
     config = plain("--reward_recipe", recipe)
     file = write_resolved(config, tmp_path / "config.resolved.yaml")
@@ -222,6 +225,38 @@ def test_secrets_of_reward_settings_are_not_written_and_are_asked_for_again(tmp_
     assert "secret1" not in file.read_text() and again.reward.kwargs["mine"]["n"] == 2
     assert "component 'mine': api_key is ***" in wrong_names(again.reward)[0]
     assert plain("--config", str(file), "--reward.kwargs.mine.api_key=secret1") == config
+
+
+def test_numbers_and_headers_that_are_secrets_are_not_written_and_ids_of_tokens_are(tmp_path: Path) -> None:
+    recipe = '{"*": [[func, f.py:f, 1.0, {password: 12345678, eos_token: 151645}]]}'
+    written = resolved_yaml(plain("--reward_recipe", recipe))
+    assert "12345678" not in written and "151645" in written
+    given = {"password": 12345678, "eos_token": 151645, "use_secret": True, "headers": {"secret-key": "secret1"}}
+    config = plain("--reward.components.mine=1", f"--reward.kwargs.mine={json.dumps(given)}")
+    written = resolved_yaml(config) + "".join(in_lines(config))
+    assert "12345678" not in written and "secret1" not in written
+    found = yaml.safe_load(resolved_yaml(config))["reward"]["kwargs"]["mine"]
+    assert (found["eos_token"], found["use_secret"], found["password"]) == (151645, True, "***")
+
+
+@pytest.mark.parametrize("value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1", "the-judges-own"])
+def test_values_that_are_secrets_by_themselves_are_not_written_for_rewards_and_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "the-judges-own")
+    (tmp_path / "f.py").write_text("def f(completions): ...\n")
+    settings = {"key": value, "headers": [{"X-Auth": value}], "note": "the ring bearer is seen", "n": "hf_my_model_v2"}
+    given = [
+        "--reward.components.mine=1",
+        f"--reward.kwargs.mine={json.dumps({'scorer': f'{tmp_path}/f.py:f'} | settings)}",
+    ]
+    recipe = json.dumps({"*": [["func", f"{tmp_path}/f.py:f", 1.0, settings]]})
+    for config in (plain(*given), plain("--reward_recipe", recipe)):
+        file = write_resolved(config, tmp_path / "config.resolved.yaml")
+        written = file.read_text()
+        assert value not in written and "ring bearer is seen" in written and "hf_my_model_v2" in written
+        assert "key is ***" in wrong_names(plain("--config", str(file)).reward)[0]
+    assert plain("--config", str(write_resolved(plain(), tmp_path / "none.yaml"))) == plain()
 
 
 def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for(tmp_path: Path) -> None:
@@ -305,7 +340,10 @@ def test_every_setting_that_names_a_path_is_known_as_one(root: Any) -> None:
 def test_a_mistake_repeats_no_secret_of_a_stray_word_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret1" not in refused("--remote_rm_url", "http://a", "http://user:secret1@host")
     monkeypatch.setenv("TOKEN", "secret1")
-    assert "secret1" not in refused("--run_name", "${oc.env:TOKEN}")
+    for text in ("${oc.env:TOKEN}", "${ oc.env:TOKEN}", "${\toc.env:TOKEN}", "${oc.decode:${ oc.env:TOKEN}}"):
+        assert "reads the environment" in refused("--run_name", text) and "secret1" not in refused("--run_name", text)
+        inside = refused("--reward.kwargs.mine", json.dumps({"key": text}))
+        assert "reads the environment" in inside
 
 
 @pytest.mark.parametrize(

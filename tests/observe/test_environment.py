@@ -56,6 +56,8 @@ def test_config_leaves_are_masked_by_name_and_by_value():
     config = {"reward": {"hf_token": "abc", "token": None, "urls": [f"http://u:{SECRET}@h"]}, "train": {"seed": 1}}
     masked = mask_config(config)
     assert masked == {"reward": {"hf_token": "***", "token": None, "urls": ["http://***@h"]}, "train": {"seed": 1}}
+    numbers = {"password": 12345678, "secret-key": 0.5, "eos_token": 151645, "secret": False}
+    assert mask_config(numbers) == {"password": "***", "secret-key": "***", "eos_token": 151645, "secret": False}
 
 
 def test_secrets_in_yaml_and_json_text_are_masked():
@@ -75,6 +77,10 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         f"{{'headers': {{'Authorization': '{SECRET}'}}}}",
         f"{{user: me, api_key: {SECRET}, n: 1}}",
         f"{{api_key: '{SECRET}'}}",
+        f"{{X-API-Key: {SECRET}}}",
+        f"{{Authorization: [a, '{SECRET}'], n: 1}}",
+        f"{{'x-secret-key': '{SECRET}'}}",
+        f"secret_key: {SECRET}",
         f'{{"api_key": {SECRET}}}',
         f"export HF_TOKEN={SECRET}",
         f"  export OPENAI_API_KEY='{SECRET}'",
@@ -95,6 +101,13 @@ def test_secrets_in_yaml_and_json_text_are_masked():
 def test_secrets_inside_lines_and_urls_are_masked(text):
     masked = mask_text(text)
     assert SECRET not in masked and "ABCDEFGHIJ" not in masked and "***" in masked
+
+
+def test_a_number_inside_a_line_is_a_secret_unless_its_name_is_a_tokens():
+    text = "{password: 12345678, 'eos_token': 151645, token: [5, 6], 'my-secret-key': 1.5, \"pad_token\": 0}"
+    assert (
+        mask_text(text) == "{password: ***, 'eos_token': 151645, token: [5, 6], 'my-secret-key': ***, \"pad_token\": 0}"
+    )
 
 
 def test_description_holds_command_versions_hardware(monkeypatch):

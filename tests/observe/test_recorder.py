@@ -84,7 +84,10 @@ def test_cut_back_removes_everything_after_the_step(tmp_path):
     assert names == ["eval_step_000001.jsonl", "eval_step_000002.jsonl", "step_000001.jsonl", "step_000002.jsonl"]
     assert sorted(path.name for path in tmp_path.glob("eval_epoch_*")) == ["eval_epoch_000001", "eval_epoch_000002"]
     assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 5
+    (tmp_path / "eval_epoch_000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "eval_epoch_000002").symlink_to(tmp_path / "elsewhere")
     run.cut_back(-1)  # a fresh start in an old folder
+    assert not list(tmp_path.glob("eval_epoch_*")) and list((tmp_path / "elsewhere").iterdir())
     assert (tmp_path / "eval_metrics.csv").read_text() == "step,eval_reward,eval_reward_greedy\n"
     assert not list((tmp_path / "rollouts" / "images").iterdir())
 
@@ -109,6 +112,23 @@ def test_env_keeps_the_first_start(tmp_path, monkeypatch):
     second = json.loads((tmp_path / "env.json").read_text())
     assert first["command"][1:] == ["train.py", "--hf_token", "***"]
     assert second["started"] == first["started"] and len(second["restarts"]) == 1 and first["restarts"] == []
+
+
+@pytest.mark.parametrize("restarts", [5, None, "2025", {"a": 1}])
+def test_an_env_whose_restarts_are_no_list_begins_them_anew(tmp_path, restarts):
+    (tmp_path / "env.json").write_text(json.dumps({"started": "2025", "restarts": restarts}))
+    recorder(tmp_path).write_env()
+    content = json.loads((tmp_path / "env.json").read_text())
+    assert content["started"] == "2025" and len(content["restarts"]) == 1
+
+
+def test_a_record_whose_images_are_no_names_does_not_stop_a_resume(tmp_path):
+    run = recorder(tmp_path)
+    run.save_rollouts(1, [{"images": [picture(1)]}])
+    with open(tmp_path / "rollouts" / "step_000001.jsonl", "a") as file:
+        file.write('{"images": [5, null]}\n{"images": 5}\n{"videos": {"a": 1}}\n')
+    run.cut_back(1)
+    assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path):

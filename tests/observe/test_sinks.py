@@ -57,6 +57,17 @@ def test_every_bit_of_a_number_survives(tmp_path_factory, values):
     assert [float(row["x"]) for row in read(path)] == values
 
 
+@pytest.mark.parametrize("bytes_after", [b"2,\xff\xfe\n", b'2,"' + b"x" * 200_000 + b"\n3,1.0\n"])
+def test_rows_before_bytes_that_cannot_be_read_are_kept(tmp_path, bytes_after):
+    path = tmp_path / "m.csv"
+    path.write_bytes(b"step,a\n1,1.0\n" + bytes_after)
+    sink = CsvSink(path, ("step", "a"))
+    assert read(path)[0] == {"step": "1", "a": "1.0"}
+    sink.cut_back(1)
+    sink.append(2, {"a": 2.0})
+    assert [row["step"] for row in read(path)] == ["1", "2"]
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):

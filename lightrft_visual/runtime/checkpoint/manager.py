@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 from ...errors import CheckpointError, ConfigError
 from ..collectives import all_gather_object, broadcast_object, is_rank_0, meet, rank, world_size
-from ..files import disk_problem, follow_umask, full_disk_named, write_atomic
+from ..files import disk_problem, follow_umask, full_disk_named, remove_folder, write_atomic
 from ..packages import installed_version
 from .behind import LAST_WAIT, Copies, SaveBehind
 from .manifest import (
@@ -268,7 +268,7 @@ class CheckpointManager:
         patterns = (f"{STAGING}{PREFIX}*", f"{STAGING}{REMOVED}*") if numbered else (staging.name,)
         for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
             logger.warning("removing %s, left by a save that was cut off", leftover)
-            shutil.rmtree(leftover)
+            remove_folder(leftover)
         for content in [*self._complete().values()][:1] if numbered else ():  # an export is smaller
             self._check_space(content)
         staging.mkdir()
@@ -322,7 +322,7 @@ class CheckpointManager:
         os.rename(staging, target)
         sync_file(self.root)
         if old.exists():
-            shutil.rmtree(old)
+            remove_folder(old)
         if content["resumable"]:
             write_atomic(self.root / LATEST, f"{name}\n")  # a hint for people, not read here
 
@@ -339,7 +339,7 @@ class CheckpointManager:
         for old in self.root.glob(f"{REPLACED}*"):
             target = self.root / old.name.removeprefix(REPLACED)
             if target.exists():
-                shutil.rmtree(old)
+                remove_folder(old)
             else:
                 os.rename(old, target)
 
@@ -497,7 +497,7 @@ def remove_checkpoint(path: Path) -> None:
     """Rename first: a kill in the middle of the removal must not leave a folder that looks like a checkpoint."""
     doomed = path.with_name(f"{STAGING}{REMOVED}{path.name}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    remove_folder(doomed)
 
 
 def readable_manifest(path: Path) -> dict[str, Any] | None:

@@ -102,9 +102,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or not one of this package")
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        whole = isinstance(content, dict) and content.get("seal") == seal(content)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict) or content.get("seal") != seal(content):
+    if not whole:
         raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
     if content.get("format") != FORMAT:
         wrote = (content.get("versions") or {}).get("lightrft_visual") or "another one"

@@ -152,6 +152,8 @@ DAMAGES = {
     "empty": lambda path: path.write_bytes(b""),
     "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
     "missing": Path.unlink,
+    "nested too deep": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
+    "nested as deep as is read": lambda path: path.write_text('{"files": ' + "[" * 994 + "]" * 994 + "}"),
     "linked": linked,
 }
 
@@ -234,6 +236,27 @@ def test_leftovers_of_a_killed_save_go_at_the_next(tmp_path):
         (tmp_path / name / "half").write_text("half")
     manager.save(3, write_files)
     assert folders(tmp_path) == ["checkpoint-000001", "checkpoint-000003"]
+
+
+def test_a_checkpoint_that_is_a_link_is_rotated_away_and_what_it_points_to_stays(tmp_path):
+    manager, elsewhere = saved(tmp_path / "run", 1, 2, max_num=1), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("checkpoint-000002", ".staging-removed-checkpoint-000001", ".replaced-checkpoint-000002"):
+        path = tmp_path / "run" / name
+        path.rename(elsewhere / name) if path.exists() else (elsewhere / name).mkdir()
+        path.symlink_to(elsewhere / name)
+    manager.save(3, write_files)
+    assert folders(tmp_path / "run") == ["checkpoint-000003"]
+    assert verify(elsewhere / "checkpoint-000002")["step"] == 2 and len(folders(elsewhere)) == 3
+
+
+def test_a_replaced_checkpoint_that_is_a_link_goes_and_what_it_points_to_stays(tmp_path):
+    manager = saved(tmp_path / "run", 1)
+    (tmp_path / "run" / "checkpoint-000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoint-000001").symlink_to(tmp_path / "elsewhere")
+    manager.save(1, write_files)
+    assert not (tmp_path / "run" / "checkpoint-000001").is_symlink()
+    assert folders(tmp_path / "run") == ["checkpoint-000001"] and verify(tmp_path / "elsewhere")["step"] == 1
 
 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
