@@ -264,13 +264,14 @@ class AddedLoraLinear(Linear):
     def forward(self, x: T, *args: Any, **kwargs: Any) -> T:
         """(…, in) to (…, out)."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._plain(x, names[0]):
+        if args or kwargs or self.merged or len(names) != 1 or not self._plain(x, names[0]):
             return super().forward(x, *args, **kwargs)
-        flat = x.reshape(-1, x.shape[-1])
-        base = self.base_layer(flat)
-        low = self.lora_A[names[0]](flat)
-        added = base.addmm_(low, self.lora_B[names[0]].weight.t(), alpha=self.scaling[names[0]])
-        return added.view(*x.shape[:-1], added.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])  # switched off too: a base's bias is rounded otherwise where x is a split's
+        out = self.base_layer(flat)
+        if not self.disable_adapters:
+            low = self.lora_A[names[0]](flat)
+            out = out.addmm_(low, self.lora_B[names[0]].weight.t(), alpha=self.scaling[names[0]])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def _plain(self, x: T, name: str) -> bool:
         weight = self.lora_B[name].weight

@@ -222,6 +222,17 @@ def test_switched_off_merged_and_of_two_adapters_it_is_peft():
         torch.testing.assert_close(*(made(x) for made in both))
 
 
+def test_a_layer_that_adds_nothing_yet_is_the_one_switched_off_bit_by_bit_whatever_the_inputs_layout():
+    """Policy and reference before the first step; attention gives its projections parts of one tensor."""
+    made = lora_layer(AddedLoraLinear, dtype=torch.bfloat16)
+    nn.init.zeros_(made.lora_B["default"].weight)
+    for x in (torch.randn(6, 9, 24).bfloat16().split([5, 4], dim=1)[0], torch.randn(6, 24).bfloat16()):
+        added = made(x)
+        made.enable_adapters(False)
+        assert torch.equal(made(x), added)
+        made.enable_adapters(True)
+
+
 def test_policies_have_it_under_the_names_that_checkpoints_and_pipelines_know():
     policy = sd3_policy(LoraSettings(2, 4))
     adapted = policy.denoisers["transformer"].transformer_blocks[0].attn.to_q
