@@ -194,6 +194,8 @@ class FollowingWeights:
         self, frozen: nn.Module, trained: Callable[[], Iterable[nn.Parameter]], every: int, mixup: float
     ) -> None:
         self.frozen, self.trained, self.every, self.mixup = list(frozen.parameters()), trained, every, mixup
+        rounds = mixup < 1 and any(parameter.dtype != torch.float32 for parameter in self.frozen)
+        self._exact = WeightCopy(self.frozen, torch.float32).copies if rounds else None
 
     def step(self, number: int) -> bool:
         """After step `number`: whether the frozen model was moved. All ranks call it."""
@@ -202,17 +204,23 @@ class FollowingWeights:
         self._write(self.mixup, (_held(parameter) for parameter in self.trained()))
         return True
 
+    @property
+    def values(self) -> list[T]:
+        """What this rank holds of the frozen weights, in fp32 where their own type would round small moves away."""
+        return self._exact or [_held(parameter) for parameter in self.frozen]
+
     @torch.no_grad()
     def _write(self, share: float, values: Iterable[T]) -> None:
-        for parameter, value in zip(self.frozen, values, strict=True):
-            own = _held(parameter)
+        for parameter, own, value in zip(self.frozen, self.values, values, strict=True):
             own.lerp_(value.to(own.device, own.dtype), share)
+            if self._exact:
+                _held(parameter).copy_(own)
             if is_zero_param(parameter):
                 _show_new_values(parameter)
 
     def state_dict(self) -> dict[str, T]:
         """What this rank saves of the frozen weights, by index; see `_saved`."""
-        return _saved(self.frozen, [_held(parameter) for parameter in self.frozen])
+        return _saved(self.frozen, self.values)
 
     def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
         """What this rank holds of the frozen weights, of the states of another number of ranks."""
@@ -220,7 +228,7 @@ class FollowingWeights:
 
     def load_state_dict(self, state: dict[str, T]) -> None:
         """Go on with the saved weights. All ranks call it."""
-        self._write(1.0, _values(self.frozen, [_held(parameter) for parameter in self.frozen], state))
+        self._write(1.0, _values(self.frozen, self.values, state))
 
 
 class WeightAverage(WeightCopy):

@@ -144,6 +144,30 @@ def test_a_reference_follows_every_few_steps_by_the_formula_of_tr_dpo():
     torch.testing.assert_close(model.weight, start + 1.0)
 
 
+def test_a_reference_in_bf16_follows_by_moves_that_bf16_rounds_away_also_after_a_resume():
+    model, frozen, other = (layer().bfloat16() for _ in range(3))
+    for each in (model, frozen, other):
+        nn.init.constant_(each.weight, 1.0)
+    following, resumed = (FollowingWeights(each, model.parameters, every=1, mixup=0.05) for each in (frozen, other))
+    nn.init.constant_(model.weight, 1.015625)  # two bf16 numbers on
+    wanted = 1.0
+    for number in range(12):
+        assert following.step(number)
+        wanted += 0.05 * (1.015625 - wanted)
+        if number == 5:
+            saved = {name: value.clone() for name, value in following.state_dict().items()}
+    assert frozen.weight.dtype == torch.bfloat16 and torch.equal(frozen.weight, torch.full((2, 3), wanted).bfloat16())
+    assert frozen.weight.mean() > 1
+    resumed.load_state_dict(resumed.state_of_ranks([saved]))
+    for number in range(6):
+        resumed.step(number)
+    assert torch.equal(other.weight, frozen.weight)
+    torch.testing.assert_close(resumed.values, following.values, atol=0, rtol=0)
+    resumed.load_state_dict({name: value.bfloat16() for name, value in saved.items()})  # as versions before saved it
+    assert torch.equal(resumed.values[0], other.weight.float())
+    assert FollowingWeights(frozen, model.parameters, every=1, mixup=1.0).values[0].dtype == torch.bfloat16
+
+
 # --- LoRA -----------------------------------------------------------------------------------------------------------
 
 
