@@ -194,6 +194,8 @@ class FollowingWeights:
         self, frozen: nn.Module, trained: Callable[[], Iterable[nn.Parameter]], every: int, mixup: float
     ) -> None:
         self.frozen, self.trained, self.every, self.mixup = list(frozen.parameters()), trained, every, mixup
+        rounds = mixup < 1 and any(parameter.dtype != torch.float32 for parameter in self.frozen)
+        self._exact = WeightCopy(self.frozen, torch.float32).copies if rounds else None
 
     def step(self, number: int) -> bool:
         """After step `number`: whether the frozen model was moved. All ranks call it."""
@@ -202,17 +204,23 @@ class FollowingWeights:
         self._write(self.mixup, (_held(parameter) for parameter in self.trained()))
         return True
 
+    @property
+    def values(self) -> list[T]:
+        """What this rank holds of the frozen weights, in fp32 where their own type would round small moves away."""
+        return self._exact or [_held(parameter) for parameter in self.frozen]
+
     @torch.no_grad()
     def _write(self, share: float, values: Iterable[T]) -> None:
-        for parameter, value in zip(self.frozen, values, strict=True):
-            own = _held(parameter)
+        for parameter, own, value in zip(self.frozen, self.values, values, strict=True):
             own.lerp_(value.to(own.device, own.dtype), share)
+            if self._exact:
+                _held(parameter).copy_(own)
             if is_zero_param(parameter):
                 _show_new_values(parameter)
 
     def state_dict(self) -> dict[str, T]:
         """What this rank saves of the frozen weights, by index; see `_saved`."""
-        return _saved(self.frozen, [_held(parameter) for parameter in self.frozen])
+        return _saved(self.frozen, self.values)
 
     def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
         """What this rank holds of the frozen weights, of the states of another number of ranks."""
@@ -220,7 +228,7 @@ class FollowingWeights:
 
     def load_state_dict(self, state: dict[str, T]) -> None:
         """Go on with the saved weights. All ranks call it."""
-        self._write(1.0, _values(self.frozen, [_held(parameter) for parameter in self.frozen], state))
+        self._write(1.0, _values(self.frozen, self.values, state))
 
 
 class WeightAverage(WeightCopy):
@@ -264,13 +272,14 @@ class AddedLoraLinear(Linear):
     def forward(self, x: T, *args: Any, **kwargs: Any) -> T:
         """(…, in) to (…, out)."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._plain(x, names[0]):
+        if args or kwargs or self.merged or len(names) != 1 or not self._plain(x, names[0]):
             return super().forward(x, *args, **kwargs)
-        flat = x.reshape(-1, x.shape[-1])
-        base = self.base_layer(flat)
-        low = self.lora_A[names[0]](flat)
-        added = base.addmm_(low, self.lora_B[names[0]].weight.t(), alpha=self.scaling[names[0]])
-        return added.view(*x.shape[:-1], added.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])  # switched off too: a base's bias is rounded otherwise where x is a split's
+        out = self.base_layer(flat)
+        if not self.disable_adapters:
+            low = self.lora_A[names[0]](flat)
+            out = out.addmm_(low, self.lora_B[names[0]].weight.t(), alpha=self.scaling[names[0]])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def _plain(self, x: T, name: str) -> bool:
         weight = self.lora_B[name].weight

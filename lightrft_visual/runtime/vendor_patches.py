@@ -54,6 +54,17 @@ def gradients_one_by_one() -> Iterator[None]:
         stage3.z3_leaf_parameter = before
 
 
+def forget_discarded_gradients(zero: Any) -> None:
+    """Take gradients that were discarded out of an optimizer of ZeRO 1 or 2.
+
+    Why: with its states on the host it leaves them where it adds up in fp32. Those of the next step would be added to
+    what is not finite, and no step would be applied again.
+    Versions: DeepSpeed 0.19.8.
+    """
+    sums = getattr(zero, "averaged_gradients", {})
+    sums.update(dict.fromkeys(sums))
+
+
 @contextmanager
 def folder_taken_literally(engine: Any) -> Iterator[None]:
     """Inside, this train engine loads a checkpoint of the folder that it is given, also where the path holds `[`.

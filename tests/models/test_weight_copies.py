@@ -144,6 +144,30 @@ def test_a_reference_follows_every_few_steps_by_the_formula_of_tr_dpo():
     torch.testing.assert_close(model.weight, start + 1.0)
 
 
+def test_a_reference_in_bf16_follows_by_moves_that_bf16_rounds_away_also_after_a_resume():
+    model, frozen, other = (layer().bfloat16() for _ in range(3))
+    for each in (model, frozen, other):
+        nn.init.constant_(each.weight, 1.0)
+    following, resumed = (FollowingWeights(each, model.parameters, every=1, mixup=0.05) for each in (frozen, other))
+    nn.init.constant_(model.weight, 1.015625)  # two bf16 numbers on
+    wanted = 1.0
+    for number in range(12):
+        assert following.step(number)
+        wanted += 0.05 * (1.015625 - wanted)
+        if number == 5:
+            saved = {name: value.clone() for name, value in following.state_dict().items()}
+    assert frozen.weight.dtype == torch.bfloat16 and torch.equal(frozen.weight, torch.full((2, 3), wanted).bfloat16())
+    assert frozen.weight.mean() > 1
+    resumed.load_state_dict(resumed.state_of_ranks([saved]))
+    for number in range(6):
+        resumed.step(number)
+    assert torch.equal(other.weight, frozen.weight)
+    torch.testing.assert_close(resumed.values, following.values, atol=0, rtol=0)
+    resumed.load_state_dict({name: value.bfloat16() for name, value in saved.items()})  # as versions before saved it
+    assert torch.equal(resumed.values[0], other.weight.float())
+    assert FollowingWeights(frozen, model.parameters, every=1, mixup=1.0).values[0].dtype == torch.bfloat16
+
+
 # --- LoRA -----------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +244,17 @@ def test_switched_off_merged_and_of_two_adapters_it_is_peft():
             torch.manual_seed(3)
             change(made)
         torch.testing.assert_close(*(made(x) for made in both))
+
+
+def test_a_layer_that_adds_nothing_yet_is_the_one_switched_off_bit_by_bit_whatever_the_inputs_layout():
+    """Policy and reference before the first step; attention gives its projections parts of one tensor."""
+    made = lora_layer(AddedLoraLinear, dtype=torch.bfloat16)
+    nn.init.zeros_(made.lora_B["default"].weight)
+    for x in (torch.randn(6, 9, 24).bfloat16().split([5, 4], dim=1)[0], torch.randn(6, 24).bfloat16()):
+        added = made(x)
+        made.enable_adapters(False)
+        assert torch.equal(made(x), added)
+        made.enable_adapters(True)
 
 
 def test_policies_have_it_under_the_names_that_checkpoints_and_pipelines_know():

@@ -1,5 +1,6 @@
 """Training forwards run in training mode, scoring in evaluation mode, whatever was done before."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_the_reference_is_the_starting_policy_in_bfloat16_whatever_zero_divides(
     assert max(differences.values()) <= 1e-3, differences
 
 
+# Where gradients are added up, and in what, differs.
+DISCARDING = {
+    "2": {"zero_stage": 2},
+    "2, on the host": {"zero_stage": 2, "adam_offload": True},
+    "2, on the host, bf16": {"zero_stage": 2, "adam_offload": True, "grad_accum_dtype": "bf16"},
+    "3, on the host": {"zero_stage": 3, "adam_offload": True},
+}
+
+
 @pytest.mark.slow
 def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
     for results in on_ranks(by_stage, str(tmp_path)):
@@ -146,6 +156,33 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
         for stage, result in results.items():
             assert result["seen"] and result["moved"] == result["plain"], stage
             assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage
+
+
+def test_a_discarded_step_leaves_nothing_in_the_next_one():
+    (found,) = on_ranks(steps_after_one_that_was_discarded, ranks=1)
+    for case, (norms, after) in found.items():
+        assert after == pytest.approx(norms, rel=1e-6), case
+
+
+def steps_after_one_that_was_discarded() -> dict[str, tuple[list[float], list[float]]]:
+    """By case, norms of the gradients of two steps in bf16; of a run alone, and of one with a lost step before each."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for name, settings in DISCARDING.items():
+        for lost in (False, True):
+            strategy = DeepspeedStrategy(DistributedConfig(**settings), bf16=True)
+            if not found and not lost:
+                strategy.setup_distributed()
+            engine, inputs = made(strategy)
+            norms = found.setdefault(name, ([], []))[lost]
+            for number in range(4 if lost else 2):
+                bad = lost and number % 2 == 0
+                for last in (False, True):
+                    loss = engine(inputs).float().square().mean()
+                    engine.accumulate(loss * math.nan if bad else loss, last)
+                result = engine.step()
+                assert result.applied is not bad, (name, number)
+                norms += [] if bad else [result.grad_norm]
+    return found
 
 
 def test_a_folder_with_brackets_in_its_path_is_loaded_and_not_one_that_its_name_fits_as_a_pattern(tmp_path):

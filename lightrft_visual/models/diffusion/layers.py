@@ -63,7 +63,9 @@ class JointAttention:
             mixed = mixed.transpose(1, 2).flatten(2)
         if encoder_hidden_states is None:
             return self._out(attn, mixed)
-        image, text = mixed.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        lengths = hidden_states.shape[1], encoder_hidden_states.shape[1]
+        # As those of one sample alone: from what is not contiguous a projection with a bias is rounded otherwise.
+        image, text = (part.contiguous() for part in mixed.split(lengths, dim=1))
         return self._out(attn, image), text if attn.context_pre_only else attn.to_add_out(text)
 
     def _out(self, attn: Attention, states: T) -> T:

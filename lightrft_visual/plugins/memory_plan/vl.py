@@ -78,6 +78,9 @@ class VLPlanner:
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             away = self.config.rollout.offload_reference
             items.append(self._reference().on_host(away and not scoring))
+            if self.config.algorithm.ref_update_mixup < 1 and self.shape.width < FP32:
+                size = FP32 * self.shape.base / self.zero.share(3)
+                items.append(Item("reference that is moved, fp32", size, "ref_update_mixup 1").on_host(away))
             if away and not self.device.on_cpu:  # its place on the host stays while it is at work
                 sizes = (each.numel() * self.shape.width for each in self.shape.whole.parameters())
                 items += rounded("reference", sizes)

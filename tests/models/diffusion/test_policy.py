@@ -12,7 +12,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
 )
-from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.normalization import RMSNorm
 from equality import with_adapters
 from safetensors.torch import load_file, save_file
@@ -244,6 +244,18 @@ def test_joint_attention_is_that_of_diffusers():
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
     assert len(found[0][1]) > 50
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_joint_attention_of_a_sample_is_the_same_alone_and_in_a_batch_in_bf16():
+    torch.manual_seed(0)
+    attn = Attention(
+        24, added_kv_proj_dim=24, heads=2, dim_head=12, out_dim=24, context_pre_only=False, processor=JointAttention()
+    ).bfloat16()
+    image, text = (torch.randn(4, length, 24).bfloat16() for length in (7, 5))
+    together = attn(image, text)
+    for index in range(4):
+        alone = attn(image[index : index + 1], text[index : index + 1])
+        assert all(torch.equal(one[0], batch[index]) for one, batch in zip(alone, together))
 
 
 @pytest.mark.parametrize("half", [(), ("x",), ("x", "weight")])
