@@ -35,20 +35,15 @@ class Escaped:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """As the stream does, and no part of it waits: what cannot be written is known here."""
         encoding = self.stream.encoding or "utf-8"
-        return self._asked(self.stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
-
-    def flush(self) -> None:
-        """As the stream does."""
-        self._asked(self.stream.flush)
-
-    def _asked(self, method: Callable[..., R], *arguments: Any) -> R:
         try:
-            return method(*arguments)
+            written = self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.flush()
         except OSError as error:
             told = f"the output of this program (stdout) cannot be written: {error.strerror}"
             raise OutputClosed(told) from None
+        return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
