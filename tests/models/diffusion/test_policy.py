@@ -181,6 +181,20 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift_by_whatever_name_and_
         sigmas_of(family_with(EulerDiscreteScheduler()))
 
 
+def test_pipeline_saved_without_a_text_encoder_loads_encodes_and_samples_as_diffusers_own(folder, tmp_path):
+    stock = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    stock.save_pretrained(tmp_path)
+    save_text_length(tmp_path, TEXT_LENGTH)
+    context, _, pooled, _ = stock.encode_prompt(
+        PROMPTS[:1], None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
+    )
+    conditions = policy_of(tmp_path).encode_prompts(PROMPTS[:1])
+    torch.testing.assert_close(conditions, {"context": context, "pooled": pooled})
+    pipeline = Checkpoint.of(tmp_path).pipeline()
+    assert pipeline.text_encoder_3 is None and pipeline.tokenizer_3 is None
+    assert pipeline("a", num_inference_steps=1, height=32, width=32, guidance_scale=1.0).images[0].size == (32, 32)
+
+
 @pytest.mark.parametrize("rank", (0, 4))
 def test_reference_is_the_policy_before_training(folder, rank):
     policy = policy_of(folder, rank)
