@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2391, "experience": 3172, "config": 4939, "runtime": 5780, "data": 3365,
-    "models": 5926, "rollout": 5097, "rewards": 4390, "algorithms": 1823, "trainer": 7470, "observe": 3524,
+    "models": 5930, "rollout": 5097, "rewards": 4390, "algorithms": 1823, "trainer": 7470, "observe": 3524,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 import torch
 from diffusers import (
+    DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -179,6 +181,13 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift_by_whatever_name_and_
     assert not torch.equal(sigmas_of(one, 5.0), sigmas_of(one))
     with pytest.raises(ConfigError, match="EulerDiscreteScheduler begins at sigma"):
         sigmas_of(family_with(EulerDiscreteScheduler()))
+    for kind in (FlowMatchHeunDiscreteScheduler, DDIMScheduler):
+        with pytest.raises(ConfigError, match=f"of other models: {kind.__name__} has not one sigma a step"):
+            sigmas_of(family_with(kind()))
+        other = family_with(kind())
+        other.names_sigmas = True
+        with pytest.raises(ConfigError, match=f"of other models: {kind.__name__}: TypeError"):
+            sigmas_of(other)
 
 
 def test_pipeline_saved_without_a_text_encoder_loads_encodes_and_samples_as_diffusers_own(folder, tmp_path):
