@@ -156,7 +156,7 @@ def test_numbers_of_all_hooks_are_reported_and_all_are_closed(of_a_step):
 @pytest.mark.parametrize(
     "numbers, told",
     [({name: 3.0}, f" gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step", "twice")]
-    + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
+    + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2), 10**400)],
 )
 def test_number_that_cannot_be_reported_is_refused(of_a_step, numbers, told):
     with pytest.raises(ConfigError, match=f"Reports.metrics{told}"):
