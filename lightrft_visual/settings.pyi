@@ -1,13 +1,17 @@
 """Settings of runs as keyword arguments; written by scripts/write_settings.py from the configuration."""
 
+from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, TypedDict
 
+StrPath = str | PathLike[str]
+
 class VLSettings(TypedDict, total=False):
-    pretrain: str
+    pretrain: StrPath
     """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
-    critic_pretrain: str | None
+    critic_pretrain: StrPath | None
     """default: the actor's checkpoint with a fresh value head."""
-    teacher_pretrain: str | None
+    teacher_pretrain: StrPath | None
     """on-policy distillation: a model of the same tokens, often a larger one."""
     bf16: bool
     """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
@@ -20,7 +24,7 @@ class VLSettings(TypedDict, total=False):
     gradient_checkpointing: bool | str
     """none | attention | full | auto; what of blocks runs again in backward; auto: by the plan, on a card.
     Default: 'auto'."""
-    freeze_prefix: str
+    freeze_prefix: str | Sequence[str]
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
     """0 trains all weights. Default: 0."""
@@ -28,25 +32,25 @@ class VLSettings(TypedDict, total=False):
     """adapters are scaled by lora_alpha / lora_rank. Default: 16."""
     lora_dropout: float
     """share of the adapters' inputs that training drops. Default: 0.0."""
-    target_modules: str
+    target_modules: str | Sequence[str]
     """or a comma-separated list of module names. Default: 'all-linear'."""
-    target_parameters: str
+    target_parameters: str | Sequence[str]
     """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
     """run Python files that come with the checkpoint. Default: False."""
     embedded_family: str
     """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
     by engine hf. Default: 'qwen2_5_vl'."""
-    prompt_data: str
+    prompt_data: Any
     """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
-    prompt_data_probs: str | None
+    prompt_data_probs: str | Sequence[float] | None
     """comma-separated mixing probabilities, one per data set."""
     prompt_mixing: str
     """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
     one data set in turns. Default: 'shuffled'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
-    eval_data: str | None
+    eval_data: Any | None
     """default: the embedded held-out split when prompt_data is embedded."""
     eval_split: str
     """the same for evaluation. Default: 'test'."""
@@ -70,7 +74,7 @@ class VLSettings(TypedDict, total=False):
     """prompts are messages of the model's chat template. Default: True."""
     system_prompt: str | None
     """put before each prompt that has none."""
-    image_root: str | None
+    image_root: StrPath | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
     """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
@@ -160,9 +164,9 @@ class VLSettings(TypedDict, total=False):
     """steps between measurements of what depends on the image; 0: none. Default: 10."""
     parity_tolerance: float | None
     """default: 1e-4 in fp32 (largest); means: 0.05 in bf16, 0.3 in fp8."""
-    environment: str | None
+    environment: StrPath | Callable[..., Any] | None
     """what answers the model: a name, or path.py:Class."""
-    tools: str | None
+    tools: StrPath | Callable[..., Any] | Sequence[StrPath | Callable[..., Any]] | None
     """functions that the model may call: path.py:name, several comma-separated."""
     max_turns: int
     """responses of an episode. Default: 8."""
@@ -179,19 +183,19 @@ class VLSettings(TypedDict, total=False):
     """discount of a reward by each turn before it. Default: 1.0."""
     observation_max_tokens: int | None
     """longer text is cut in the middle; default: no limit of its own."""
-    reward_fn: str | None
+    reward_fn: StrPath | None
     """path.py:function, or several, comma-separated."""
     reward_form: str
     """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
-    reward_pretrain: str | None
+    reward_pretrain: StrPath | Sequence[StrPath] | None
     """local reward model folders, comma-separated, each optionally name=folder."""
-    remote_rm_url: str | None
+    remote_rm_url: StrPath | Sequence[StrPath] | None
     """URLs, comma-separated, or path.py with reward_func."""
     components: dict[str, float]
     """{name: weight}, laid over reward_recipe. Default: {}."""
     kwargs: dict[str, Any]
     """{component: {setting: value}}. Default: {}."""
-    reward_recipe: str | None
+    reward_recipe: StrPath | None
     """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
     reward_wire: str
     """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
@@ -366,7 +370,7 @@ class VLSettings(TypedDict, total=False):
     """share of the steps in which the learning rate rises. Default: 0.03."""
     lr_scheduler: str
     """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
-    adam_betas: list[float]
+    adam_betas: Sequence[float]
     """of AdamW. Default: [0.9, 0.95]."""
     l2: float
     """weight decay. Default: 0.0."""
@@ -401,11 +405,11 @@ class VLSettings(TypedDict, total=False):
     placement: str | None
     """colocated | split; colocated: every rank generates and trains in turn; split: rollouts are made by
     workers on Ray, which is the default where resources names devices of the rollouts."""
-    visible_devices: list[int] | None
+    visible_devices: Sequence[int] | None
     """those that the run may use; default: all that a launcher left visible."""
-    trainer_devices: list[int] | None
+    trainer_devices: Sequence[int] | None
     """default: the first of them, one a rank."""
-    rollout_devices: list[int] | None
+    rollout_devices: Sequence[int] | None
     """default: the others."""
     trainer_num_gpus: int | None
     """ranks; as many as the launcher has to start."""
@@ -418,7 +422,7 @@ class VLSettings(TypedDict, total=False):
     weight_transfer: str
     """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
     by card where that can be. Default: 'host'."""
-    reward_devices: list[int] | None
+    reward_devices: Sequence[int] | None
     """of this host."""
     reward_num_gpus: float | None
     """that an existing cluster gives to all actors of a reward together."""
@@ -443,9 +447,9 @@ class VLSettings(TypedDict, total=False):
     """look at every step's and evaluation's metrics, and warn. Default: True."""
     policy: str
     """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
-    gold_recipe: str | None
+    gold_recipe: StrPath | None
     """a reward recipe that training never sees; default: of the embedded tasks their own."""
-    gold_fn: str | None
+    gold_fn: StrPath | None
     """or path.py:function."""
     gold_every: int
     """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
@@ -453,11 +457,11 @@ class VLSettings(TypedDict, total=False):
     """steps in a row outside before an alarm. Default: 2."""
     keep_best: bool | None
     """keep a checkpoint of the best gold; default: with policy rollback."""
-    output_dir: str
+    output_dir: StrPath
     """holds all that a run writes. Default: 'outputs/run'."""
-    save_path: str | None
+    save_path: StrPath | None
     """the final model; default: <output_dir>/checkpoint-final."""
-    ckpt_path: str | None
+    ckpt_path: StrPath | None
     """default: <output_dir>."""
     save_steps: int | None
     """-1: none; default: ten times a run, and every 50 steps at least."""
@@ -471,7 +475,7 @@ class VLSettings(TypedDict, total=False):
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
-    resume_from: str | None
+    resume_from: StrPath | None
     """a checkpoint folder, or auto."""
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
@@ -507,15 +511,47 @@ class VLSettings(TypedDict, total=False):
     auto_micro_batches: bool | None
     """Micro-batches as large as the plan has room for; what is given is the least. Default: on an
     accelerator.."""
-    plugins: str | None
+    plugins: StrPath | Sequence[StrPath] | None
     """files or modules that add choices of your own, imported first; comma-separated."""
+    lr: float
+    """actor_learning_rate."""
+    learning_rate: float
+    """actor_learning_rate."""
+    num_train_epochs: int
+    """num_episodes."""
+    lr_scheduler_type: str
+    """lr_scheduler."""
+    warmup_ratio: float
+    """lr_warmup_ratio."""
+    weight_decay: float
+    """l2."""
+    max_grad_norm: float
+    """max_norm."""
+    loss: str
+    """policy_loss."""
+    policy_loss_type: str
+    """policy_loss."""
+    entropy_loss_coef: float
+    """entropy_coef."""
+    vllm_mem_util: float
+    """engine_mem_util."""
+    vllm_enable_sleep: bool
+    """enable_engine_sleep."""
+    save_dir: StrPath
+    """output_dir."""
+    resume: bool
+    """load_checkpoint."""
+    per_device_train_batch_size: int
+    """micro_train_batch_size."""
+    environment_factory: StrPath | Callable[..., Any] | None
+    """environment."""
 
 class DiffusionSettings(TypedDict, total=False):
-    pretrain: str
+    pretrain: StrPath
     """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
-    teacher_pretrain: str | None
+    teacher_pretrain: StrPath | None
     """of diffusion_opd: a pipeline of the same family, or LoRA weights of this one."""
-    tokenizer_path: str | None
+    tokenizer_path: StrPath | None
     """of the text encoder; only for a .json file of parts."""
     family: str
     """auto | sd3 | flux | flux_kontext | flux2_klein | flux2 | wan | wan_i2v | hunyuan_video15 | ltx2 |
@@ -527,9 +563,9 @@ class DiffusionSettings(TypedDict, total=False):
     """0 trains all weights. Default: 32."""
     lora_alpha: int
     """adapters are scaled by lora_alpha / lora_rank. Default: 64."""
-    target_modules: str | None
+    target_modules: str | Sequence[str] | None
     """comma-separated module suffixes; default: the attention projections."""
-    trainable_models: str | None
+    trainable_models: str | Sequence[str] | None
     """comma-separated denoisers (transformer, transformer_2); default: all."""
     max_sequence_length: int | None
     """tokens of the T5 or LLM encoder; default: the family's own."""
@@ -552,9 +588,9 @@ class DiffusionSettings(TypedDict, total=False):
     """ode | sde | sde_reflow | dance | cps; default: the algorithm's."""
     flow_shift: float | None
     """of the scheduler's own schedule; timesteps and sigmas are taken as they are."""
-    timesteps: list[float] | None
+    timesteps: Sequence[float] | None
     """1000..0, instead of the scheduler's; num_steps becomes their number."""
-    sigmas: list[float] | None
+    sigmas: Sequence[float] | None
     """1..0, likewise."""
     noise_level: float | None
     """default: 0.7, dance_grpo 0.3, ddpo and dpok 1; sde_reflow has none."""
@@ -566,7 +602,7 @@ class DiffusionSettings(TypedDict, total=False):
     """slide, cycle: policy steps between moves. Default: 25."""
     sde_window_stride: int
     """slide, cycle: denoising steps of a move. Default: 1."""
-    sde_window_range: list[int] | None
+    sde_window_range: Sequence[int] | None
     """first step and end of the steps it lies in; default: 0 and num_steps/2."""
     log_prob: str
     """mean | sum; over latent dimensions. Default: 'mean'."""
@@ -594,17 +630,17 @@ class DiffusionSettings(TypedDict, total=False):
     """default: 24, reward_fl 1."""
     micro_rollout_batch_size: int
     """samples a forward, per rank. Default: 8."""
-    prompt_data: str
+    prompt_data: Any
     """embedded, a file, a folder or a hub name. Default: 'embedded'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
-    pair_data: str | None
+    pair_data: Any | None
     """pairs of images for offline diffusion_dpo, in the place of prompts and rollouts."""
     chosen_key: str
     """columns of the pair's images; Pick-a-Pic's are known. Default: 'chosen'."""
     rejected_key: str
     """column of the image that was not preferred. Default: 'rejected'."""
-    eval_data: str | None
+    eval_data: Any | None
     """default: the embedded held-out prompts when prompt_data is embedded."""
     eval_split: str
     """the same for evaluation. Default: 'test'."""
@@ -620,25 +656,25 @@ class DiffusionSettings(TypedDict, total=False):
     """column that names the recipe of a sample's rewards. Default: 'label'."""
     reference_key: str
     """column of the right answer, for rewards. Default: 'reference'."""
-    image_root: str | None
+    image_root: StrPath | None
     """folder of images that data name by relative paths."""
     on_bad_row: str
     """error | skip; skipped rows are counted by cause and listed in bad_rows.jsonl. Default: 'error'."""
     max_bad_share: float
     """a larger share of skipped rows ends the run. Default: 0.05."""
-    reward_fn: str | None
+    reward_fn: StrPath | None
     """path.py:function, or several, comma-separated."""
     reward_form: str
     """auto | native | a system of docs/coming_from.md: how functions by path are called. Default: 'auto'."""
-    reward_pretrain: str | None
+    reward_pretrain: StrPath | Sequence[StrPath] | None
     """local reward model folders, comma-separated, each optionally name=folder."""
-    remote_rm_url: str | None
+    remote_rm_url: StrPath | Sequence[StrPath] | None
     """URLs, comma-separated, or path.py with reward_func."""
     components: dict[str, float]
     """{name: weight}, laid over reward_recipe. Default: {}."""
     kwargs: dict[str, Any]
     """{component: {setting: value}}. Default: {}."""
-    reward_recipe: str | None
+    reward_recipe: StrPath | None
     """YAML or JSON file, or inline YAML: {label: [[type, key, weight], ...]}."""
     reward_wire: str
     """JSON form of remote_rm_url: auto | lightrft | openrlhf for all, a list in the order of the URLs, or
@@ -737,7 +773,7 @@ class DiffusionSettings(TypedDict, total=False):
     """scores are divided by it. Default: 1.0."""
     score_target: float | None
     """Reward FL: images that reach this score have no gradient, as in ReFL's hinge."""
-    differentiable_reward: str | None
+    differentiable_reward: StrPath | None
     """Of Reward FL: shape_match (the default with the embedded prompts), face_similarity, or
     path.py:function.."""
     differentiable_kwargs: dict[str, Any]
@@ -768,7 +804,7 @@ class DiffusionSettings(TypedDict, total=False):
     """default: 0, reward_fl 10."""
     lr_scheduler_type: str
     """constant | cosine | linear. Default: 'constant'."""
-    adam_betas: list[float]
+    adam_betas: Sequence[float]
     """of AdamW. Default: [0.9, 0.999]."""
     l2: float
     """weight decay. Default: 0.0001."""
@@ -801,11 +837,11 @@ class DiffusionSettings(TypedDict, total=False):
     placement: str | None
     """colocated | split; colocated: every rank generates and trains in turn; split: rollouts are made by
     workers on Ray, which is the default where resources names devices of the rollouts."""
-    visible_devices: list[int] | None
+    visible_devices: Sequence[int] | None
     """those that the run may use; default: all that a launcher left visible."""
-    trainer_devices: list[int] | None
+    trainer_devices: Sequence[int] | None
     """default: the first of them, one a rank."""
-    rollout_devices: list[int] | None
+    rollout_devices: Sequence[int] | None
     """default: the others."""
     trainer_num_gpus: int | None
     """ranks; as many as the launcher has to start."""
@@ -818,7 +854,7 @@ class DiffusionSettings(TypedDict, total=False):
     weight_transfer: str
     """auto | host | device; how workers get weights: device: from card to card; host: by host memory; auto:
     by card where that can be. Default: 'host'."""
-    reward_devices: list[int] | None
+    reward_devices: Sequence[int] | None
     """of this host."""
     reward_num_gpus: float | None
     """that an existing cluster gives to all actors of a reward together."""
@@ -843,9 +879,9 @@ class DiffusionSettings(TypedDict, total=False):
     """look at every step's and evaluation's metrics, and warn. Default: True."""
     policy: str
     """warn | stop | rollback; what an alarm does beside warning. Default: 'warn'."""
-    gold_recipe: str | None
+    gold_recipe: StrPath | None
     """a reward recipe that training never sees; default: of the embedded tasks their own."""
-    gold_fn: str | None
+    gold_fn: StrPath | None
     """or path.py:function."""
     gold_every: int
     """score the rollouts of every so many steps by gold too; 0: evaluations only. Default: 1."""
@@ -853,11 +889,11 @@ class DiffusionSettings(TypedDict, total=False):
     """steps in a row outside before an alarm. Default: 2."""
     keep_best: bool | None
     """keep a checkpoint of the best gold; default: with policy rollback."""
-    output_dir: str
+    output_dir: StrPath
     """holds all that a run writes. Default: 'outputs/run'."""
-    save_path: str | None
+    save_path: StrPath | None
     """the final model; default: <output_dir>/checkpoint-final."""
-    ckpt_path: str | None
+    ckpt_path: StrPath | None
     """default: <output_dir>."""
     save_steps: int | None
     """-1: none; default: ten times a run, and every 50 steps at least."""
@@ -871,7 +907,7 @@ class DiffusionSettings(TypedDict, total=False):
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
-    resume_from: str | None
+    resume_from: StrPath | None
     """a checkpoint folder, or auto."""
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
@@ -907,11 +943,31 @@ class DiffusionSettings(TypedDict, total=False):
     auto_micro_batches: bool | None
     """Micro-batches as large as the plan has room for; what is given is the least. Default: on an
     accelerator.."""
-    plugins: str | None
+    plugins: StrPath | Sequence[StrPath] | None
     """files or modules that add choices of your own, imported first; comma-separated."""
+    lr: float | None
+    """learning_rate."""
+    num_train_epochs: int
+    """max_epochs."""
+    lr_warmup_steps: int | None
+    """warmup_steps."""
+    weight_decay: float
+    """l2."""
+    max_grad_norm: float
+    """max_norm."""
+    save_dir: StrPath
+    """output_dir."""
+    resume: bool
+    """load_checkpoint."""
+    images_key: str
+    """image_key."""
+    num_inference_steps: int | None
+    """num_steps."""
+    per_device_train_batch_size: int
+    """micro_train_batch_size."""
 
 class SFTSettings(TypedDict, total=False):
-    pretrain: str
+    pretrain: StrPath
     """hub name, checkpoint folder, or embedded: the tiny model built here. Default: 'embedded'."""
     bf16: bool
     """weights and forwards in bfloat16; optimizer states in float32. Default: False."""
@@ -922,7 +978,7 @@ class SFTSettings(TypedDict, total=False):
     gradient_checkpointing: bool | str
     """none | attention | full | auto; what of blocks runs again in backward; auto: by the plan, on a card.
     Default: 'auto'."""
-    freeze_prefix: str
+    freeze_prefix: str | Sequence[str]
     """comma-separated parameter prefixes; 'true' means the vision tower. Default: ''."""
     lora_rank: int
     """0 trains all weights. Default: 0."""
@@ -930,25 +986,25 @@ class SFTSettings(TypedDict, total=False):
     """adapters are scaled by lora_alpha / lora_rank. Default: 16."""
     lora_dropout: float
     """share of the adapters' inputs that training drops. Default: 0.0."""
-    target_modules: str
+    target_modules: str | Sequence[str]
     """or a comma-separated list of module names. Default: 'all-linear'."""
-    target_parameters: str
+    target_parameters: str | Sequence[str]
     """LoRA on experts: comma-separated, such as experts.gate_up_proj,experts.down_proj. Default: ''."""
     trust_remote_code: bool
     """run Python files that come with the checkpoint. Default: False."""
     embedded_family: str
     """qwen2_vl | qwen2_5_vl | qwen3_vl | internvl | qwen2 | janus; qwen2 reads text only; janus also draws,
     by engine hf. Default: 'qwen2_5_vl'."""
-    prompt_data: str
+    prompt_data: Any
     """embedded, a file, a folder or a hub name; several by commas. Default: 'embedded'."""
-    prompt_data_probs: str | None
+    prompt_data_probs: str | Sequence[float] | None
     """comma-separated mixing probabilities, one per data set."""
     prompt_mixing: str
     """shuffled | even | turns; each batch of rows in any order, with an even share of every data set, or of
     one data set in turns. Default: 'shuffled'."""
     prompt_split: str
     """split of a data set of the hub, or file of a folder. Default: 'train'."""
-    eval_data: str | None
+    eval_data: Any | None
     """default: the embedded held-out split when prompt_data is embedded."""
     eval_split: str
     """the same for evaluation. Default: 'test'."""
@@ -968,7 +1024,7 @@ class SFTSettings(TypedDict, total=False):
     """prompts are messages of the model's chat template. Default: True."""
     system_prompt: str | None
     """put before each prompt that has none."""
-    image_root: str | None
+    image_root: StrPath | None
     """folder that relative image paths start from; default: the data file's folder."""
     data_format: str
     """auto | plain | verl | completion | conversations | messages | question | input_label | geometry3k; of
@@ -1017,7 +1073,7 @@ class SFTSettings(TypedDict, total=False):
     """share of the steps in which the learning rate rises. Default: 0.03."""
     lr_scheduler: str
     """cosine_with_min_lr | constant_with_warmup | linear. Default: 'cosine_with_min_lr'."""
-    adam_betas: list[float]
+    adam_betas: Sequence[float]
     """of AdamW. Default: [0.9, 0.95]."""
     l2: float
     """weight decay. Default: 0.0."""
@@ -1039,11 +1095,11 @@ class SFTSettings(TypedDict, total=False):
     """set by the launcher. Default: -1."""
     collective_timeout: float
     """seconds after which a dead or stalled rank ends all ranks. Default: 600.0."""
-    output_dir: str
+    output_dir: StrPath
     """holds all that a run writes. Default: 'outputs/run'."""
-    save_path: str | None
+    save_path: StrPath | None
     """the final model; default: <output_dir>/checkpoint-final."""
-    ckpt_path: str | None
+    ckpt_path: StrPath | None
     """default: <output_dir>."""
     save_steps: int | None
     """-1: none; default: ten times a run, and every 50 steps at least."""
@@ -1057,7 +1113,7 @@ class SFTSettings(TypedDict, total=False):
     """write checkpoints while the run goes on, from a copy in host memory. Default: False."""
     load_checkpoint: bool
     """same as resume_from=auto. Default: False."""
-    resume_from: str | None
+    resume_from: StrPath | None
     """a checkpoint folder, or auto."""
     resume_other_model: bool
     """resume although the checkpoint was trained from another model. Default: False."""
@@ -1073,5 +1129,25 @@ class SFTSettings(TypedDict, total=False):
     """report.html at the end. Default: True."""
     run_name: str | None
     """in logs and the report; default: the folder's."""
-    plugins: str | None
+    plugins: StrPath | Sequence[StrPath] | None
     """files or modules that add choices of your own, imported first; comma-separated."""
+    lr: float
+    """actor_learning_rate."""
+    learning_rate: float
+    """actor_learning_rate."""
+    num_train_epochs: int
+    """num_episodes."""
+    lr_scheduler_type: str
+    """lr_scheduler."""
+    warmup_ratio: float
+    """lr_warmup_ratio."""
+    weight_decay: float
+    """l2."""
+    max_grad_norm: float
+    """max_norm."""
+    save_dir: StrPath
+    """output_dir."""
+    resume: bool
+    """load_checkpoint."""
+    per_device_train_batch_size: int
+    """micro_train_batch_size."""

@@ -78,6 +78,47 @@ def test_settings_stub_is_that_of_the_configuration(monkeypatch):
     assert write_settings.FILE.read_text() == write_settings.text(), "run python scripts/write_settings.py"
 
 
+PROGRAM = """
+from pathlib import Path
+
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, SFTTrainer
+from lightrft_visual.rewards import register_scorer
+
+
+class Env:
+    def step(self, action: object) -> None: ...
+
+
+def crop(box: str) -> str:
+    return box
+
+
+@register_scorer("brevity")
+def brevity(completions: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+rows: list[dict[str, object]] = [{"prompt": "a"}]
+scores: list[float] = brevity(["a"])
+GRPOTrainer("m", brevity, environment=Env, tools=[crop, "tools.py:search"], lr=1e-3, output_dir=Path("x"))
+GRPOTrainer("m", environment_factory=Env, tools=crop, prompt_data=rows, adam_betas=(0.9, 0.95), plugins=["x.py"])
+GRPOTrainer("m", remote_rm_url=["a", "b"], target_modules=("q_proj",), prompt_data_probs=[0.5, 0.5])
+FlowGRPOTrainer("m", pair_data=rows, num_inference_steps=4, save_dir=Path("x"))
+SFTTrainer("m", eval_data=Path("x"), learning_rate=1e-3)
+GRPOTrainer("m", seed="x", environment=3, num_inference_steps=4)  # WRONG
+"""
+
+
+@pytest.mark.slow
+def test_type_checker_takes_what_trainers_take_from_a_program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", tmp_path / "cache"]
+    done = finished([*map(str, command), "program.py"], 600, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)})
+    wrong = 1 + next(line for line, text in enumerate(PROGRAM.splitlines()) if "WRONG" in text)
+    told = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(told) == 3 and all(line.startswith(f"program.py:{wrong}: ") for line in told), done.stdout + done.stderr
+
+
 def test_algorithm_is_a_default_that_a_setting_wins_over():
     assert PPOTrainer().config.algorithm.advantage_estimator == "gae"
     assert RLOOTrainer().config.algorithm.advantage_estimator == "rloo"

@@ -161,7 +161,7 @@ class MetricsAccumulator:
             raise ConfigError(f"{giver} gives {name}, a metric that there is: give it another name")
         try:
             self.add_numbers({name: float(value)})
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(f"{giver}: {name} is no number: {error}") from error
 
     def reduce(self) -> dict[str, float]:

@@ -4,24 +4,25 @@ Names are imported on first use, so that light parts (a sandboxed callable, a ru
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..runtime.usercode.loading import load_reward_fn
+    from .batch import Failed, RewardBatch, RewardOutput
+    from .engine import RewardComputationEngine
+    from .recipe import Recipe, load_recipe, parse_recipe, recipe_from_components
+    from .registry import build_scorer, register_scorer, scorer_names
 
 _EXPORTS = {
-    "RewardComputationEngine": "engine",
-    "RewardBatch": "batch",
-    "RewardOutput": "batch",
-    "Failed": "batch",
-    "Recipe": "recipe",
-    "parse_recipe": "recipe",
-    "load_recipe": "recipe",
-    "recipe_from_components": "recipe",
-    "register_scorer": "registry",
-    "build_scorer": "registry",
-    "scorer_names": "registry",
+    "RewardComputationEngine": "engine", "RewardBatch": "batch", "RewardOutput": "batch", "Failed": "batch",
+    "Recipe": "recipe", "parse_recipe": "recipe", "load_recipe": "recipe", "recipe_from_components": "recipe",
+    "register_scorer": "registry", "build_scorer": "registry", "scorer_names": "registry",
     "load_reward_fn": ".runtime.usercode.loading",
-}
-
-__all__ = [*_EXPORTS]
+}  # fmt: skip
+__all__ = [
+    "Failed", "Recipe", "RewardBatch", "RewardComputationEngine", "RewardOutput", "build_scorer", "load_recipe",
+    "load_reward_fn", "parse_recipe", "recipe_from_components", "register_scorer", "scorer_names",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from ..config import registry
 from ..config.placement import ResourcesConfig
@@ -23,9 +23,10 @@ from .recipe import RecipeEntry, check_name
 from .remote.wire import wires_of
 
 OTHER_NAMES = {"model_name": "model", "model_path": "model"}  # of a scorer's settings in VRL
+Code = TypeVar("Code", bound=Callable[..., Any])
 
 
-def register_scorer(name: str, about: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_scorer(name: str, about: str = "") -> Callable[[Code], Code]:
     """Decorator: make a function or class known to recipes as `name`.
 
     A class is built with the recipe's keyword settings and its instances are called; a function is called itself, its

@@ -163,7 +163,7 @@ def test_a_stop_while_numbers_are_asked_waits_and_the_other_hooks_numbers_are_re
 @pytest.mark.parametrize(
     "numbers, told",
     [({name: 3.0}, f" gives {name}, a metric that there is") for name in ("loss", "reward_mean", "time_step", "twice")]
-    + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2))],
+    + [({"a": none}, ": a is no number") for none in (None, "much", [1.0, 2.0], torch.ones(2), 10**400)],
 )
 def test_number_that_cannot_be_reported_is_refused(of_a_step, numbers, told):
     with pytest.raises(ConfigError, match=f"Reports.metrics{told}"):

@@ -152,6 +152,7 @@ def load_pipeline(path: str, dtype: torch.dtype, parts: dict[str, Any]) -> Diffu
         ConfigError: weights are missing, which transformers would draw at random, and diffusers leave empty.
     """
     index = {name: each for name, each in DiffusionPipeline.load_config(path).items() if isinstance(each, list)}
+    parts = {name: None for name, (library, _) in index.items() if library is None} | parts  # left out when saved
     for name, (library, kind) in index.items():
         kind = getattr(transformers, kind, None) if library == "transformers" and name not in parts else None
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel):

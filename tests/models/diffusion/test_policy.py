@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 import torch
 from diffusers import (
+    DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -179,6 +181,27 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift_by_whatever_name_and_
     assert not torch.equal(sigmas_of(one, 5.0), sigmas_of(one))
     with pytest.raises(ConfigError, match="EulerDiscreteScheduler begins at sigma"):
         sigmas_of(family_with(EulerDiscreteScheduler()))
+    for kind in (FlowMatchHeunDiscreteScheduler, DDIMScheduler):
+        with pytest.raises(ConfigError, match=f"of other models: {kind.__name__} has not one sigma a step"):
+            sigmas_of(family_with(kind()))
+        other = family_with(kind())
+        other.names_sigmas = True
+        with pytest.raises(ConfigError, match=f"of other models: {kind.__name__}: TypeError"):
+            sigmas_of(other)
+
+
+def test_pipeline_saved_without_a_text_encoder_loads_encodes_and_samples_as_diffusers_own(folder, tmp_path):
+    stock = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    stock.save_pretrained(tmp_path)
+    save_text_length(tmp_path, TEXT_LENGTH)
+    context, _, pooled, _ = stock.encode_prompt(
+        PROMPTS[:1], None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
+    )
+    conditions = policy_of(tmp_path).encode_prompts(PROMPTS[:1])
+    torch.testing.assert_close(conditions, {"context": context, "pooled": pooled})
+    pipeline = Checkpoint.of(tmp_path).pipeline()
+    assert pipeline.text_encoder_3 is None and pipeline.tokenizer_3 is None
+    assert pipeline("a", num_inference_steps=1, height=32, width=32, guidance_scale=1.0).images[0].size == (32, 32)
 
 
 @pytest.mark.parametrize("rank", (0, 4))

@@ -277,12 +277,16 @@ class DiffusionFamily(ABC):
         elif flow_shift is not None:
             scheduler = self.shifted(scheduler, flow_shift)
         steps = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.names_sigmas else {}
-        scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
         name = type(scheduler).__name__
+        other = f"the pipeline's scheduler is of other models: {name}"
+        with refused_as(ConfigError, other):
+            scheduler.set_timesteps(None if steps else num_steps, **steps, **shifted)
+        if not hasattr(scheduler, "sigmas") or len(scheduler.timesteps) != num_steps:
+            raise ConfigError(f"{other} has not one sigma a step")
         if not torch.isfinite(scheduler.sigmas).all():
             raise ConfigError(f"{name} has no schedule of {num_steps} step(s): raise num_steps or eval_num_steps")
         if (first := float(scheduler.sigmas[0])) > 1.001:
-            raise ConfigError(f"the pipeline's scheduler is of other models: {name} begins at sigma {first:.3g} > 1")
+            raise ConfigError(f"{other} begins at sigma {first:.3g} > 1")
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
     def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
