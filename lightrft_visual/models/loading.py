@@ -42,13 +42,14 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 @dataclass
 class Checkpoint:
     """A checkpoint's small parts: everything but the weights. processor is None for text-only models. tools: schemas
-    that the run's prompts show the model."""
+    that the run's prompts show the model. environment: a reusable one that was asked for them."""
 
     path: str
     config: Any
     tokenizer: PreTrainedTokenizerBase
     processor: Any
     tools: Sequence[dict[str, Any]] = ()
+    environment: Any = None
 
     @property
     def family(self) -> VLMFamily:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import ProcessorMixin
 
 from ..data.media import Video
-from ..errors import ConfigError, DataError, writable
+from ..errors import ConfigError, DataError, reason_of, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
 from ..runtime.seeding import derive_seed
@@ -44,7 +43,7 @@ class ObservationRenderer:
 
     data: makes tokens and reads media. end_tokens: texts of the tokens that end an answer. most_tokens: of an
     observation's text; what is longer is cut in the middle. most_media: images and videos of an episode, by kind.
-    roles: that observations begin with, checked here; others are at their first message. tools: their schemas. Raises
+    roles: that observations have, each checked here; others are at their first message. tools: their schemas. Raises
     ConfigError where the template leaves an observation out, or changes what stands before it, so that earlier turns
     would not be those that were sampled.
     """
@@ -64,16 +63,15 @@ class ObservationRenderer:
         self._reserved = data.family.reserved(self.model_input)
         if self.model_input.chat_template is None:
             raise ConfigError("an environment needs the model's chat template, and this model has none")
-        self._shown: set[str] = set()  # roles that were checked
+        self._shown: set[tuple[str, ...]] = set()  # roles of messages that were checked
         for role in roles:
-            self._check_role(role)
+            self._check_roles(role)
 
     def added(self, observation: Observation, what: str) -> Added:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
         try:
-            if messages:
-                self._check_role(messages[0]["role"])
+            self._check_roles(*(message["role"] for message in messages))
             text = self._behind(self._shortened(messages))
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
@@ -169,16 +167,17 @@ class ObservationRenderer:
             for message in messages
         ]
 
-    def _check_role(self, role: str) -> None:
-        if role in self._shown:
+    def _check_roles(self, *roles: str) -> None:
+        if roles in self._shown:
             return
+        messages: list[Message] = [{"role": role, "content": [{"type": "text", "text": _SEEN}]} for role in roles]
         for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
-            if _SEEN not in self._behind([{"role": role, "content": [{"type": "text", "text": _SEEN}]}], answer):
+            if self._behind(messages, answer).count(_SEEN) < len(roles):
                 raise ConfigError(
-                    f"the chat template leaves out a message of role {role!r} that follows an answer: the model would "
-                    "not see what the environment replied. Use a template that writes it, or another role"
+                    f"the chat template leaves out messages that follow an answer (of role {', '.join(roles)}): the "
+                    "model would not see what the environment replied. Use a template that writes them, or other roles"
                 )
-        self._shown.add(role)
+        self._shown.add(roles)
 
     def _behind(self, messages: list[Message], answer: str = _MARK) -> str:
         """The text from behind the end of an answer to where the next one begins."""
@@ -204,8 +203,8 @@ class ObservationRenderer:
             return self.model_input.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **arguments
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the chat template refuses messages of an environment: {error}") from error
+        except Exception as error:  # a template is a program
+            raise ConfigError(f"the chat template refuses messages of an environment: {reason_of(error)}") from error
 
 
 def _kept(media: list, given: Sequence[Any]) -> list:

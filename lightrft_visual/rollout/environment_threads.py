@@ -30,15 +30,16 @@ class ThreadHost(EnvironmentHost):
     ended, so its episode fails and the thread goes on until the environment returns. A reusable environment whose
     episode ended well begins the next one.
 
-    make: the environment of an episode. seconds: of one reset or step.
+    make: the environment of an episode. seconds: of one reset or step. first: a reusable one that is there already.
     """
 
-    def __init__(self, make: EnvironmentFactory, seconds: float) -> None:
+    def __init__(self, make: EnvironmentFactory, seconds: float, first: Any = None) -> None:
         self.make, self.seconds = make, seconds
         self._open: set[int] = set()  # episodes that are not ended
         self._environments: dict[int, HeldEnvironment] = {}
         self._asked: dict[int, Future] = {}  # the latest call of each episode
-        self._idle: list[HeldEnvironment] = []
+        # On the loop of all users' coroutines, which is that of its making.
+        self._idle = [] if first is None else [HeldEnvironment(lambda: first)]
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._loops = [Loop() for _ in range(LOOPS)]
         self._folder = os.getcwd()  # of the run, where it finds and leaves its files

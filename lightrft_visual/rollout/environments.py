@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -34,7 +34,6 @@ from ..data.media import Video
 from ..data.rows import MEDIA
 from ..data.rows import ROLES as ROW_ROLES
 from ..errors import ConfigError, LightRFTVisualError
-from ..given import is_given
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
 from ..runtime.usercode.loading import callable_name, load_reward_fn
 
@@ -73,7 +72,7 @@ class Environment:
     reusable: in a thread, it begins another episode when one has ended well, and is closed with the run.
     """
 
-    reusable: ClassVar[bool] = False
+    reusable: bool = False
 
     def reset(self, row: dict[str, Any]) -> Any:
         """Begin an episode.
@@ -333,19 +332,13 @@ class EnvironmentHost(Protocol):
         """End all episodes."""
 
 
-_shown: dict[str, tuple[Any, Environment]] = {}  # the reusable one that was asked for its tools, and what made it
-
-
 def is_reusable(environment: Any) -> bool:
     """Whether it may begin another episode."""
     return isinstance(environment, Environment) and environment.reusable
 
 
-def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> EnvironmentFactory:
-    """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError.
-
-    for_episodes: a reusable one that was made before without this, for its tools, is the first.
-    """
+def environment_factory(config: EpisodeConfig) -> EnvironmentFactory:
+    """What makes the environment of an episode, by `environment` and `tools`. Raises ConfigError."""
     tools = [_loaded(spec, "tools") for spec in (config.tools or "").split(",") if spec.strip()]
     name = config.environment or "tools"
     made = registry.environments.load(name) if name in registry.environments else _loaded(name, "environment")
@@ -354,40 +347,37 @@ def environment_factory(config: EpisodeConfig, for_episodes: bool = False) -> En
         raise ConfigError(
             f"environment {name}: a {type(made).__name__} makes no environments; name a class or a function"
         )
-    arguments = _arguments(name, made, tools)
-    besides = [] if arguments else tools
+    arguments, besides = _arguments(name, made, tools)
     others = registry.service("other_environments")
 
     def make() -> Environment:
-        maker, environment = _shown.pop(name, (None, None)) if for_episodes else (None, None)
-        if environment is not None and maker is made:
-            return environment
         try:
             environment = awaited_value(made(**arguments))
         except Exception as error:
             raise ConfigError(f"environment {name} cannot be made: it {describe_error(error)}") from error
-        if besides and (others is None or isinstance(environment, Environment)):
+        more = [] if arguments and isinstance(environment, Environment) else besides  # options of any name
+        if more and (others is None or isinstance(environment, Environment)):
             raise ConfigError(f"environment {name} takes no tools: leave them out, or make it with an argument `tools`")
-        environment = environment if others is None else others.adapted(environment, besides)
+        environment = environment if others is None else others.adapted(environment, more)
         if not callable(getattr(environment, "step", None)):
             raise ConfigError(f"environment {name}: a {type(environment).__name__} has no step")
-        if is_given(name) and not for_episodes and is_reusable(environment):
-            _shown.clear()
-            _shown[name] = made, environment
         return environment
 
     return make
 
 
-def _arguments(name: str, made: Callable[..., Any], tools: list[Any]) -> dict[str, Any]:
-    """What environments are made with: the tools, where a parameter has this name. Raises ConfigError."""
+def _arguments(name: str, made: Callable[..., Any], tools: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """What environments are made with, and the tools that they may not have taken so: all where no parameter has the
+    name `tools`. Raises ConfigError."""
     try:
         signature = inspect.signature(made)
-        arguments = {"tools": tools} if tools and "tools" in signature.parameters else {}
+        kinds = {each.kind for each in signature.parameters.values()}
+        named = "tools" in signature.parameters
+        arguments = {"tools": tools} if tools and (named or inspect.Parameter.VAR_KEYWORD in kinds) else {}
         signature.bind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment {name} ({callable_name(made)}) cannot be made: {error}") from error
-    return arguments
+    return arguments, [] if named else tools
 
 
 def _loaded(spec: str, what: str) -> Any:

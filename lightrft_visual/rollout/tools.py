@@ -40,6 +40,7 @@ OBJECT = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:', re.DOTALL)  # how a JSON obje
 PYTHON_TAG = "<|python_tag|>"
 TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
 SHOWN = 80  # characters of a malformed call in its error
+SHOWN_ERROR = 200  # of a failed call's in logs and records
 MOST_CALLS = 64  # of one response; the rest of a text without end is not read
 READ_AGAIN = 16  # lengths of a text that are read for objects that do not end
 PIECE = 4096  # characters that the decoder counts lines in where it fails
@@ -340,7 +341,7 @@ class ToolEnvironment(Environment):
         messages = [{"role": "tool", "name": call.name, "content": content} for call, content, _ in answers]
         called = Counter(call.name for call, _, _ in answers if call.name in self._tools)
         errors = [str(content) for _, content, bad in answers if bad]
-        told = {"tool_error": errors[0].partition("\n")[0]} if errors else {}
+        told = {"tool_error": errors[0].partition("\n")[0][:SHOWN_ERROR]} if errors else {}
         return messages, None, False, {"tool_calls": dict(called), "tool_errors": len(errors), **told}
 
     def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:

@@ -17,6 +17,7 @@ from lightrft_visual.given import give
 from lightrft_visual.rollout.environment_threads import LOOPS, ThreadHost
 from lightrft_visual.rollout.environments import (
     Action,
+    Environment,
     EnvironmentFailure,
     Observation,
     StepResult,
@@ -115,6 +116,19 @@ def test_an_environment_by_path_is_made_anew_for_each_episode(tmp_path):
         environment_factory(EpisodeConfig(environment=f"{path}:Mine", tools=f"{path}:Mine"))()
     with pytest.raises(ConfigError, match="cannot be made: missing a required argument: 'tools'"):
         environment_factory(EpisodeConfig(environment="tools"))
+
+
+class Options(Environment):
+    def __init__(self, **options):
+        self.tools = options.get("tools", [])
+
+    def step(self, action):
+        return None, 0.0, True, {}
+
+
+def test_an_environment_whose_options_have_any_name_is_given_the_tools():
+    tools = give("listed", len)
+    assert environment_factory(EpisodeConfig(environment=give("options", Options), tools=tools))().tools == [len]
 
 
 class Unmade:

@@ -29,7 +29,7 @@ from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import InParts, parts_of
 from lightrft_visual.rewards.batch import batch_from_rollouts
 from lightrft_visual.rollout.conversation import ObservationRenderer
-from lightrft_visual.rollout.environments import Environment, ToolCall
+from lightrft_visual.rollout.environments import Environment, EnvironmentFailure, Observation, ToolCall
 from lightrft_visual.rollout.episodes import EpisodeLimits
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.vl.evaluation import gold_scores
@@ -368,6 +368,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(rig):
         ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"])
 
 
+def test_a_template_is_tried_with_the_roles_that_come_together_and_whatever_it_raises_is_told(rig):
+    own = copy.copy(rig.checkpoint.tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% set text = m['content'] if m['content'] is string else "
+        "m['content'][0]['text'] %}{{ text.split('</think>')[-1] if messages[-1]['role'] == 'user' else text }}"
+        "<|im_end|>\n{{ 1 // 0 if m['role'] == 'system' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"], roles=("tool",))
+    tool, user, system = ({"role": role, "content": "four"} for role in ("tool", "user", "system"))
+    assert "four" in own.decode(renderer.added(Observation.of(tool), "it").token_ids)
+    for messages, told in (([tool, user], "writes an earlier answer otherwise"), ([system], "division")):
+        with pytest.raises(EnvironmentFailure, match=told):
+            renderer.added(Observation.of(messages), "it")
+
+
 def test_a_template_that_leaves_a_tools_answer_out_is_refused_at_the_start_or_where_it_comes_masks_the_sample(rig):
     """Gemma 4's writes it behind a message with `tool_calls` alone, and raises nothing."""
     own = copy.copy(rig.checkpoint.processor)
@@ -375,7 +391,7 @@ def test_a_template_that_leaves_a_tools_answer_out_is_refused_at_the_start_or_wh
         "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
     )
     data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    with pytest.raises(ConfigError, match="leaves out a message of role 'tool' that follows an answer"):
+    with pytest.raises(ConfigError, match="leaves out messages that follow an answer .of role tool."):
         ObservationRenderer(data, ["<|im_end|>"], roles=("user", "tool"))
 
     class Tells(Environment):

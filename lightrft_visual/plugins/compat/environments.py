@@ -88,20 +88,18 @@ class TRLEnvironment(ToolEnvironment):
     each turn gets what it has changed.
 
     TRL asks once an episode is over, and hands the objects to the reward functions (`environments`). Here they are not
-    told that a limit ends an episode, so the reward is read after each turn. As there, an object begins one episode
-    after the other.
+    told that a limit ends an episode, so the reward is read after each turn. As there, an object with a `reset` begins
+    one episode after the other.
     """
-
-    reusable = True
 
     def __init__(self, environment: Any, tools: list[Any]) -> None:
         super().__init__(tools)
         self.environment = environment
+        self.reusable = hasattr(environment, "reset")
         self._reward = 0.0
 
     def reset(self, row: dict[str, Any]) -> Any:
         """What the user's `reset` says is put behind the prompt."""
-        self.row = row
         found = None
         if hasattr(self.environment, "reset"):
             found = awaited_value(self.environment.reset(**_accepted(self.environment.reset, _columns(row))))

@@ -53,7 +53,7 @@ class EpisodesHook(StepHook):
             why = told or "see another rank"
             raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")
         if self._awaits_reward and over and not rewarded:
-            log.warning(NO_REWARD)
+            log.warning(NO_REWARD) if collectives.is_rank_0() else None
         self._awaits_reward = self._awaits_reward and not over
         return rollouts
 

@@ -14,7 +14,7 @@ from ...rollout.conversation import ObservationRenderer
 from ...rollout.engine import RolloutStage
 from ...rollout.environment_pool import ProcessHost, runs_apart
 from ...rollout.environment_threads import ThreadHost
-from ...rollout.environments import EnvironmentHost, environment_factory
+from ...rollout.environments import EnvironmentHost, environment_factory, is_reusable
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.tools import ToolEnvironment, parse_tool_calls, tool_call_format
@@ -34,7 +34,8 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
             "environments answer responses in text, and this model draws: leave environment and tools out"
         )
     environment = environment_factory(config.episodes)()
-    checkpoint = replace(checkpoint, tools=schemas_of(environment))
+    again = environment if is_reusable(environment) else None
+    checkpoint = replace(checkpoint, tools=schemas_of(environment), environment=again)
     roles = [] if isinstance(environment, ToolEnvironment) else ["user"]
     roles += ["tool"] if checkpoint.tools else []
     _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1), roles)
@@ -124,7 +125,7 @@ def own_episodes(config: RunConfig, checkpoint: Checkpoint) -> Any:
     if runs_apart(episodes):
         host = ProcessHost(episodes)
     else:  # an object of this program, which another process cannot load
-        host = ThreadHost(environment_factory(episodes, for_episodes=True), episodes.env_timeout)
+        host = ThreadHost(environment_factory(episodes), episodes.env_timeout, checkpoint.environment)
     limits = EpisodeLimits(
         episodes.max_turns,
         config.response_max_len,

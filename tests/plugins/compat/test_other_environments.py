@@ -388,8 +388,9 @@ class Drives:
 
 def test_trl_objects_from_python_begin_episode_after_episode_but_those_that_failed_and_are_closed_with_the_run():
     config = EpisodeConfig(environment=give("drives", Drives))
-    assert [each["function"]["name"] for each in environment_factory(config)().schemas()] == ["turn"]
-    host = ThreadHost(environment_factory(config, for_episodes=True), 20.0)
+    shown = environment_factory(config)()
+    assert [each["function"]["name"] for each in shown.schemas()] == ["turn"]
+    host = ThreadHost(environment_factory(config), 20.0, shown)
     for first in (0, 2, 4):
         for episode in (first, first + 1):
             assert host.reset(episode, ROW).result(20) is None
@@ -409,6 +410,27 @@ def test_trl_objects_from_python_begin_episode_after_episode_but_those_that_fail
     host.end(7)
     host.close()
     assert Drives.closed == 2
+
+
+class Counter:
+    """Of no `reset`: what it has at its beginning is of its making."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def press(self) -> str:
+        """Press."""
+        self.reward += 1.0
+        return "pressed"
+
+
+def test_trl_objects_without_reset_are_made_for_each_episode():
+    host = ThreadHost(environment_factory(EpisodeConfig(environment=give("counter", Counter))), 20.0)
+    for episode in range(2):
+        host.reset(episode, ROW).result(20)
+        assert host.step(episode, called("press")).result(20).reward == 1.0
+        host.end(episode)
+    host.close()
 
 
 def double(number: int) -> int:
