@@ -1,5 +1,6 @@
 """Ranks of one run on this host, started and waited for by one process."""
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from .runtime.host_memory import free_port
 from .runtime.presence import STARTED_BY
 
 LOOK_SECONDS = 0.1
+GRACE = 60.0  # seconds in which ranks that have met end by themselves once one has failed
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,15 +51,22 @@ def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
 
 def _codes(processes: Sequence[subprocess.Popen]) -> list[int]:
     """Exit codes of all. Once one has failed the others end by themselves, but those that are stopped: they are killed,
-    and what counts is the code of the first."""
-    killed: list[subprocess.Popen] = []
+    and what counts is the code of the first. Those that still wait to meet it are asked to end after a while; where a
+    run saves, that changes nothing."""
+    ended: list[subprocess.Popen] = []  # from here
+    failed_at, asked = math.inf, False
     while None in (codes := [process.poll() for process in processes]):
+        failed_at = min(failed_at, time.monotonic()) if any(codes) else failed_at
+        if not asked and time.monotonic() - failed_at > GRACE:
+            asked = True
+            ended += [process for process in processes if process.poll() is None]
+            _send(ended, signal.SIGTERM)
         for process in processes if any(codes) else ():
             if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 process.kill()
-                killed.append(process)
+                ended.append(process)
         time.sleep(LOOK_SECONDS)
-    return [0 if process in killed else process.wait() for process in processes]
+    return [0 if process in ended else process.wait() for process in processes]
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:

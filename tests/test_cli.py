@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import finished
 
-from lightrft_visual import cli, inference
+from lightrft_visual import cli, inference, local_ranks
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import doctor
@@ -194,6 +194,12 @@ def test_launch_ends_when_a_rank_has_failed_though_another_one_is_stopped(tmp_pa
     line = [sys.executable, "-m", "lightrft_visual", "launch", "--ranks", "2", str(tmp_path / "rank.py")]
     ended = subprocess.run(line, env=ENVIRONMENT, timeout=300)
     assert ended.returncode == 3
+
+
+def test_launch_asks_ranks_to_end_that_go_on_waiting_for_one_that_has_failed(tmp_path, monkeypatch):
+    (tmp_path / "rank.py").write_text("import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(250)")
+    monkeypatch.setattr(local_ranks, "GRACE", 1.0)
+    assert local_ranks.start_ranks([str(tmp_path / "rank.py")], 2) == 1
 
 
 def test_launch_forwards_a_signal_and_waits_for_every_rank(tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -19,7 +20,7 @@ import torch.nn as nn
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
-from ..errors import ConfigError
+from ..errors import ConfigError, LightRFTVisualError, reason_of
 from . import collectives, presence, vendor_patches, watchdog
 from .host_memory import keep_freed_memory
 from .precision import FP32Kept
@@ -110,7 +111,8 @@ class OptimizerSettings:
 def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
     """Make the process group that the environment describes, for torch and DeepSpeed. One rank binds no port.
 
-    timeout: of its collectives. Raises ConfigError where another program has the port of several ranks.
+    timeout: of its collectives. Raises ConfigError where another program has the port of several ranks, and
+    LightRFTVisualError where not all of them come in that time.
     """
     on_host = accelerator.device_name() == "cpu"
     backend = "gloo" if on_host else accelerator.communication_backend_name()
@@ -121,15 +123,30 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
             deepspeed.comm.destroy_process_group()
             begin(store=dist.HashStore())
     try:
-        with vendor_patches.without_shared_memory() if on_host else nullcontext():
+        with vendor_patches.without_shared_memory() if on_host else nullcontext(), _endable():
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
-            raise
+            raise LightRFTVisualError(
+                f"not all {presence.ranks_started()} ranks came to {os.environ['MASTER_ADDR']} within "
+                f"{timeout.total_seconds():.0f} s (collective_timeout): look at what the others said last; torch says: "
+                f"{reason_of(error)}"
+            ) from error
         raise ConfigError(
             f"port {os.environ['MASTER_PORT']} of this host, at which the ranks meet, is taken by another run or "
             "program; choose a free one for this run: deepspeed --master_port PORT"
         ) from error
+
+
+@contextmanager
+def _endable() -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C end a process that waits for other ranks: torch waits in C++, where no handler of
+    Python's is called, and there is nothing to save."""
+    if presence.ranks_started() == 1:
+        yield
+        return
+    with presence.handled(signal.SIGTERM, signal.SIG_DFL), presence.handled(signal.SIGINT, signal.SIG_DFL):
+        yield
 
 
 class DeepspeedStrategy:

@@ -95,7 +95,7 @@ def _hang_up(*_: object) -> None:
 
 
 @contextmanager
-def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handled(number: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
     """Inside, a signal calls `handler`; the one that was set before comes back, also after an error.
 
     Only the main thread may set handlers: in another one nothing is changed.

@@ -1,7 +1,10 @@
-"""At which port ranks meet: one rank needs none, several are told which one is taken."""
+"""At which port ranks meet: one rank needs none, several are told which one is taken, and when not all come."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,9 @@ from forked import run_work, together
 from waiting import polls
 
 from lightrft_visual.config.vl import DistributedConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, LightRFTVisualError
 from lightrft_visual.runtime.deepspeed import ALONE, DeepspeedStrategy
+from lightrft_visual.runtime.host_memory import free_port
 
 
 @pytest.fixture
@@ -22,12 +26,12 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def join(folder: str, runs: int) -> str:
+def join(folder: str, runs: int, seconds: int = 60) -> str:
     """What the first rank finds, or is told; it stays until as many runs have joined."""
     try:
-        DeepspeedStrategy(DistributedConfig(collective_timeout=60)).setup_distributed()
-    except ConfigError as error:
-        return str(error)
+        DeepspeedStrategy(DistributedConfig(collective_timeout=seconds)).setup_distributed()
+    except LightRFTVisualError as error:
+        return f"{'' if isinstance(error, ConfigError) else 'late: '}{error}"
     found = torch.ones(1)
     dist.all_reduce(found)
     dist.new_group([0])
@@ -60,3 +64,25 @@ def test_one_rank_whose_launcher_says_no_more_starts_alone(told, tmp_path):
 def test_several_ranks_at_a_taken_port_are_told_which_and_what_to_do(taken, tmp_path):
     (told,) = first_ranks(taken, 2, 1, tmp_path)
     assert told.startswith(f"port {taken} of this host") and "deepspeed --master_port PORT" in told
+
+
+def test_a_rank_whose_others_do_not_come_says_so_and_sigterm_ends_it_while_it_waits(tmp_path):
+    known = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    result = str(tmp_path / "result")
+    environment = os.environ | known | {"MASTER_PORT": str(free_port())}
+    together(run_work, [(join, (str(tmp_path), 1, 2), result, environment)], 260)
+    assert torch.load(result).startswith("late: not all 2 ranks came to 127.0.0.1 within 2 s (collective_timeout)")
+    code = (
+        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('never'))\n"
+        "from lightrft_visual.config.vl import DistributedConfig\n"
+        "from lightrft_visual.runtime.deepspeed import DeepspeedStrategy, deepspeed\n"
+        "own = deepspeed.init_distributed\n"
+        "def told(**settings):\n    print('waits', flush=True)\n    own(**settings)\n"
+        "deepspeed.init_distributed = told\n"
+        "DeepspeedStrategy(DistributedConfig(collective_timeout=250)).setup_distributed()\n"
+    )
+    environment["MASTER_PORT"] = str(free_port())
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as waiting:
+        assert any(line.startswith("waits") for line in waiting.stdout)
+        waiting.terminate()
+        assert waiting.wait(200) == -signal.SIGTERM
