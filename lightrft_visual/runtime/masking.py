@@ -23,12 +23,13 @@ SECRET_VALUES = (
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
 SECRET_HEADER = re.compile(
-    r"(?i)(\bauthorization: *(?:basic|token) +|\b(?:api-key|x-(?:[\w\-]*-)?(?:key|token|secret)): *)[^\s,;\"'()]+"
+    r"(?i)(\bauthorization: *(?:basic|token) +|\bapi-key: *"
+    r"|(?<![\w\-])(?=(?:[\w\-]*-)?x-)[\w\-]*-(?:key|token|secret): *)[^\s,;\"'()]+"
 )
 # `hf_token: value` and `export API_KEY=value` in YAML, JSON or shell text; an empty or null value is no secret.
 NAMED_SECRET = re.compile(
-    rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
-    r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
+    rf"(?im)^([^\S\n]*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*+)"
+    r"(?!(?:null|none|~|''|\"\")?[^\S\n]*+,?[^\S\n]*$)\S.*$"
 )
 # The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; no
 # constant is a secret.
@@ -36,17 +37,17 @@ NAMED_SECRET = re.compile(
 
 def _key(words: str) -> str:
     name = rf"(?:[\w.\-]*[_\-.])?(?:{words})"
-    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*"
+    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*+"
 
 
 _ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
     rf"(?i)({_key(f'{WORDS}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_key('token')}(?!\[?[\d., ]+\]?{_ENDS})|{_key(f'{NUMBERS}|authorization')})"
-    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
+    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|authorization')})"
+    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]?|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
     r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
-URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
+URL = re.compile(r"\b[a-z][a-z0-9+.\-]{0,30}://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
 # Parameters of a URL whose values are shown, and values: short ones, numbers and, unless the parameter's name speaks of
 # a secret, plain words. Of all others nobody knows what they hold.
