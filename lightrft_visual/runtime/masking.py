@@ -62,7 +62,12 @@ PLAIN_PARAMETERS = frozenset(
 )
 KEY = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)"
 KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
-HELD_KEYS = (re.compile(rf"{KEY}[\w\-]*[A-Za-z0-9]{{16,}}"), *SECRET_VALUES[1:3])  # also `sk-proj-...`
+HELD_KEYS = (  # also `sk-proj-...`, and no `hf_internaltestingmodel16`
+    re.compile(rf"{KEY}(?:(?<!hf_)[\w\-]*[A-Za-z0-9]{{16,}}|[A-Za-z0-9]{{30,}})"),
+    *SECRET_VALUES[1:3],
+    re.compile(r"(?i)^(?:bearer|basic) (?=\S*\d)\S{12,}$"),
+)
+LONG_VALUE = 12  # characters; a shorter one, as `postgres`, may be part of a path by chance
 CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them
 
 
@@ -134,9 +139,10 @@ def names_secret(name: str, value: Any) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a well-known key, the value of a secret variable or nothing but `Bearer` and a token is in the text."""
-    known = any(value in text for value in secret_values()) or any(form.search(text) for form in HELD_KEYS)
-    return known or re.fullmatch(r"(?i)(bearer|basic) \S+", text) is not None
+    """Whether a well-known key or the long value of a secret variable is in the text, or it is nothing but a short
+    one, or `Bearer` and a token."""
+    known = any(value == text or len(value) >= LONG_VALUE and value in text for value in secret_values())
+    return known or any(form.search(text) for form in HELD_KEYS)
 
 
 def masked_names(value: Any, name: str = "") -> Iterator[str]:
