@@ -216,7 +216,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print in the first rank alone, as the launcher numbers them; a script that runs alone is that rank."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdecimal() or os.environ.get("WORLD_SIZE", "1") == "1":
-        print(text, file=Escaped(file or sys.stdout))
+        Escaped(file or sys.stdout).write(f"{text}\n")
 
 
 def merge(
