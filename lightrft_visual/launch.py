@@ -166,7 +166,7 @@ def _run(config: AnyConfig, build: Callable[[], PolicyTrainer]) -> None:
             quiet_libraries()  # whose handler the lines of ours reach the screen by
             foreign_lines_aside(Path(config.output.output_dir))
             for line in in_lines(config) if os.environ.get("RANK", "0") == "0" else ():
-                print(line, file=screen(), flush=True)
+                screen().write(f"{line}\n")
             trainer = _build(build)
             _train(trainer)
     except BaseException as error:  # also sys.exit and the like: the steps of the run were not done

@@ -216,7 +216,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print in the first rank alone, as the launcher numbers them; a script that runs alone is that rank."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not rank.isdecimal() or os.environ.get("WORLD_SIZE", "1") == "1":
-        print(text, file=Escaped(file or sys.stdout))
+        Escaped(file or sys.stdout).write(f"{text}\n")
 
 
 def merge(
@@ -450,22 +450,20 @@ def _without_secrets(recipe: str) -> str:
         return mask_text(recipe)
     found = list(_secrets(root))
     for node, mask in found:
-        node.value, node.style = mask, '"'
+        node.tag, node.value, node.style = TEXT, mask, '"'
     return yaml.serialize(root, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True) if found else recipe
 
 
-def _secrets(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, str]]:
-    """The texts and numbers that are secret, with what takes their place."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _secrets(item)
-    for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
-        for each in item.value if isinstance(item, yaml.SequenceNode) else [item]:
-            value = 0 if each.tag in NUMBERS else each.value
-            mask = _mask_of(str(key.value), value, True) if each.tag in (TEXT, *NUMBERS) else None
-            if mask:
-                yield each, mask
-        yield from _secrets(item)
+def _secrets(node: yaml.Node | None, name: str = "", depth: int = 0) -> Iterator[tuple[yaml.ScalarNode, str]]:
+    """The texts and numbers that are secret, with what takes their place. Labels, lists, entries and their parts come
+    first, and settings of a reward below them; a label is no name of a setting."""
+    if isinstance(node, yaml.ScalarNode) and node.tag in (TEXT, *NUMBERS):
+        mask = _mask_of(name, 0 if node.tag in NUMBERS else node.value, depth > 3)
+        if mask:
+            yield node, mask
+    for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+        key, item = part if isinstance(part, tuple) else (None, part)
+        yield from _secrets(item, str(key.value) if key and depth else name, depth + 1)
 
 
 def write_resolved(config: Any, path: str | os.PathLike[str]) -> Path:

@@ -269,18 +269,22 @@ class CsvSink(Sink):
             self._rewrite_with_used_columns(self.records())
 
     def records(self) -> list[dict[str, str]]:
-        """The complete rows on disk, as text; a torn last row, rows without a step number and what follows one that
-        cannot be read are left out."""
+        """The complete rows on disk, as text; a torn last row, rows without a step number and those that cannot be
+        read are left out."""
         if not self.path.exists():
             return []
         lines: list[list[str]] = []
         with open(self.path, newline="", encoding="utf-8", errors="replace") as file:
-            try:
-                lines.extend(csv.reader(file))
-            except csv.Error as error:
-                logger.warning(
-                    "%s cannot be read after row %d, whose rest is left out: %s", self.path, len(lines), error
-                )
+            reader, error = csv.reader(file), None
+            while True:
+                try:
+                    lines.append(next(reader))
+                except StopIteration:
+                    break
+                except csv.Error as each:
+                    error = error or each
+        if error is not None:
+            logger.warning("%s has rows that cannot be read and are left out: %s", self.path, error)
         header, *records = lines or [[]]
         whole = [dict(zip(header, record)) for record in records if len(record) == len(header)]
         return [record for record in whole if parse_step(record.get("step")) is not None]

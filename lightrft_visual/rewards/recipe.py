@@ -154,7 +154,7 @@ def _checked_entry(fields: dict[str, Any], where: str) -> RecipeEntry:
     settings = fields.get("kwargs") or {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"reward recipe, {where}: settings are a mapping of name to value")
-    for name in masked_names(settings):
+    for name in masked_names(fields | {"key": key}):
         raise ConfigError(
             f"reward recipe, {where}: {name} is {MASK}, as the file of a run has it; give the value, or let the "
             "function read an environment variable"

@@ -15,7 +15,7 @@ import socket
 import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -31,17 +31,19 @@ class Escaped:
     """The output, a stream for text; characters that its encoding lacks are escaped, and no error. Raises OutputClosed
     where it cannot be written."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = open(os.devnull, "w", encoding="utf-8") if stream is None else stream
 
     def write(self, text: str) -> int:
         """As the stream does, and no part of it waits: what cannot be written is known here."""
-        encoding = self.stream.encoding or "utf-8"
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        with suppress(LookupError):  # an encoding that Python does not know
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
-            written = self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            written = self.stream.write(text)
             self.stream.flush()
-        except OSError as error:
-            told = f"the output of this program (stdout) cannot be written: {error.strerror}"
+        except (OSError, ValueError) as error:
+            told = f"the output of this program cannot be written: {getattr(error, 'strerror', None) or error}"
             raise OutputClosed(told) from None
         return written
 

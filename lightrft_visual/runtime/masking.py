@@ -23,12 +23,13 @@ SECRET_VALUES = (
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
 SECRET_HEADER = re.compile(
-    r"(?i)(\bauthorization: *(?:basic|token) +|\b(?:api-key|x-(?:[\w\-]*-)?(?:key|token|secret)): *)[^\s,;\"'()]+"
+    r"(?i)(\bauthorization: *(?:basic|token) +|\bapi-key: *"
+    r"|(?<![\w\-])(?=(?:[\w\-]*-)?x-)[\w\-]*-(?:key|token|secret): *)[^\s,;\"'()]+"
 )
 # `hf_token: value` and `export API_KEY=value` in YAML, JSON or shell text; an empty or null value is no secret.
 NAMED_SECRET = re.compile(
-    rf"(?im)^(\s*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*)"
-    r"(?!(?:null|none|~|''|\"\")?\s*,?\s*$)\S.*$"
+    rf"(?im)^([^\S\n]*(?:export\s+)?[\"']?(?:[\w.\-]*[_\-.])?(?:{WORDS})[\"']?\s*[:=]\s*+)"
+    r"(?!(?:null|none|~|''|\"\")?[^\S\n]*+,?[^\S\n]*$)\S.*$"
 )
 # The same inside a line: `{"api_key": "value", ...}`, `{api_key: value, ...}`, `HF_TOKEN=value python run.py`; no
 # constant is a secret.
@@ -36,17 +37,17 @@ NAMED_SECRET = re.compile(
 
 def _key(words: str) -> str:
     name = rf"(?:[\w.\-]*[_\-.])?(?:{words})"
-    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*"
+    return rf"(?:[\"']{name}[\"']|(?<=[{{,])\s*{name})\s*:\s*+"
 
 
 _ENDS = r"\s*(?:[,}\]\n]|$)"
 INLINE_SECRET = re.compile(
     rf"(?i)({_key(f'{WORDS}|authorization')}[\"'])(?:[^\"'\\]|\\.)+"
-    rf"|({_key('token')}(?!\[?[\d., ]+\]?{_ENDS})|{_key(f'{NUMBERS}|authorization')})"
-    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
+    rf"|({_key('token')}(?!(?:\[[\d., ]++\]?|[\d.]++){_ENDS})|{_key(f'{NUMBERS}|authorization')})"
+    rf"(?!(?:null|none|true|false|~){_ENDS})(?:\[[^\]\n]+\]?|[^\s\"'{{\[,}}\]][^,}}\]\n]*)"
     r"|(\b(?:[A-Z][A-Z0-9_]*_)?(?-i:(?:API|ACCESS|PRIVATE|SECRET)_?KEY|TOKEN|SECRET|PASSWORD|PASSWD)=)[^\s;&|]+"
 )
-URL = re.compile(r"\b[a-z][a-z0-9+.\-]*://[^\s,\"']+", re.IGNORECASE)
+URL = re.compile(r"\b[a-z][a-z0-9+.\-]{0,30}://[^\s,\"']+", re.IGNORECASE)
 PARAMETER = re.compile(r"([?&;#])([^?=&;#,\s]+)=([^&;#,\s]+)")
 # Parameters of a URL whose values are shown, and values: short ones, numbers and, unless the parameter's name speaks of
 # a secret, plain words. Of all others nobody knows what they hold.
@@ -61,7 +62,12 @@ PLAIN_PARAMETERS = frozenset(
 )
 KEY = r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[bp]-)"
 KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
-HELD_KEYS = (re.compile(rf"{KEY}[\w\-]*[A-Za-z0-9]{{16,}}"), *SECRET_VALUES[1:3])  # also `sk-proj-...`
+HELD_KEYS = (  # also `sk-proj-...`, and no `hf_internaltestingmodel16`
+    re.compile(rf"{KEY}(?:(?<!hf_)[\w\-]*[A-Za-z0-9]{{16,}}|[A-Za-z0-9]{{30,}})"),
+    *SECRET_VALUES[1:3],
+    re.compile(r"(?i)^(?:bearer|basic) (?=\S*\d)\S{12,}$"),
+)
+LONG_VALUE = 12  # characters; a shorter one, as `postgres`, may be part of a path by chance
 CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them
 
 
@@ -133,9 +139,10 @@ def names_secret(name: str, value: Any) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a well-known key, the value of a secret variable or nothing but `Bearer` and a token is in the text."""
-    known = any(value in text for value in secret_values()) or any(form.search(text) for form in HELD_KEYS)
-    return known or re.fullmatch(r"(?i)(bearer|basic) \S+", text) is not None
+    """Whether a well-known key or the long value of a secret variable is in the text, or it is nothing but a short
+    one, or `Bearer` and a token."""
+    known = any(value == text or len(value) >= LONG_VALUE and value in text for value in secret_values())
+    return known or any(form.search(text) for form in HELD_KEYS)
 
 
 def masked_names(value: Any, name: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ _BEGAN = time.perf_counter()
 def log_stage(stage: str) -> None:
     """One line on rank 0, with the seconds since this module was imported: what begins now."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}", file=screen(), flush=True)
+        screen().write(f"[{time.perf_counter() - _BEGAN:5.1f} s] {stage}\n")
 
 
 def open_closed_streams() -> None:
@@ -84,7 +84,8 @@ class ForeignLines:
     @staticmethod
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # a full disk, say; what it still holds goes where its lines go next
+                stream.flush()
 
 
 def _ours(record: logging.LogRecord) -> bool:

@@ -20,7 +20,7 @@ from lightrft_visual.config.spellings import PATHS, REMOVED, ROOTS
 from lightrft_visual.config.summary import in_lines, what_runs
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, nearest
-from lightrft_visual.rewards.recipe import wrong_names
+from lightrft_visual.rewards.recipe import load_recipe, wrong_names
 
 NAMES = names_of(RunConfig)
 LEAVES = list(NAMES.leaves.values())
@@ -231,6 +231,8 @@ def test_numbers_and_headers_that_are_secrets_are_not_written_and_ids_of_tokens_
     recipe = '{"*": [[func, f.py:f, 1.0, {password: 12345678, eos_token: 151645}]]}'
     written = resolved_yaml(plain("--reward_recipe", recipe))
     assert "12345678" not in written and "151645" in written
+    with pytest.raises(ConfigError, match=r"entry 1: password is \*\*\*"):
+        load_recipe(yaml.safe_load(written)["reward"]["reward_recipe"])
     given = {"password": 12345678, "eos_token": 151645, "use_secret": True, "headers": {"secret-key": "secret1"}}
     config = plain("--reward.components.mine=1", f"--reward.kwargs.mine={json.dumps(given)}")
     written = resolved_yaml(config) + "".join(in_lines(config))
@@ -239,13 +241,14 @@ def test_numbers_and_headers_that_are_secrets_are_not_written_and_ids_of_tokens_
     assert (found["eos_token"], found["use_secret"], found["password"]) == (151645, True, "***")
 
 
-@pytest.mark.parametrize("value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1", "the-judges-own"])
+@pytest.mark.parametrize("value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1secret1", "the-judges-own"])
 def test_values_that_are_secrets_by_themselves_are_not_written_for_rewards_and_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "the-judges-own")
     (tmp_path / "f.py").write_text("def f(completions): ...\n")
-    settings = {"key": value, "headers": [{"X-Auth": value}], "note": "the ring bearer is seen", "n": "hf_my_model_v2"}
+    settings = {"key": value, "headers": [{"X-Auth": value}], "grid": [["X-Auth", value]]}
+    settings |= {"note": "the ring bearer is seen", "n": "hf_my_model_v2"}
     given = [
         "--reward.components.mine=1",
         f"--reward.kwargs.mine={json.dumps({'scorer': f'{tmp_path}/f.py:f'} | settings)}",
@@ -257,6 +260,19 @@ def test_values_that_are_secrets_by_themselves_are_not_written_for_rewards_and_a
         assert value not in written and "ring bearer is seen" in written and "hf_my_model_v2" in written
         assert "key is ***" in wrong_names(plain("--config", str(file)).reward)[0]
     assert plain("--config", str(write_resolved(plain(), tmp_path / "none.yaml"))) == plain()
+
+
+def test_what_only_looks_like_a_secret_is_written_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "postgres")
+    monkeypatch.setenv("JUDGE_API_KEY", "the-judges-own")
+    settings = {"style": "Basic reasoning", "model": "hf_internaltestingmodelname16", "judge": "/data/postgres/judge"}
+    entry = {"type": "func", "key": "/data/the-judges-own/f.py:f", "weight": 1.0, "kwargs": settings}
+    recipe = json.dumps({"secret": [entry, ["rule", "exact", 1]]})
+    given = ["--reward.components.mine=1", f"--reward.kwargs.mine={json.dumps({'scorer': 'exact'} | settings)}"]
+    for config in (plain(*given), plain("--reward_recipe", recipe)):
+        assert plain("--config", str(write_resolved(config, tmp_path / "config.resolved.yaml"))) == config
 
 
 def test_tokens_of_a_model_are_no_secrets_and_secrets_at_any_depth_are_asked_for(tmp_path: Path) -> None:

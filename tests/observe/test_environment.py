@@ -110,6 +110,21 @@ def test_a_number_inside_a_line_is_a_secret_unless_its_name_is_a_tokens():
     )
 
 
+@pytest.mark.parametrize(
+    ("repeated", "end"),
+    [(" ", "{'id': 3}}"), ("x-", ""), ('{"secret": [', ""), ("\n", ""), ("a.", "")],
+)
+def test_masking_a_long_text_takes_time_by_its_length(repeated, end):
+    begin = "{'token':" if end else ""
+    assert SECRET not in mask_text(f"HF_TOKEN={SECRET}\n{begin}{repeated * (1_000_000 // len(repeated))}{end}")
+
+
+def test_of_a_list_that_does_not_end_the_rest_of_the_line_is_masked():
+    assert mask_text(f'{{"secret": ["a", "{SECRET}\nnext') == '{"secret": ***\nnext'
+    assert mask_text(f"my-x-api-token: {SECRET}") == "my-x-api-token: ***"
+    assert mask_text("\n\nhf_token: null\n\napi_key: ,\nx: 5\n") == "\n\nhf_token: null\n\napi_key: ,\nx: 5\n"
+
+
 def test_description_holds_command_versions_hardware(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
     found = describe(world_size=2, started="2025-01-01T00:00:00+00:00")

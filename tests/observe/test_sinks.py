@@ -100,6 +100,14 @@ def test_a_torn_last_row_is_dropped(tmp_path):
     assert [row["step"] for row in CsvSink(path, ("step",)).records()] == ["1"]
 
 
+def test_rows_behind_one_that_cannot_be_read_stay(tmp_path, caplog):
+    path, broken = tmp_path / "m.csv", "2," + "x" * 200_000
+    path.write_text(f"step,a\n1,0.5\n{broken}\n3,0.5\n{broken}\n5,0.5\n")
+    CsvSink(path, ("step",)).append(6, {"a": 1.0})
+    assert [row["step"] for row in read(path)] == ["1", "3", "5", "6"]
+    assert caplog.text.count("has rows that cannot be read and are left out: field larger than") == 1
+
+
 def test_a_step_logged_again_replaces_what_followed(tmp_path):
     for sink in (CsvSink(tmp_path / "m.csv", ("step", "a")), JsonlSink(tmp_path / "m.jsonl")):
         for step in (1, 2, 3):

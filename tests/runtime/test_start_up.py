@@ -1,6 +1,7 @@
 """What a run says while it starts and what it does not import; what others print goes to its log, an error last."""
 
 import gc
+import io
 import os
 import re
 import signal
@@ -8,7 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+from rich.file_proxy import FileProxy
 
+from lightrft_visual.config.load import _print_once
+from lightrft_visual.errors import OutputClosed
 from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.start_up import cleaned, importing, log_stage, seldom_collecting
 
@@ -130,6 +135,24 @@ assert "torch" not in sys.modules
 """
 
 
+LOST = """
+import os, sys
+from pathlib import Path
+from lightrft_visual.runtime import start_up
+start_up.foreign_lines_aside(Path(sys.argv[1]))
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+sys.stdout = open(1, "w", closefd=False)
+print("by a library")
+start_up.say_last("error: it failed")
+"""
+
+
+def test_an_error_is_said_also_where_lines_of_libraries_cannot_be_written(tmp_path):
+    command = [sys.executable, "-c", LOST, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "error: it failed\n")
+
+
 def started(folder, ends: str) -> tuple[list[str], str]:
     command = [sys.executable, "-c", RUN, str(folder), ends]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
@@ -217,8 +240,56 @@ def test_an_output_that_takes_nothing_ends_the_run_with_a_line_and_no_log(tmp_pa
     command = [sys.executable, "-c", UNWRITABLE, str(tmp_path / "run"), kind, part]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr == f"error: OutputClosed: the output of this program (stdout) cannot be written: {told}\n"
+    assert done.stderr == f"error: OutputClosed: the output of this program cannot be written: {told}\n"
     assert not (tmp_path / "run" / "crash.log").exists()
+
+
+class Tee:
+    """What some programs put in the place of the standard output."""
+
+    def __init__(self, **attributes):
+        self.text = ""
+        vars(self).update(attributes)
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("attributes", [{}, {"encoding": None}, {"encoding": "no-such-encoding"}])
+def test_a_stage_is_shown_on_a_stream_without_a_known_encoding(monkeypatch, attributes):
+    monkeypatch.setattr(sys, "stdout", shown := Tee(**attributes))
+    log_stage("größe")
+    assert shown.text.endswith(" s] größe\n")
+
+
+def test_without_a_standard_output_a_stage_is_said_to_nobody(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    log_stage("loading the models")
+
+
+def test_an_output_that_is_closed_or_tells_no_number_is_named_with_its_reason(monkeypatch):
+    def fails(text):
+        raise OSError("the pane is gone")
+
+    closed = io.StringIO()
+    closed.close()
+    for stream, told in ((closed, "I/O operation on closed file"), (Tee(write=fails), "the pane is gone")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(OutputClosed, match=f"this program cannot be written: {told}"):
+            log_stage("loading the models")
+
+
+def test_a_stage_beside_a_bar_is_followed_by_no_blank_line(monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True)
+    monkeypatch.setattr(sys, "stdout", FileProxy(console, shown))
+    log_stage("one")
+    log_stage("two")
+    _print_once("three")
+    assert [line[-3:] for line in shown.getvalue().split("\n")] == ["one", "two", "ree", ""]
 
 
 def test_a_log_has_no_control_characters():
