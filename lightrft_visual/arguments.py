@@ -275,8 +275,8 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     from .runtime.files import cache_root
 
     for name, part in (getattr(model, "components", None) or {"model": model}).items():
-        layers = part.modules() if isinstance(part, torch.nn.Module) else ()
-        if any(type(each).__module__.startswith("peft.") for each in layers):  # deleted adapters leave some
+        layers = part.modules() if isinstance(part, torch.nn.Module) else ()  # deleted adapters leave some of peft
+        if any(kind.__module__.startswith("peft.") for each in layers for kind in type(each).__mro__):
             how = "merge_and_unload() or unload() of a PeftModel; of a pipeline: fuse_lora(), unload_lora_weights()"
             raise ConfigError(f"{name} has adapters: merge or remove them first ({how}); lora_rank gives new ones")
     if not hasattr(model, "components") and processor is None:

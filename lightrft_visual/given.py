@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,21 @@ from .errors import ConfigError, DataError, refused_as
 PREFIX = "python:"
 _objects: dict[str, Any] = {}
 _held: Counter[str] = Counter()  # how often each name was given
-_recorded: list[list[str]] = []  # of `names_given`
+_recorded: ContextVar[list[str] | None] = ContextVar("recorded", default=None)  # of `names_given`
 
 
 @contextmanager
 def names_given() -> Iterator[list[str]]:
-    """Inside, the names of what is given are put into the list, for `forget`; an error there lets go of them."""
+    """Inside, what this thread gives is named in the innermost list, for `forget`; an error there lets go of it."""
     names: list[str] = []
-    _recorded.append(names)
+    before = _recorded.set(names)
     try:
         yield names
     except BaseException:
         forget(names)
         raise
     finally:
-        _recorded.pop()
+        _recorded.reset(before)
 
 
 def forget(names: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ def give(name: str, value: Any) -> str:
     unique = unique_name(plain, [known for known, held in _objects.items() if held is not value])
     _objects[unique] = value
     _held[unique] += 1
-    for names in _recorded:
+    if (names := _recorded.get()) is not None:
         names.append(unique)
     return PREFIX + unique
 

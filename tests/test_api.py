@@ -33,8 +33,10 @@ from lightrft_visual.arguments import saved
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
 from lightrft_visual.config.shared import REWARDS
+from lightrft_visual.config.vl import ModelConfig
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.loading import add_lora
 from lightrft_visual.rewards import RewardComputationEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -459,6 +461,7 @@ ADAPTED = {
     "the model that it was made of": lambda model, lora: (model, peft.get_peft_model(model, lora))[0],
     "compiled": lambda model, lora: torch.compile(peft.get_peft_model(model, lora)),
     "deleted adapter": deleted,
+    "of this package": lambda model, lora: add_lora(model, ModelConfig(lora_rank=2)).get_base_model(),
     "part of a pipeline": pipeline_of,
 }
 

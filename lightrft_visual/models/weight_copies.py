@@ -188,6 +188,7 @@ class FollowingWeights:
     2404.09656: its hard update with a mixup of 1, its soft update below).
 
     trained: gives the parameters that train. every: steps between two moves. mixup: share of the trained weights.
+    Where the frozen model's own type would round small moves away, its values in fp32 are on the host.
     """
 
     def __init__(
@@ -195,7 +196,8 @@ class FollowingWeights:
     ) -> None:
         self.frozen, self.trained, self.every, self.mixup = list(frozen.parameters()), trained, every, mixup
         rounds = mixup < 1 and any(parameter.dtype != torch.float32 for parameter in self.frozen)
-        self._exact = WeightCopy(self.frozen, torch.float32).copies if rounds else None
+        exact = (_held(parameter).to("cpu", torch.float32, copy=True) for parameter in self.frozen)
+        self._exact = [*exact] if rounds else None
 
     def step(self, number: int) -> bool:
         """After step `number`: whether the frozen model was moved. All ranks call it."""

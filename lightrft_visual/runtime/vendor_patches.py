@@ -54,15 +54,22 @@ def gradients_one_by_one() -> Iterator[None]:
         stage3.z3_leaf_parameter = before
 
 
-def forget_discarded_gradients(zero: Any) -> None:
-    """Take gradients that were discarded out of an optimizer of ZeRO 1 or 2.
+def forget_gradients(zero: Any) -> None:
+    """Take the gradients of a step, applied or discarded, out of an optimizer of ZeRO 1 to 3.
 
-    Why: with its states on the host it leaves them where it adds up in fp32. Those of the next step would be added to
-    what is not finite, and no step would be applied again.
+    Why: where they are kept a backward writes over those alone whose weights it uses. Those of other weights would be
+    applied again, or what is not finite of a discarded step; and with its states on the host ZeRO 2 adds to what it
+    added up in fp32, of which no step would be applied any more.
     Versions: DeepSpeed 0.19.8.
     """
     sums = getattr(zero, "averaged_gradients", {})
     sums.update(dict.fromkeys(sums))
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        for weights in getattr(zero, name, ()):
+            if weights.grad is not None:
+                weights.grad.zero_()
+    if (kept := getattr(zero, "grad_partitions_flat_buffer", None)) is not None:
+        kept.zero_()
 
 
 @contextmanager

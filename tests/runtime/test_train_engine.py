@@ -141,8 +141,10 @@ def test_the_reference_is_the_starting_policy_in_bfloat16_whatever_zero_divides(
 # Where gradients are added up, and in what, differs.
 DISCARDING = {
     "2": {"zero_stage": 2},
+    "1, on the host": {"zero_stage": 1, "adam_offload": True},
     "2, on the host": {"zero_stage": 2, "adam_offload": True},
     "2, on the host, bf16": {"zero_stage": 2, "adam_offload": True, "grad_accum_dtype": "bf16"},
+    "3": {"zero_stage": 3},
     "3, on the host": {"zero_stage": 3, "adam_offload": True},
 }
 
@@ -158,30 +160,43 @@ def test_states_and_weights_that_wait_on_the_host_change_no_step(tmp_path):
             assert result["adam_offload"] == pytest.approx(result["plain"], abs=1e-5), stage
 
 
-def test_a_discarded_step_leaves_nothing_in_the_next_one():
+def test_a_discarded_step_leaves_nothing_in_the_next_one_and_a_step_nothing_for_weights_without_a_gradient_behind():
     (found,) = on_ranks(steps_after_one_that_was_discarded, ranks=1)
-    for case, (norms, after) in found.items():
-        assert after == pytest.approx(norms, rel=1e-6), case
+    for case, ((norms, weight), (norms_after, weight_after)) in found.items():
+        assert norms_after == pytest.approx(norms, rel=1e-6), case
+        torch.testing.assert_close(weight_after, weight, atol=0, rtol=0, msg=case)
+        assert (weight - found["2"][0][1]).abs().mean() < 1e-3, case
 
 
-def steps_after_one_that_was_discarded() -> dict[str, tuple[list[float], list[float]]]:
-    """By case, norms of the gradients of two steps in bf16; of a run alone, and of one with a lost step before each."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+class Leaving(torch.nn.Sequential):
+    """Of which a forward may leave the last one out."""
+
+    def forward(self, inputs: torch.Tensor, whole: bool) -> torch.Tensor:
+        return super().forward(inputs) if whole else self[1](self[0](inputs))
+
+
+def steps_after_one_that_was_discarded() -> dict[str, list[tuple[list[float], torch.Tensor]]]:
+    """By case, norms of the gradients of two steps in bf16, of which the second leaves a weight out, and that weight;
+    of a run alone, and of one with a lost step before each."""
+    found: dict[str, list[tuple[list[float], torch.Tensor]]] = {}
     for name, settings in DISCARDING.items():
         for lost in (False, True):
             strategy = DeepspeedStrategy(DistributedConfig(**settings), bf16=True)
             if not found and not lost:
                 strategy.setup_distributed()
-            engine, inputs = made(strategy)
-            norms = found.setdefault(name, ([], []))[lost]
+            engine, inputs = made(strategy, Leaving)
+            norms: list[float] = []
             for number in range(4 if lost else 2):
                 bad = lost and number % 2 == 0
                 for last in (False, True):
-                    loss = engine(inputs).float().square().mean()
+                    loss = engine(inputs, number != (3 if lost else 1)).float().square().mean()
                     engine.accumulate(loss * math.nan if bad else loss, last)
                 result = engine.step()
                 assert result.applied is not bad, (name, number)
                 norms += [] if bad else [result.grad_norm]
+            weight = engine.module[-1].weight
+            with engine.gathered([weight]):
+                found.setdefault(name, []).append((norms, weight.detach().float().clone()))
     return found
 
 
@@ -327,9 +342,9 @@ def alone(engine: TrainEngine, inputs: torch.Tensor) -> torch.Tensor:
     return said if collectives.rank() else together
 
 
-def made(strategy: DeepspeedStrategy) -> tuple[TrainEngine, torch.Tensor]:
+def made(strategy: DeepspeedStrategy, kind: type = torch.nn.Sequential) -> tuple[TrainEngine, torch.Tensor]:
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
+    module = kind(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
     module[0].weight.requires_grad_(False)
     inputs = torch.randn(6, 4).to(strategy.dtype)
     return strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), inputs

@@ -48,7 +48,8 @@ SEEING = {
     "--init_kl_coef 0.05 --offload_reference true",
     "rloo_lora": "--advantage_estimator rloo --zero_stage 3 --lora_rank 4 --init_kl_coef 0.05 --dynamic_sampling true "
     "--enable_ema true --freeze_prefix true",
-    "bf16": f"{LEFT_TO_THE_PLAN} --max_steps 1 --bf16 true --adam_offload true --parity_every 0",
+    "bf16": f"{LEFT_TO_THE_PLAN} --max_steps 1 --bf16 true --adam_offload true --parity_every 0 --init_kl_coef 0.05 "
+    "--ref_update_steps 1 --ref_update_mixup 0.5",
     "ppo": f"{PPO} 1",
     "ppo_resumed": f"copy:ppo {PPO} 2 --resume_from auto",
     "models": "--max_steps 1 --zero_stage 1 --packing_samples true --reward_pretrain {classifier} "

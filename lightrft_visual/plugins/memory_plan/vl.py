@@ -80,7 +80,7 @@ class VLPlanner:
             items.append(self._reference().on_host(away and not scoring))
             if self.config.algorithm.ref_update_mixup < 1 and self.shape.width < FP32:
                 size = FP32 * self.shape.base / self.zero.share(3)
-                items.append(Item("reference that is moved, fp32", size, "ref_update_mixup 1").on_host(away))
+                items.append(Item("reference that is moved, fp32", size, "zero_stage 3, ref_update_mixup 1", HOST))
             if away and not self.device.on_cpu:  # its place on the host stays while it is at work
                 sizes = (each.numel() * self.shape.width for each in self.shape.whole.parameters())
                 items += rounded("reference", sizes)

@@ -290,6 +290,18 @@ def test_samples_of_both_experts_in_one_batch_have_each_their_own_scale():
     torch.testing.assert_close(mixed, torch.stack([high[0], low[1]]))
 
 
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_block_of_hunyuan_video_gives_a_sample_the_same_alone_and_in_a_batch_in_bf16(lora):
+    (block,) = with_adapters(policy_of("hunyuan_video15", lora)).family.pipeline.transformer.transformer_blocks
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, 7, 32), torch.randn(4, 5, 32), torch.randn(4, 32), torch.ones(4, 5))
+    inputs = tuple(each.bfloat16() for each in inputs)
+    together = block.bfloat16()(*inputs)
+    for index in range(4):
+        alone = block(*(each[index : index + 1] for each in inputs))
+        assert all(torch.equal(one[0], batch[index]) for one, batch in zip(alone, together))
+
+
 def test_an_expert_that_only_another_rank_needs_runs_and_changes_nothing(monkeypatch):
     policy = policy_of("wan_i2v")
     inputs = torch.randn(2, *policy.latent_shape(*VIDEO)), torch.tensor([950.0, 940.0])

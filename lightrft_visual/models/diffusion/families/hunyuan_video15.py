@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 
 from ....experience.vision import MASK, Conditions
 from ..layers import upcast
@@ -11,6 +12,11 @@ from .base import DiffusionFamily, decoded, in_whole_batches, video_latent
 from .qwen_image import in_steps
 
 T = torch.Tensor
+
+
+def _as_of_one_sample(_: nn.Module, inputs: tuple[T]) -> tuple[T]:
+    """diffusers parts image and text by slices: from what is not contiguous a bias is rounded otherwise in bf16."""
+    return (inputs[0].contiguous(),)
 
 
 class HunyuanVideo15(DiffusionFamily):
@@ -29,6 +35,9 @@ class HunyuanVideo15(DiffusionFamily):
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
         pipeline.tokenizer_max_length = self.text_length
+        for block in pipeline.transformer.transformer_blocks:
+            for projection in (block.attn.to_out[0], block.attn.to_add_out):
+                projection.register_forward_pre_hook(_as_of_one_sample)
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
