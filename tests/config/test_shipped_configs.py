@@ -28,6 +28,16 @@ def test_vision_language_recipes_have_sound_rewards() -> None:
             assert recipe is None or load_recipe(recipe).components()
 
 
+def test_the_zoom_recipes_prompt_shows_a_call_that_its_tool_takes() -> None:
+    """The model's chat template shows no tools."""
+    from lightrft_visual.rollout.builtin.zoom import Zoom, pixel_box
+    from lightrft_visual.rollout.tools import parse_tool_calls
+
+    (call,) = parse_tool_calls(parsed("experiment/vl/zoom_grpo").config.data.system_prompt)
+    assert call.name == Zoom().schemas()[0]["function"]["name"]
+    assert pixel_box(call.arguments["box"], (80, 40)) == (20, 20, 40, 30)
+
+
 # of the systems' repositories. EasyR1: examples/config.yaml under qwen2_5_vl_3b_geo3k_grpo.sh, what its 7B scripts of
 # the same name change (128 prompts x 5 make an update), and the defaults of verl/workers/actor/config.py.
 # DeepEyes, commit f3f1122: examples/agent/train_grpo_vlagent_v3.sh, verl/trainer/config/ppo_trainer.yaml.
