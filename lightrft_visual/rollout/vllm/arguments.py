@@ -36,6 +36,7 @@ SAME_NAMES = (  # of settings and of vLLM's arguments
 )  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it would raise
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
 MOST_HOST_CACHE = 2**30  # bytes
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
@@ -234,12 +235,20 @@ def checked(arguments: dict[str, Any]) -> Checked:
     return _CHECKED[key]
 
 
+def check_temperature(temperature: float) -> None:
+    """ConfigError for one that vLLM does not draw at; 0 takes the likeliest tokens."""
+    if temperature and not COLDEST <= temperature <= HOTTEST:
+        told = f"temperature is {temperature:g}, and vLLM draws at {COLDEST:g} to {HOTTEST:g}"
+        raise ConfigError(f"{told}: give one of these, or use --engine_type hf")
+
+
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     """ConfigError for engine settings that vLLM would refuse, before any model is loaded, and where it is missing."""
     if find_spec("vllm") is None:
         raise missing("vllm")
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
+    check_temperature(config.rollout.temperature)
     settings = VLLMSettings.from_config(config, checkpoint)
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"

@@ -220,6 +220,24 @@ def beside(rig: Rig) -> Rig:
     return other
 
 
+@only_default
+def test_several_greedy_samples_of_a_prompt_are_equal_and_each_its_own(rig):
+    prompts = rig.stage.data_processor.features(mixed_prompts())
+    greedy = SamplingSettings(n=2, temperature=0.0, max_new_tokens=4)
+    single = [each for (each,) in rig.engine.generate(prompts, replace(greedy, n=1))]
+    pairs = rig.engine.generate(prompts, greedy)
+    assert pairs == [[each, each] for each in single]
+    assert not any(one is other or one.token_ids is other.token_ids for one, other in pairs)
+
+
+@only_default
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_that_vllm_does_not_draw_at_is_refused_before_it_is_asked(rig, temperature):
+    with pytest.raises(ConfigError, match=f"temperature is {temperature}, and vLLM draws at 0.01 to 2"):
+        rig.token_ids(mixed_prompts(), replace(PLAIN, temperature=temperature))
+    assert rig.engine.failure is None
+
+
 @pytest.fixture(scope="module")
 def few(root):
     """A text model that can draw three tokens, the end token one of them."""
