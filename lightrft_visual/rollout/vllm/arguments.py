@@ -39,6 +39,7 @@ MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it would raise
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
 MOST_HOST_CACHE = 2**30  # bytes
+SCHEDULER = "lightrft_visual.rollout.vllm.scheduler.WholePromptScheduler"
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 
 
@@ -194,7 +195,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
-        arguments["enable_chunked_prefill"] = False
+        arguments |= {"enable_chunked_prefill": False, "scheduler_cls": SCHEDULER}
         if HOST_CACHE not in os.environ and "kv_cache_memory_bytes" not in s.extra:
             arguments["kv_cache_memory_bytes"] = s.host_cache
     if s.vision:

@@ -213,6 +213,20 @@ def test_more_prompt_tokens_than_one_forward_takes_are_generated_for(rig):
     assert rig.difference(batch.select([0, 40, 63]), PLAIN) <= 1e-5
 
 
+@only_default
+def test_a_prompt_whose_image_has_no_room_in_the_encoder_waits_a_step(rig):
+    """Of prompts in the prefix cache few tokens are computed, but their images anew, so that images run out first."""
+    settings = replace(PLAIN, n=1)
+    batch = PromptBatch.of([turn(f"what is{IMAGE}{i}") for i in range(33)], [[picture(i, 448, 448)] for i in range(33)])
+    rig.stage.generate(batch.select(range(32)), settings)
+    rig.engine.llm.llm_engine.reset_encoder_cache()
+    rollouts = rig.stage.generate(batch, settings)
+    room = rig.engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    images = [rollout.prompt.token_ids.count(rig.checkpoint.config.image_token_id) for rollout in rollouts]
+    assert sum(images[:32]) == room < sum(images)
+    assert rig.apart(rollouts[-3:], settings) <= 1e-5
+
+
 def beside(rig: Rig) -> Rig:
     """The same model by engine hf."""
     other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer))
