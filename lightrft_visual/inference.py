@@ -403,13 +403,12 @@ def _answered(
     if temperature is not None and not (isinstance(temperature, Real) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature!r}: give 0, which is greedy, or a number above it")
     own = {"max_eval_samples": len(prompts), "on_bad_row": "error", "on_long_prompt": "error"}
-    own |= UNJUDGED | settings
+    own |= UNJUDGED | settings | ({"temperature": float(temperature)} if temperature else {})
     unscored = [lambda completions: [0.0] * len(completions)]
     with _configured(checkpoint, prompts, unscored, own, called="prompts") as config, started(config) as trainer:
         parts = trainer.parts
         evaluation = parts.evaluation
         sampling = replace(evaluation.greedy if temperature == 0 else evaluation.sampling, n=n)
-        sampling = sampling if not temperature else replace(sampling, temperature=float(temperature))
         made = parts.maker.sample(evaluation.prompts, sampling, "eval", seed)
         found = [each.text if each.image is None else each.image for each in made]
     return [found[start : start + n] for start in range(0, len(found), n)]

@@ -293,6 +293,23 @@ def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_an
         engine_arguments(configured(checkpoint, rewards=recipe).reward, ["a"])
 
 
+def test_a_temperature_to_sample_at_is_one_that_the_engine_checks_before_the_model_loads(tmp_path, monkeypatch):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, temperature=3.0))
+    seen = []
+
+    @contextmanager
+    def started(config):
+        seen.append(config.rollout.temperature)
+        raise Seen
+        yield
+
+    monkeypatch.setattr("lightrft_visual.launch.started", started)
+    for own in ({"temperature": 2.5}, {"temperature": 0}, {}):
+        with pytest.raises(Seen):
+            inference.sample(checkpoint.path, "a", **own)
+    assert seen == [2.5, 3.0, 3.0]
+
+
 def test_numbers_of_numpy_and_a_suite_by_its_path_are_taken(tmp_path, data_of_sample):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path / "run"))
     assert data_of_sample(checkpoint.path, "a", n=numpy.int64(2), temperature=numpy.float32(0.5)).max_eval_samples == 1

@@ -36,8 +36,10 @@ SAME_NAMES = (  # of settings and of vLLM's arguments
 )  # fmt: skip
 SECOND_RUNNERS_RULES = "vllm.v1.worker.gpu.sample.logits_processor"
 MOST_SEQUENCES, FEWEST_BATCHED_TOKENS = 256, 8192
+COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it would raise
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
 MOST_HOST_CACHE = 2**30  # bytes
+SCHEDULER = "lightrft_visual.rollout.vllm.scheduler.WholePromptScheduler"
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 
 
@@ -193,7 +195,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         # A prompt that is split over two steps makes vLLM rewind its request's generator, which has no offset on CPU.
-        arguments["enable_chunked_prefill"] = False
+        arguments |= {"enable_chunked_prefill": False, "scheduler_cls": SCHEDULER}
         if HOST_CACHE not in os.environ and "kv_cache_memory_bytes" not in s.extra:
             arguments["kv_cache_memory_bytes"] = s.host_cache
     if s.vision:
@@ -234,12 +236,20 @@ def checked(arguments: dict[str, Any]) -> Checked:
     return _CHECKED[key]
 
 
+def check_temperature(temperature: float) -> None:
+    """ConfigError for one that vLLM does not draw at; 0 takes the likeliest tokens."""
+    if temperature and not COLDEST <= temperature <= HOTTEST:
+        told = f"temperature is {temperature:g}, and vLLM draws at {COLDEST:g} to {HOTTEST:g}"
+        raise ConfigError(f"{told}: give one of these, or use --engine_type hf")
+
+
 def check_engine(config: RunConfig, checkpoint: Checkpoint) -> None:
     """ConfigError for engine settings that vLLM would refuse, before any model is loaded, and where it is missing."""
     if find_spec("vllm") is None:
         raise missing("vllm")
     if not checkpoint.family.served:
         raise ConfigError(f"vLLM has no model of type {checkpoint.config.model_type}: use --engine_type hf")
+    check_temperature(config.rollout.temperature)
     settings = VLLMSettings.from_config(config, checkpoint)
     prepare_environment(settings.dtype)
     on_cpu = get_accelerator().device_name() == "cpu"

@@ -31,7 +31,7 @@ from ..engine import Finished
 from ..episodes import Admission
 from ..resident import ResidentEngine
 from ..weight_sync import Posted, WeightPost
-from .arguments import VLLMSettings, checked, engine_arguments, prepare_environment
+from .arguments import VLLMSettings, check_temperature, checked, engine_arguments, prepare_environment
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
 
@@ -171,7 +171,7 @@ class VLLMEngine(ResidentEngine):
         return entry
 
     def params(self, settings: SamplingSettings, seed: int, limit: int | None = None):
-        """vLLM's sampling parameters.
+        """vLLM's sampling parameters. Raises ConfigError for a temperature that it does not draw at.
 
         Args:
             settings: of the samples.
@@ -180,11 +180,12 @@ class VLLMEngine(ResidentEngine):
         """
         from vllm import SamplingParams
 
+        check_temperature(settings.temperature)
         extra_args = None
         if settings.first_token_temperature is not None and not settings.greedy:
             extra_args = {FIRST_TOKEN_SCALE: settings.temperature / settings.first_token_temperature}
         return SamplingParams(
-            n=settings.n,
+            n=1 if settings.greedy else settings.n,  # vLLM refuses several that are equal
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -205,12 +206,13 @@ class VLLMEngine(ResidentEngine):
             settings: that it was asked with.
             continued: tokens of the response that stand behind the prompt.
         """
-        if len(output.outputs) != settings.n:
-            raise RolloutError(f"vLLM returned {len(output.outputs)} completions where {settings.n} were asked for")
+        found = output.outputs * settings.n if settings.greedy else output.outputs
+        if len(found) != settings.n:
+            raise RolloutError(f"vLLM returned {len(found)} completions where {settings.n} were asked for")
         prompt = list(output.prompt_token_ids)
         prompt = prompt[: len(prompt) - continued]
         made = []
-        for one in output.outputs:
+        for one in found:
             token_ids, truncated = list(one.token_ids), one.finish_reason == "length"
             text = settings.text(token_ids, truncated, self.tokenizer)
             log_probs = self._log_probs(one, settings)

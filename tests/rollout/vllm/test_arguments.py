@@ -93,6 +93,8 @@ def test_a_workers_engine_starts_its_ranks_and_the_trainer_checks_the_rest(root)
         ({"engine_kwargs": {"max_num_seqs": 4}}, "set by the run itself; use engine_max_num_seqs"),
         ({"engine_kv_cache_dtype": "fp9"}, "vLLM refuses this engine: .*fp8"),
         ({"engine_max_num_batched_tokens": 16}, r"vLLM refuses this engine: .*max_num_batched_tokens \(16\)"),
+        ({"temperature": 2.5}, "temperature is 2.5, and vLLM draws at 0.01 to 2: .*--engine_type hf"),
+        ({"temperature": 0.005}, "temperature is 0.005, and vLLM draws at 0.01 to 2"),
     ],
 )
 def test_what_vllm_would_refuse_is_said_before_a_model_is_loaded(root, rollout, message):

@@ -213,11 +213,43 @@ def test_more_prompt_tokens_than_one_forward_takes_are_generated_for(rig):
     assert rig.difference(batch.select([0, 40, 63]), PLAIN) <= 1e-5
 
 
+@only_default
+def test_a_prompt_whose_image_has_no_room_in_the_encoder_waits_a_step(rig):
+    """Of prompts in the prefix cache few tokens are computed, but their images anew, so that images run out first."""
+    settings = replace(PLAIN, n=1)
+    batch = PromptBatch.of([turn(f"what is{IMAGE}{i}") for i in range(33)], [[picture(i, 448, 448)] for i in range(33)])
+    rig.stage.generate(batch.select(range(32)), settings)
+    rig.engine.llm.llm_engine.reset_encoder_cache()
+    rollouts = rig.stage.generate(batch, settings)
+    room = rig.engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    images = [rollout.prompt.token_ids.count(rig.checkpoint.config.image_token_id) for rollout in rollouts]
+    assert sum(images[:32]) == room < sum(images)
+    assert rig.apart(rollouts[-3:], settings) <= 1e-5
+
+
 def beside(rig: Rig) -> Rig:
     """The same model by engine hf."""
     other = Rig(rig.checkpoint, rig.actor, TransformersEngine(rig.actor, rig.checkpoint.tokenizer))
     other.stage.data_processor = rig.stage.data_processor
     return other
+
+
+@only_default
+def test_several_greedy_samples_of_a_prompt_are_equal_and_each_its_own(rig):
+    prompts = rig.stage.data_processor.features(mixed_prompts())
+    greedy = SamplingSettings(n=2, temperature=0.0, max_new_tokens=4)
+    single = [each for (each,) in rig.engine.generate(prompts, replace(greedy, n=1))]
+    pairs = rig.engine.generate(prompts, greedy)
+    assert pairs == [[each, each] for each in single]
+    assert not any(one is other or one.token_ids is other.token_ids for one, other in pairs)
+
+
+@only_default
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_a_temperature_that_vllm_does_not_draw_at_is_refused_before_it_is_asked(rig, temperature):
+    with pytest.raises(ConfigError, match=f"temperature is {temperature}, and vLLM draws at 0.01 to 2"):
+        rig.token_ids(mixed_prompts(), replace(PLAIN, temperature=temperature))
+    assert rig.engine.failure is None
 
 
 @pytest.fixture(scope="module")
