@@ -157,12 +157,16 @@ def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, 
 def _answer_apart(reading: Reading, config: DataConfig) -> Reading:
     """With what the assistant says last apart from the prompt, in supervised runs where the row has no other answer."""
     columns, key = reading.columns, getattr(config, "response_key", None)
-    if key is None or reading.reference is not None or columns.get(key) is not None:
+    if key is None or columns.get(key) is not None:
         return reading
-    messages = messages_in(columns.get(config.input_key))
-    if not are_mappings(messages) or messages[-1].get("role") != "assistant":
-        return reading
-    content = without_answer(messages, ())
+    content = reading.content and (reading.content.supervised or reading.content)
+    if content is None or (content.reference is None and not content.unread):
+        messages = messages_in(columns.get(config.input_key))
+        if not are_mappings(messages) or messages[-1].get("role") != "assistant":
+            return reading
+        content = without_answer(messages, ())
+    if content.unread:
+        raise DataError(content.unread, "response")
     return replace(reading, columns={**columns, config.input_key: content.prompt}, reference=content.reference)
 
 
