@@ -140,10 +140,9 @@ def response_of(row: PromptRow, key: str) -> str:
     if isinstance(found, int | float) and not isinstance(found, bool):
         found = str(found)
     if not isinstance(found, str) or not found.strip():
-        kind = "nothing" if found is None else "an empty text" if found == "" else type(found).__name__
-        raise DataError(
-            f"the row has no response: column {RESPONSE!r} and reference hold {kind}, not a text", "response"
-        )
+        kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
+        holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
+        raise DataError(f"the row has no response: {holder} {kind}, not a text", "response")
     return found
 
 
@@ -265,7 +264,9 @@ def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
         if not prompt.strip():
             raise DataError("the prompt is empty", "prompt form")
         return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
+    if isinstance(prompt, list | tuple) and not prompt:
+        raise DataError("the prompt is empty: no message stands before the model's answer", "prompt form")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise DataError(
             f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}", "prompt form"
         )
