@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2406, "experience": 3172, "config": 4953, "runtime": 5834, "data": 3383,
+    "": 2406, "experience": 3172, "config": 4961, "runtime": 5834, "data": 3383,
     "models": 5946, "rollout": 5170, "rewards": 4403, "algorithms": 1824, "trainer": 7538, "observe": 3534,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
