@@ -34,7 +34,7 @@ KEPT = ("model", "data", "reward", "rollout", "episodes", "sampling", "guard", "
 MEASURED = {"train": ("seed",), "output": ("eval_seed", "eval_samples_per_prompt")}  # and this, without a suite
 # What a run may ask for beside its model, and an evaluation has no use for.
 LEFT_OUT = {
-    "data": ("response_key", "prompt_data_probs", "pair_data"),
+    "data": ("response_key", "prompt_data_probs", "pair_data", "chosen_key", "rejected_key"),
     "rollout": (
         "rollout_batch_size", "dynamic_sampling", "noisy_rollout_share", "noisy_rollout_strength", "offload_trainer",
         "offload_reference", "image_dependence_every",

@@ -54,7 +54,8 @@ def trained(label, result, steps=1):
 
 
 def drawing_trainers(flow, ddim) -> None:
-    denoised = {"mid_timestep": 0, "final_timestep": 3, "n_samples_per_prompt": 1, "train_batch_size": 2}
+    denoised = {"mid_timestep": 0, "final_timestep": 3, "n_samples_per_prompt": 1, "train_batch_size": 2,
+                "timestep_fraction": 1.0}  # fmt: skip
     for name, pipeline, reward, more in (
         ("DDPOTrainer", ddim, redness, {"family": "sd15", "scheduler": "model_default", "micro_rollout_batch_size": 8}),
         ("RewardFLTrainer", flow, red_media, denoised),

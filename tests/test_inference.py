@@ -47,6 +47,7 @@ BESIDE = dict.fromkeys(EPISODES, {"environment": "click"}) | {
     "offload_reference": {"init_kl_coef": 0.1}, "tokenizer_path": {"pretrain": "parts.json", "family": "wan"},
     "kwargs": {"components": {"format": 1.0}}, "rollout_batch_size": {"train_batch_size": 0},
     "n_samples_per_prompt": {"train_batch_size": 0}, "pair_data": {"diffusion_algorithm": "diffusion_dpo"},
+    **dict.fromkeys(("chosen_key", "rejected_key"), {"diffusion_algorithm": "diffusion_dpo", "pair_data": "org/pairs"}),
     "sde_window_range": {"sde_window_size": 1}, "prompt_data_probs": {"prompt_data": "org/one,org/other"},
     **dict.fromkeys(("policy", "keep_best"), {"gold_recipe": RECIPE, "prompt_data": "org/a", "eval_data": "org/b"}),
 }  # fmt: skip
@@ -94,7 +95,7 @@ def test_checkpoints_of_runs_on_pairs_and_on_shares_of_data_sets_are_evaluated_o
     tmp_path, monkeypatch, numbered
 ):
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
-    pairs = DiffusionDPOTrainer("org/model", pair_data="org/pairs", output_dir=tmp_path / "pairs")
+    pairs = DiffusionDPOTrainer("org/model", pair_data="org/pairs", chosen_key="win", output_dir=tmp_path / "pairs")
     data = configured(left_by(pairs, numbered)).data
     assert data.pair_data is None and data.prompt_data == data.eval_data
     shares = {"prompt_data": "org/one,org/other", "prompt_data_probs": "0.7,0.3"}
@@ -105,7 +106,7 @@ def test_checkpoints_of_runs_on_pairs_and_on_shares_of_data_sets_are_evaluated_o
 
 
 def test_a_checkpoint_of_a_run_on_pairs_is_evaluated_on_the_held_out_prompts_of_the_run_without_the_pairs(tmp_path):
-    own = {"pair_data": "org/pairs", "eval_data": "org/prompts", "eval_split": "validation"}
+    own = {"pair_data": "org/pairs", "rejected_key": "lose", "eval_data": "org/prompts", "eval_split": "validation"}
     trainer = DiffusionDPOTrainer("org/model", SCORER[True], output_dir=tmp_path, **own)
     data = configured(left_by(trainer), None).data
     assert (data.prompt_data, data.eval_data) == ("org/prompts", "org/prompts")

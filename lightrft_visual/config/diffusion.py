@@ -267,7 +267,7 @@ class DiffusionRunConfig(Section):
         """What several sections must agree on; what nobody has set is filled in."""
         self._take_pairs()
         self._fill_in_defaults()
-        idle.check_diffusion(self.algorithm)
+        idle.check_diffusion(self.algorithm, self.data)
         self._check_coupled()
         self._check_trajectory()
         self._check_family()

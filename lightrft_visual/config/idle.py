@@ -63,15 +63,19 @@ def _say_idle(section: Any, names: list[str], reader: str) -> None:
         logger.warning("%s: read by %s, and does nothing here", told, reader)
 
 
-def check_diffusion(config: Any) -> None:
-    """Of a diffusion run: a `DiffusionAlgorithmConfig`. An algorithm of one's own may read the settings of any other.
+def check_diffusion(config: Any, data: Any) -> None:
+    """Of a diffusion run: a `DiffusionAlgorithmConfig` and a `DiffusionDataConfig`. An algorithm of one's own may read
+    the settings of any other.
 
     Settings whose default depends on the algorithm may also stand at it, as they do in a run's resolved file.
     """
     entry = config.entry
+    _refuse_idle(data, ("chosen_key", "rejected_key"), "pair_data", data.pair_data is not None)
     if not entry.shipped:
         return
     name, flow = entry.name, entry.trains_on == "steps" and entry.prediction == "flow"
+    scaled = entry.trains_on != "reward" and not entry.teacher
+    of_steps = "other algorithms (reward_fl has mid_timestep and final_timestep)"
     old = entry.old_policy or (bool(entry.coupled) and config.dpo_reference == "old")
     for names, owner, read in (
         (("nft_beta", "nft_kl_beta", "adv_mode"), "diffusion_nft", name == "diffusion_nft"),
@@ -83,11 +87,15 @@ def check_diffusion(config: Any) -> None:
         (("dpo_reference",), "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
         (("decay_counts",), "algorithms with an old policy", old),
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
+        (("timestep_fraction",), of_steps, entry.trains_on != "reward"),
+        (("adv_clip_max",), "algorithms with advantages", scaled and entry.coupled != "pairs"),
+        (("global_std",), "algorithms with advantages", scaled),
     ):
         _refuse_idle(config, names, owner, read)
     for setting, owner, read in (
         ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),
+        ("timestep_choice", of_steps, entry.trains_on != "reward"),
         ("min_sigma", "algorithms that train on finished samples", entry.trains_on == "data"),
         ("decay_type", "algorithms with an old policy", old),
     ):

@@ -27,22 +27,28 @@ _LOOKS_LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 
 @dataclass(frozen=True)
 class Reading:
-    """How a row is read. columns: under this project's names. reference, label: where no column of ours holds them."""
+    """How a row is read. columns: under this project's names. reference, label: where no column of ours holds them.
+    content: what the form has found."""
 
     columns: Mapping[str, Any]
     reference: Any = None
     label: str | None = None
     form: str | None = None
+    content: "Content | None" = None
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a form finds in a row. prompt: text, or messages with images as parts. consumed: columns it takes whole."""
+    """What a form finds in a row. prompt: text, or messages with images as parts. consumed: columns it takes whole.
+    unread: what of the answer is not in the reference, for the error of runs that train on it. supervised: what such
+    runs take in its place."""
 
     prompt: Any
     reference: Any = None
     label: str | None = None
     consumed: tuple[str, ...] = ()
+    unread: str = ""
+    supervised: "Content | None" = None
 
 
 Finder = Callable[[Mapping[str, Any]], Content | None]
@@ -80,7 +86,7 @@ def _forms(names: tuple[str, ...]) -> list[tuple[RowForm, Finder]]:
 def _apply(raw: Mapping[str, Any], config: DataConfig, name: str, content: Content) -> Reading:
     columns = {key: value for key, value in raw.items() if key not in content.consumed}
     columns[config.input_key] = content.prompt
-    return Reading(columns, content.reference, content.label, name)
+    return Reading(columns, content.reference, content.label, name, content)
 
 
 def messages(raw: Mapping[str, Any]) -> Content | None:
@@ -94,10 +100,14 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
+    unread = [key for key in ("tool_calls", "reasoning_content") if messages[-1].get(key)]
     if isinstance(answer, list | tuple) and (not answer or any(isinstance(part, Mapping) for part in answer)):
+        kinds = (part.get("type", "text") for part in answer if isinstance(part, Mapping))
+        unread += [f"a part {kind!r}" for kind in kinds if kind != "text"]
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in answer)
         answer = "".join(text for text in texts if isinstance(text, str))
-    return Content(messages[:-1], answer, consumed=consumed)
+    told = f"the answer has {' and '.join(unread)}, and only text is trained on: write it as text into its content"
+    return Content(messages[:-1], answer, consumed=consumed, unread=told if unread else "")
 
 
 def are_mappings(value: Any) -> bool:

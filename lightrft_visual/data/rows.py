@@ -140,10 +140,9 @@ def response_of(row: PromptRow, key: str) -> str:
     if isinstance(found, int | float) and not isinstance(found, bool):
         found = str(found)
     if not isinstance(found, str) or not found.strip():
-        kind = "nothing" if found is None else "an empty text" if found == "" else type(found).__name__
-        raise DataError(
-            f"the row has no response: column {RESPONSE!r} and reference hold {kind}, not a text", "response"
-        )
+        kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
+        holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
+        raise DataError(f"the row has no response: {holder} {kind}, not a text", "response")
     return found
 
 
@@ -157,12 +156,16 @@ def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, 
 def _answer_apart(reading: Reading, config: DataConfig) -> Reading:
     """With what the assistant says last apart from the prompt, in supervised runs where the row has no other answer."""
     columns, key = reading.columns, getattr(config, "response_key", None)
-    if key is None or reading.reference is not None or columns.get(key) is not None:
+    if key is None or columns.get(key) is not None:
         return reading
-    messages = messages_in(columns.get(config.input_key))
-    if not are_mappings(messages) or messages[-1].get("role") != "assistant":
-        return reading
-    content = without_answer(messages, ())
+    content = reading.content and (reading.content.supervised or reading.content)
+    if content is None or (content.reference is None and not content.unread):
+        messages = messages_in(columns.get(config.input_key))
+        if not are_mappings(messages) or messages[-1].get("role") != "assistant":
+            return reading
+        content = without_answer(messages, ())
+    if content.unread:
+        raise DataError(content.unread, "response")
     return replace(reading, columns={**columns, config.input_key: content.prompt}, reference=content.reference)
 
 
@@ -261,7 +264,9 @@ def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
         if not prompt.strip():
             raise DataError("the prompt is empty", "prompt form")
         return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
+    if isinstance(prompt, list | tuple) and not prompt:
+        raise DataError("the prompt is empty: no message stands before the model's answer", "prompt form")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise DataError(
             f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}", "prompt form"
         )

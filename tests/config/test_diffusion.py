@@ -20,6 +20,7 @@ REWARD_FL = ("--diffusion_algorithm", "reward_fl")
 AWM = ("--diffusion_algorithm", "awm")
 NFT = ("--diffusion_algorithm", "diffusion_nft")
 DPO = ("--diffusion_algorithm", "diffusion_dpo")
+OPD = ("--diffusion_algorithm", "diffusion_opd", "--teacher_pretrain", "m")
 BEST = ("--best_metric", "eval_reward")
 PAIRS = (*DPO, "--pair_data", "embedded")
 
@@ -60,6 +61,17 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--diffusion_algorithm", "awm", "--adv_clip_max", "0"], "must be positive"),
         ([*NFT, "--beta", "0.01"], "the KL of diffusion_nft is nft_kl_beta"),
         (["--nft_beta", "0.1"], "belongs to diffusion_nft; here 0.1 would do nothing"),
+        ([*REWARD_FL, "--timestep_fraction", "0.5"], "timestep_fraction belongs to other algorithms"),
+        ([*REWARD_FL, "--timestep_choice", "random"], "timestep_choice belongs to other algorithms"),
+        ([*REWARD_FL, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
+        ([*REWARD_FL, "--global_std", "true"], "global_std belongs to algorithms with advantages"),
+        ([*OPD, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
+        ([*OPD, "--global_std", "true"], "global_std belongs to algorithms with advantages"),
+        ([*DPO, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
+        ([*PAIRS, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
+        ([*DPO, "--global_std", "true"], "diffusion_dpo ranks samples by their reward"),
+        ([*DPO, "--chosen_key", "win"], "chosen_key belongs to pair_data"),
+        (["--rejected_key", "lose"], "rejected_key belongs to pair_data"),
         ([*NFT, "--kl_form", "published"], "algorithms of SDE steps of flow models"),
         (["--diffusion_algorithm", "ddpo", "--kl_form", "published"], "kl_form belongs to algorithms of SDE steps"),
         ([*NFT, "--same_latent", "true"], "same_latent with trajectory ode draws one image many times"),

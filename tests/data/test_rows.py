@@ -121,6 +121,8 @@ def test_a_prompt_column_of_messages_keeps_its_text_and_not_its_media():
             {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
             "has tool_calls, which are not",
         ),
+        ({"prompt": []}, "the prompt is empty: no message stands before the model's answer"),
+        ({"messages": [{"role": "assistant", "content": "red"}]}, "no message stands before the model's answer"),
         ({"prompt": "<video>"}, "1 video placeholder.* row has 0 video"),
         ({"prompt": "hi", "image": "a", "image_path": "b"}, "'image' and 'image_path' holds images that are not"),
         ({"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "last message"),
@@ -244,3 +246,48 @@ def test_messages_of_a_supervised_row_end_with_the_answer_in_any_column(raw, set
 def test_an_answer_at_the_end_of_a_prompt_is_refused_where_another_is_to_follow(raw, config):
     with pytest.raises(DataError, match="the last message is the assistant's"):
         parse_row(raw, config, source="rows", root=None)
+
+
+CALLS = [{"function": {"name": "look", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tool_calls": CALLS}, "the answer has tool_calls"),
+        ({"tool_calls": CALLS, "content": ""}, "the answer has tool_calls"),
+        ({"tool_calls": CALLS, "content": None}, "the answer has tool_calls"),
+        ({"reasoning_content": "it is not blue"}, "the answer has reasoning_content"),
+        ({"content": [text("red"), {"type": "image", "image": "a.png"}]}, "the answer has a part 'image'"),
+    ],
+)
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_an_answer_with_more_than_text_is_refused_where_it_is_trained_and_is_a_reference_elsewhere(column, more, told):
+    before = [ASKED, SAID, {"role": "user", "content": "sure?"}]
+    raw = {column: [*before, {**SAID, **more}]}
+    with pytest.raises(DataError, match=told):
+        parse_row(raw, SFTDataConfig(), source="rows", root=None)
+    row = parse_row({"messages": raw[column], "response": "blue"}, SFTDataConfig(), source="rows", root=None)
+    assert response_of(row, "response") == "blue"
+    assert len(parse({"messages": raw[column]}).prompt) == 3
+
+
+def test_an_answer_with_empty_calls_and_reasoning_is_trained_as_text():
+    raw = {"messages": [ASKED, {**SAID, "tool_calls": [], "reasoning_content": None}]}
+    assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == "red"
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "told"),
+    [
+        ({"said": ["red"]}, "said", "column 'said' holds list, not a text"),
+        ({"said": " \n"}, "said", "column 'said' holds an empty text, not a text"),
+        ({"response": ["red"], "reference": "red"}, "response", "column 'response' holds list, not a text"),
+        ({"reference": ["red"]}, "response", "column 'response' and reference hold list, not a text"),
+        ({}, "response", "column 'response' and reference hold nothing, not a text"),
+    ],
+)
+def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, told):
+    row = parse_row({"prompt": "q", **raw}, SFTDataConfig(response_key=key), source="rows", root=None)
+    with pytest.raises(DataError, match=told):
+        response_of(row, key)

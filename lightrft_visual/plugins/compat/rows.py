@@ -1,9 +1,10 @@
 """Data rows as TRL, verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ...data.forms import Content, are_mappings, json_list, without_answer
+from ...data.forms import Content, are_mappings, json_list, messages_in, without_answer
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
@@ -27,13 +28,22 @@ def verl(raw: Mapping[str, Any]) -> Content | None:
 
 
 def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
-    """TRL's demonstrations: `prompt`, and in `completion` a text, or one message of the assistant."""
-    completion = json_list(raw.get("completion"))
-    if raw.get("prompt") is None:
+    """TRL's demonstrations: `prompt`, and in `completion` a text, or messages of which the assistant's is the last. In
+    a supervised run those before it follow the prompt."""
+    prompt, completion = raw.get("prompt"), json_list(raw.get("completion"))
+    if prompt is None or completion is None:
         return None
-    if are_mappings(completion) and len(completion) == 1:
-        completion = without_answer(completion, ()).reference
-    return Content(raw["prompt"], completion) if isinstance(completion, str) else None
+    if isinstance(completion, str):
+        return Content(prompt, completion)
+    turns = [completion] if isinstance(completion, Mapping) else completion
+    if not are_mappings(turns) or turns[-1].get("role") != "assistant":
+        told = "column 'completion' must hold a text, or chat messages that end with the assistant's"
+        return Content(prompt, unread=told)
+    if len(turns) == 1:
+        return replace(without_answer(turns, ()), prompt=prompt)
+    asked = messages_in(prompt)
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return Content(prompt, supervised=without_answer([*asked, *turns], ()) if are_mappings(asked) else None)
 
 
 def conversations(raw: Mapping[str, Any]) -> Content | None:

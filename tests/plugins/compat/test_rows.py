@@ -9,10 +9,11 @@ import row_files
 from row_files import parts, roles
 
 from lightrft_visual.config.diffusion import DiffusionDataConfig
+from lightrft_visual.config.sft import SFTDataConfig
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.prompts import PromptDataset
-from lightrft_visual.data.rows import response_of
+from lightrft_visual.data.rows import parse_row, response_of
 from lightrft_visual.errors import ConfigError, DataError
 
 png, read = row_files.png, row_files.read
@@ -62,9 +63,45 @@ def test_trl_completion_is_what_supervised_training_answers_whatever_the_referen
     ]
     for row in read("trl.jsonl", rows):
         assert (parts(row), response_of(row, "response"), row.reference) == ("2 and 3?", "it is 5", "5")
-    several = {"prompt": "2 and 3?", "completion": [said, *asked, said]}
-    with pytest.raises(DataError, match="the row has no response"):
-        response_of(read("several.jsonl", [several])[0], "response")
+
+
+SAID = {"role": "assistant", "content": "it is 5"}
+SEVERAL = [{"role": "assistant", "content": "wait"}, {"role": "user", "content": "and?"}, SAID]
+
+
+@pytest.mark.parametrize("prompt", ["2 and 3?", [{"role": "user", "content": "2 and 3?"}]])
+@pytest.mark.parametrize("written", [lambda turns: turns, json.dumps])
+def test_of_a_trl_completion_of_several_messages_a_supervised_run_trains_the_last_behind_the_others(prompt, written):
+    raw = {"prompt": prompt, "completion": written(SEVERAL), "answer": "5"}
+    row = parse_row(raw, SFTDataConfig(), source="rows", root=None)
+    assert roles(row) == ["user", "assistant", "user"] and row.prompt[0]["content"] == [
+        {"type": "text", "text": "2 and 3?"}
+    ]
+    assert (response_of(row, "response"), row.reference) == ("it is 5", "5")
+    given = parse_row(raw, DataConfig(), source="rows", root=None)
+    assert (roles(given), given.reference) == (["user"], "5")
+
+
+def test_a_trl_completion_of_one_mapping_is_the_message_that_is_trained():
+    row = parse_row({"prompt": "q", "completion": SAID, "answer": "5"}, SFTDataConfig(), source="rows", root=None)
+    assert (parts(row), response_of(row, "response")) == ("q", "it is 5")
+
+
+@pytest.mark.parametrize("completion", [[], 3, ["it is 5"], [*SEVERAL, {"role": "user", "content": "and?"}]])
+def test_a_trl_completion_that_does_not_end_with_an_answer_is_refused_where_it_is_trained(completion):
+    raw = {"prompt": "q", "completion": completion, "answer": "5"}
+    with pytest.raises(DataError, match="column 'completion' must hold a text, or chat messages that end"):
+        parse_row(raw, SFTDataConfig(), source="rows", root=None)
+    assert parse_row(raw, DataConfig(), source="rows", root=None).reference == "5"
+    named = parse_row(raw | {"response": "five"}, SFTDataConfig(), source="rows", root=None)
+    assert response_of(named, "response") == "five"
+
+
+def test_a_trl_completion_with_tool_calls_is_refused_where_it_is_trained():
+    completion = [*SEVERAL[:2], {**SAID, "tool_calls": [{"id": "1"}]}]
+    for turns in (completion, completion[2:]):
+        with pytest.raises(DataError, match="the answer has tool_calls"):
+            parse_row({"prompt": "q", "completion": turns}, SFTDataConfig(), source="rows", root=None)
 
 
 def test_llava(read):
