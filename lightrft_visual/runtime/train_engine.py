@@ -148,7 +148,9 @@ class TrainEngine:
         poisoned, norm = self._read_with_bad(math.inf if norm is None else norm)
         if poisoned and applied:
             raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
-        vendor_patches.forget_gradients(self.engine.optimizer)
+        kept = self.zero_stage == 3 or getattr(self.engine.optimizer, "cpu_offload", False)
+        if not applied or kept:
+            vendor_patches.forget_gradients(self.engine.optimizer)
         return StepResult(applied, norm if applied else math.inf, rate)
 
     def _read_with_bad(self, norm: torch.Tensor | float) -> tuple[bool, float]:
