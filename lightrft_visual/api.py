@@ -344,7 +344,8 @@ class DiffusionDPOTrainer(FlowGRPOTrainer):
         named = data_of(data, "train_dataset", split)
         first = source_of(given(named), "train_dataset", split)[0] if is_given(named) else None
         pairs = isinstance(first, Mapping) and not first.keys().isdisjoint(("chosen", "jpg_0"))
-        pairs = pairs or not settings.keys().isdisjoint(("chosen_key", "data.chosen_key"))
+        keys = ("chosen_key", "rejected_key", "data.chosen_key", "data.rejected_key")
+        pairs = pairs or not settings.keys().isdisjoint(keys)
         return {"pair_data" if pairs else "prompt_data": named}
 
 

@@ -89,9 +89,10 @@ def check_diffusion(config: Any, data: Any) -> None:
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
         (("timestep_fraction",), of_steps, entry.trains_on != "reward"),
         (("adv_clip_max",), "algorithms with advantages", scaled and entry.coupled != "pairs"),
-        (("global_std",), "algorithms with advantages", scaled),
     ):
         _refuse_idle(config, names, owner, read)
+    if not scaled:  # of recipes whose algorithm a command exchanges
+        _say_idle(config, not_usual(config, ("global_std",)), "algorithms with advantages")
     for setting, owner, read in (
         ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),
         ("dpo_beta", "dgpo and diffusion_dpo", bool(entry.coupled) and not entry.old_policy),

@@ -25,6 +25,10 @@ MEDIA_COLUMNS = {
 _LOOKS_LIKE_MESSAGES = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 
 
+# What messages of other programs have beside their content.
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
+
+
 @dataclass(frozen=True)
 class Reading:
     """How a row is read. columns: under this project's names. reference, label: where no column of ours holds them.
@@ -64,6 +68,8 @@ def read_form(raw: Mapping[str, Any], config: DataConfig) -> Reading:
         return Reading(raw)
     if config.data_format != "auto":
         content = registry.row_forms.load(config.data_format)(raw)
+        if content is not None and content.unread and content.reference is None and content.supervised is None:
+            raise DataError(content.unread, "response")
         if content is None:
             columns = ", ".join(map(str, raw))
             raise DataError(f"not a row of data_format {config.data_format}; it has: {columns}", "column missing")
@@ -100,9 +106,10 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
     if messages[-1].get("role") != "assistant":
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
-    unread = [key for key in ("tool_calls", "reasoning_content") if messages[-1].get(key)]
+    beside = ((key, messages[-1].get(key)) for key in UNREAD)
+    unread = [key for key, value in beside if (value.strip() if isinstance(value, str) else value)]
     if isinstance(answer, list | tuple) and (not answer or any(isinstance(part, Mapping) for part in answer)):
-        kinds = (part.get("type", "text") for part in answer if isinstance(part, Mapping))
+        kinds = (part.get("type") or "text" for part in answer if isinstance(part, Mapping))
         unread += [f"a part {kind!r}" for kind in kinds if kind != "text"]
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in answer)
         answer = "".join(text for text in texts if isinstance(text, str))

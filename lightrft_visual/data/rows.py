@@ -6,6 +6,7 @@ parts that bring no source of their own; without any placeholder they go before 
 """
 
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,7 +139,7 @@ def response_of(row: PromptRow, key: str) -> str:
         raise DataError(f"no column {key!r} (response_key); the row has: {', '.join(row.metadata)}", "column missing")
     found = next((each for each in (found, row.answer, row.reference) if each is not None), None)
     if isinstance(found, int | float) and not isinstance(found, bool):
-        found = str(found)
+        found = None if math.isnan(found) else str(found)  # pandas has NaN where a column is missing
     if not isinstance(found, str) or not found.strip():
         kind = "nothing" if found is None else "an empty text" if isinstance(found, str) else type(found).__name__
         holder = f"column {key!r} and reference hold" if row.metadata.get(key) is None else f"column {key!r} holds"
@@ -264,12 +265,12 @@ def _as_messages(prompt: Any) -> list[Mapping[str, Any]]:
         if not prompt.strip():
             raise DataError("the prompt is empty", "prompt form")
         return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list | tuple) and not prompt:
-        raise DataError("the prompt is empty: no message stands before the model's answer", "prompt form")
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise DataError(
             f"the prompt must be a string or a list of chat messages, not {type(prompt).__name__}", "prompt form"
         )
+    if not prompt:
+        raise DataError("the prompt is empty: no message stands before the model's answer", "prompt form")
     for place, message in enumerate(prompt):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES or message.get("content") is None:
             raise DataError(f"message {place} needs a role of {', '.join(ROLES)} and a content", "prompt form")

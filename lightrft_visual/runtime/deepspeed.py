@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -127,10 +127,11 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            told = f"not all {presence.ranks_started()} ranks came to {place}, or rank 0 is not to be reached there"
+            late = f"within {timeout.total_seconds():.0f} s (collective_timeout)"
             raise LightRFTVisualError(
-                f"not all {presence.ranks_started()} ranks came to {os.environ['MASTER_ADDR']} within "
-                f"{timeout.total_seconds():.0f} s (collective_timeout): look at what the others said last; torch says: "
-                f"{reason_of(error)}"
+                f"{told} {late}: look at what the others said last; torch says: {reason_of(error)}"
             ) from error
         raise ConfigError(
             f"port {os.environ['MASTER_PORT']} of this host, at which the ranks meet, is taken by another run or "
@@ -140,12 +141,13 @@ def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
 
 @contextmanager
 def _endable() -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C end a process that waits for other ranks: torch waits in C++, where no handler of
-    Python's is called, and there is nothing to save."""
-    if presence.ranks_started() == 1:
-        yield
-        return
-    with presence.handled(signal.SIGTERM, signal.SIG_DFL), presence.handled(signal.SIGINT, signal.SIG_DFL):
+    """Inside, signals end a process that waits for other ranks: torch waits in C++, where no handler of Python's is
+    called, and there is nothing to save. What is ignored stays so."""
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if presence.ranks_started() > 1 else ()
+    with ExitStack() as inside:
+        for number in asked:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                inside.enter_context(presence.handled(number, signal.SIG_DFL))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -27,12 +28,17 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
+@functools.cache
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
 class Escaped:
     """The output, a stream for text; characters that its encoding lacks are escaped, and no error. Raises OutputClosed
     where it cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self.stream = open(os.devnull, "w", encoding="utf-8") if stream is None else stream
+        self.stream = _nowhere() if stream is None else stream
 
     def write(self, text: str) -> int:
         """As the stream does, and no part of it waits: what cannot be written is known here."""

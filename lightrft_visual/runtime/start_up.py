@@ -84,7 +84,8 @@ class ForeignLines:
     @staticmethod
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # a full disk, say; what it still holds goes where its lines go next
+            # A full disk, say, or closed; what it still holds goes where its lines go next.
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
 
 
@@ -127,9 +128,10 @@ def screen() -> TextIO:
 def say_last(text: str) -> None:
     """On the error output, as the last thing that this process says."""
     start_is_over()
-    with contextlib.suppress(OSError):  # what this error may be about
+    with contextlib.suppress(OSError, ValueError):  # what this error may be about
         sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class TrainEngine:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, zero_stage: int, max_norm: float):
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
         self._bad: torch.Tensor | None = None  # on the device: whether a loss since the last step was not finite
+        self._accumulated = 0  # losses since the last step
         self._states, self._weights = OptimizerOffload(), OptimizerOffload()
         self._training(False)
 
@@ -132,6 +133,7 @@ class TrainEngine:
             gathered = collectives.all_gather_numbers(own if told is None else torch.cat([own, told.to(own)]))
             self._bad = gathered[:, 0].amax()
             loss = loss * torch.where(self._bad > 0, math.nan, 1.0).to(loss.dtype)
+        self._accumulated += 1
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         self._training(False)
@@ -143,12 +145,15 @@ class TrainEngine:
         rate = self.engine.lr_scheduler.get_last_lr()[0]
         if self.zero_stage == 0:
             return self._plain_step(rate)
+        several, self._accumulated = self._accumulated > 1, 0
+        kept = self.zero_stage == 3 or getattr(self.engine.optimizer, "cpu_offload", False)
+        if several and kept and self.zero_stage > 1:
+            vendor_patches.settle_gradients(self.engine.optimizer)
         self.engine.step()
         applied, norm = not self.engine.optimizer.overflow, self.engine.get_global_grad_norm()
         poisoned, norm = self._read_with_bad(math.inf if norm is None else norm)
         if poisoned and applied:
             raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
-        kept = self.zero_stage == 3 or getattr(self.engine.optimizer, "cpu_offload", False)
         if not applied or kept:
             vendor_patches.forget_gradients(self.engine.optimizer)
         return StepResult(applied, norm if applied else math.inf, rate)

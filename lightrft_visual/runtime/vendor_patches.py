@@ -54,6 +54,17 @@ def gradients_one_by_one() -> Iterator[None]:
         stage3.z3_leaf_parameter = before
 
 
+def settle_gradients(zero: Any) -> None:
+    """Have an optimizer of ZeRO 2 or 3 take the gradients of all micro-batches of a step.
+
+    Why: with its states on the host it takes those of the last micro-batch's backward, with what was added up for their
+    weights: a weight that this one does not use would lose its gradient. It takes all by what it calls itself where it
+    does not count micro-batches.
+    Versions: DeepSpeed 0.19.8.
+    """
+    zero.finalize_gradient_accumulation_boundary()
+
+
 def forget_gradients(zero: Any) -> None:
     """Take the gradients of a step, applied or discarded, out of an optimizer of ZeRO 1 to 3.
 
@@ -69,6 +80,8 @@ def forget_gradients(zero: Any) -> None:
             if weights.grad is not None:
                 weights.grad.zero_()
     if (kept := getattr(zero, "grad_partitions_flat_buffer", None)) is not None:
+        kept.zero_()
+    for kept in getattr(zero, "accumulated_grads_in_cpu", {}).values():
         kept.zero_()
 
 

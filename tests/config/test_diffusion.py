@@ -64,9 +64,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*REWARD_FL, "--timestep_fraction", "0.5"], "timestep_fraction belongs to other algorithms"),
         ([*REWARD_FL, "--timestep_choice", "random"], "timestep_choice belongs to other algorithms"),
         ([*REWARD_FL, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
-        ([*REWARD_FL, "--global_std", "true"], "global_std belongs to algorithms with advantages"),
         ([*OPD, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
-        ([*OPD, "--global_std", "true"], "global_std belongs to algorithms with advantages"),
         ([*DPO, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
         ([*PAIRS, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
         ([*DPO, "--global_std", "true"], "diffusion_dpo ranks samples by their reward"),
@@ -235,6 +233,12 @@ def test_variants_of_flow_grpo_bring_their_windows() -> None:
     assert (branching.window_size, branching.window_move) == (1, "anywhere")
     assert load("--diffusion_algorithm", "temp_flow_grpo").sampling.same_latent and not load().sampling.same_latent
     assert rollout_noise(load("--diffusion_algorithm", "flow_dppo")).keep_means
+
+
+@pytest.mark.parametrize("algorithm", [REWARD_FL, OPD])
+def test_a_global_std_that_a_recipe_has_for_another_algorithm_is_said_to_do_nothing(algorithm, caplog):
+    load(*algorithm, "--global_std", "true")
+    assert "global_std 1: read by algorithms with advantages, and does nothing here" in caplog.text
 
 
 def test_a_clip_range_that_nothing_reads_is_said_to_do_nothing(caplog):

@@ -241,7 +241,9 @@ def test_numbers_and_headers_that_are_secrets_are_not_written_and_ids_of_tokens_
     assert (found["eos_token"], found["use_secret"], found["password"]) == (151645, True, "***")
 
 
-@pytest.mark.parametrize("value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1secret1", "the-judges-own"])
+@pytest.mark.parametrize(
+    "value", ["sk-proj-abcdefghijklmnopqrstuv", "Bearer secret1secret1", "Basic dXNlcjpzZWNyZXQ=", "the-judges-own"]
+)
 def test_values_that_are_secrets_by_themselves_are_not_written_for_rewards_and_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

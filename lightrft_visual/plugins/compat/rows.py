@@ -24,20 +24,26 @@ def verl(raw: Mapping[str, Any]) -> Content | None:
     if raw.get("prompt") is None or not isinstance(raw.get("reward_model"), Mapping):
         return None
     source = raw.get("data_source")
-    return Content(raw["prompt"], label=source if isinstance(source, str) else None)
+    found = prompt_completion(raw)
+    supervised = found and (found.supervised or found)
+    return Content(raw["prompt"], label=source if isinstance(source, str) else None, supervised=supervised)
 
 
 def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
     """TRL's demonstrations: `prompt`, and in `completion` a text, or messages of which the assistant's is the last. In
     a supervised run those before it follow the prompt."""
-    prompt, completion = raw.get("prompt"), json_list(raw.get("completion"))
-    if prompt is None or completion is None:
+    prompt, cell = raw.get("prompt"), raw.get("completion")
+    if prompt is None or cell is None or cell != cell:  # pandas has NaN where a column is missing
         return None
-    if isinstance(completion, str):
-        return Content(prompt, completion)
+    completion = json_list(cell)
+    if isinstance(cell, str) and not (are_mappings(completion) and all("role" in each for each in completion)):
+        return Content(prompt, cell)
     turns = [completion] if isinstance(completion, Mapping) else completion
     if not are_mappings(turns) or turns[-1].get("role") != "assistant":
-        told = "column 'completion' must hold a text, or chat messages that end with the assistant's"
+        told = (
+            "column 'completion' must hold a text, or chat messages that end with the assistant's (--response_key "
+            "names another answer)"
+        )
         return Content(prompt, unread=told)
     if len(turns) == 1:
         return replace(without_answer(turns, ()), prompt=prompt)

@@ -97,6 +97,31 @@ def test_a_trl_completion_that_does_not_end_with_an_answer_is_refused_where_it_i
     assert response_of(named, "response") == "five"
 
 
+@pytest.mark.parametrize("text", ["[120, 30, 200, 90]", '[{"bbox": [1, 2, 3, 4], "label": "dog"}]', "[]"])
+def test_a_trl_completion_that_is_a_text_of_json_is_a_text(text):
+    raw = {"prompt": "where?", "completion": text}
+    assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == text
+    assert parse_row(raw, DataConfig(), source="rows", root=None).reference == text
+
+
+def test_a_completion_of_pandas_that_is_nan_is_none():
+    raw = {"prompt": "q", "completion": float("nan"), "answer": "5"}
+    assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == "5"
+
+
+def test_a_completion_beside_verls_columns_is_what_supervised_training_answers():
+    raw = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "5"}, "completion": [SAID]}
+    assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == "it is 5"
+    assert parse_row(raw, DataConfig(), source="rows", root=None).reference == "5"
+
+
+def test_rows_of_another_form_than_the_one_that_is_named_are_refused():
+    for completion in (3, [{"role": "user", "content": "and?"}]):
+        with pytest.raises(DataError, match="column 'completion' must hold a text"):
+            parse_row({"prompt": "q", "completion": completion}, DataConfig(data_format="completion"),
+                      source="rows", root=None)  # fmt: skip
+
+
 def test_a_trl_completion_with_tool_calls_is_refused_where_it_is_trained():
     completion = [*SEVERAL[:2], {**SAID, "tool_calls": [{"id": "1"}]}]
     for turns in (completion, completion[2:]):
