@@ -1,5 +1,6 @@
 """Data rows as TRL, verl, EasyR1, OpenRLHF, LLaVA and ShareGPT have them; each function is an entry of `row_forms`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,8 @@ def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
     """TRL's demonstrations: `prompt`, and in `completion` a text, or messages of which the assistant's is the last. In
     a supervised run those before it follow the prompt."""
     prompt, cell = raw.get("prompt"), raw.get("completion")
-    if prompt is None or cell is None or cell != cell:  # pandas has NaN where a column is missing
+    missing = cell is None or (isinstance(cell, float) and math.isnan(cell))  # pandas has NaN where a column is missing
+    if prompt is None or missing:
         return None
     completion = json_list(cell)
     if isinstance(cell, str) and not (are_mappings(completion) and all("role" in each for each in completion)):

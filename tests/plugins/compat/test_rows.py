@@ -4,6 +4,7 @@ import json
 import logging
 
 import datasets
+import numpy as np
 import pytest
 import row_files
 from row_files import parts, roles
@@ -87,7 +88,9 @@ def test_a_trl_completion_of_one_mapping_is_the_message_that_is_trained():
     assert (parts(row), response_of(row, "response")) == ("q", "it is 5")
 
 
-@pytest.mark.parametrize("completion", [[], 3, ["it is 5"], [*SEVERAL, {"role": "user", "content": "and?"}]])
+@pytest.mark.parametrize(
+    "completion", [[], 3, ["it is 5"], np.array(["it", "is"]), [*SEVERAL, {"role": "user", "content": "and?"}]]
+)
 def test_a_trl_completion_that_does_not_end_with_an_answer_is_refused_where_it_is_trained(completion):
     raw = {"prompt": "q", "completion": completion, "answer": "5"}
     with pytest.raises(DataError, match="column 'completion' must hold a text, or chat messages that end"):
