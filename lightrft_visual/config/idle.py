@@ -91,7 +91,7 @@ def check_diffusion(config: Any, data: Any) -> None:
         (("adv_clip_max",), "algorithms with advantages", scaled and entry.coupled != "pairs"),
     ):
         _refuse_idle(config, names, owner, read)
-    if not scaled:  # of recipes whose algorithm a command exchanges
+    if not scaled:  # of a recipe whose algorithm the command exchanges
         _say_idle(config, not_usual(config, ("global_std",)), "algorithms with advantages")
     for setting, owner, read in (
         ("beta", "other algorithms (the KL of diffusion_nft is nft_kl_beta)", name != "diffusion_nft"),

@@ -68,8 +68,6 @@ def read_form(raw: Mapping[str, Any], config: DataConfig) -> Reading:
         return Reading(raw)
     if config.data_format != "auto":
         content = registry.row_forms.load(config.data_format)(raw)
-        if content is not None and content.unread and content.reference is None and content.supervised is None:
-            raise DataError(content.unread, "response")
         if content is None:
             columns = ", ".join(map(str, raw))
             raise DataError(f"not a row of data_format {config.data_format}; it has: {columns}", "column missing")
@@ -107,7 +105,7 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
         return Content(messages, consumed=consumed)
     answer = messages[-1].get("content")
     beside = ((key, messages[-1].get(key)) for key in UNREAD)
-    unread = [key for key, value in beside if (value.strip() if isinstance(value, str) else value)]
+    unread = [key for key, value in beside if isinstance(value, list | tuple | Mapping) and value or _words(value)]
     if isinstance(answer, list | tuple) and (not answer or any(isinstance(part, Mapping) for part in answer)):
         kinds = (part.get("type") or "text" for part in answer if isinstance(part, Mapping))
         unread += [f"a part {kind!r}" for kind in kinds if kind != "text"]
@@ -115,6 +113,10 @@ def without_answer(messages: Sequence[Mapping[str, Any]], consumed: tuple[str, .
         answer = "".join(text for text in texts if isinstance(text, str))
     told = f"the answer has {' and '.join(unread)}, and only text is trained on: write it as text into its content"
     return Content(messages[:-1], answer, consumed=consumed, unread=told if unread else "")
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def are_mappings(value: Any) -> bool:

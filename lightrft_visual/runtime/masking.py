@@ -65,7 +65,8 @@ KEY_IN_URL = re.compile(rf"{KEY}[A-Za-z0-9]{{16,}}")
 HELD_KEYS = (  # also `sk-proj-...`, and no `hf_internaltestingmodel16`
     re.compile(rf"{KEY}(?:(?<!hf_)[\w\-]*[A-Za-z0-9]{{16,}}|[A-Za-z0-9]{{30,}})"),
     *SECRET_VALUES[1:3],
-    re.compile(r"(?i)^(?:bearer|basic) (?:(?=\S*[\d=+/])\S{12,}|\S{20,})$"),
+    re.compile(r"(?i)^bearer (?:(?=\S*\d)\S{12,}|[\w.]{20,})$"),
+    re.compile(r"(?i)^basic (?=[A-Za-z+/]*[\d=])[A-Za-z0-9+/]{10,}={0,2}$"),
 )
 LONG_VALUE = 12  # characters; a shorter one, as `postgres`, may be part of a path by chance
 CONTROLS = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # terminals obey them

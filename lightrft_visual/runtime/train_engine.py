@@ -78,6 +78,10 @@ class TrainEngine:
         self.engine, self.zero_stage, self.max_norm = engine, zero_stage, max_norm
         self._bad: torch.Tensor | None = None  # on the device: whether a loss since the last step was not finite
         self._accumulated = 0  # losses since the last step
+        optimizer = getattr(engine, "optimizer", None)
+        on_host = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+        self._keeps_gradients = zero_stage == 3 or on_host
+        self._settles = zero_stage > 1 and on_host  # gradients of several losses, see vendor_patches
         self._states, self._weights = OptimizerOffload(), OptimizerOffload()
         self._training(False)
 
@@ -134,7 +138,7 @@ class TrainEngine:
             self._bad = gathered[:, 0].amax()
             loss = loss * torch.where(self._bad > 0, math.nan, 1.0).to(loss.dtype)
         self._accumulated += 1
-        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.set_gradient_accumulation_boundary(last and not (self._settles and self._accumulated > 1))
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         self._training(False)
         return gathered[:, 1:] if last and told is not None else None
@@ -145,16 +149,15 @@ class TrainEngine:
         rate = self.engine.lr_scheduler.get_last_lr()[0]
         if self.zero_stage == 0:
             return self._plain_step(rate)
-        several, self._accumulated = self._accumulated > 1, 0
-        kept = self.zero_stage == 3 or getattr(self.engine.optimizer, "cpu_offload", False)
-        if several and kept and self.zero_stage > 1:
-            vendor_patches.settle_gradients(self.engine.optimizer)
+        if self._settles and self._accumulated > 1:
+            vendor_patches.settle_gradients(self.engine)
+        self._accumulated = 0
         self.engine.step()
         applied, norm = not self.engine.optimizer.overflow, self.engine.get_global_grad_norm()
         poisoned, norm = self._read_with_bad(math.inf if norm is None else norm)
         if poisoned and applied:
             raise NonFiniteError("a non-finite loss was stepped on: DeepSpeed did not discard its gradients")
-        if not applied or kept:
+        if not applied or self._keeps_gradients:
             vendor_patches.forget_gradients(self.engine.optimizer)
         return StepResult(applied, norm if applied else math.inf, rate)
 

@@ -54,15 +54,16 @@ def gradients_one_by_one() -> Iterator[None]:
         stage3.z3_leaf_parameter = before
 
 
-def settle_gradients(zero: Any) -> None:
-    """Have an optimizer of ZeRO 2 or 3 take the gradients of all micro-batches of a step.
+def settle_gradients(engine: Any) -> None:
+    """Have an optimizer of ZeRO 2 or 3 take the gradients of all micro-batches of a step, none of which was the last.
 
     Why: with its states on the host it takes those of the last micro-batch's backward, with what was added up for their
-    weights: a weight that this one does not use would lose its gradient. It takes all by what it calls itself where it
-    does not count micro-batches.
+    weights: a weight that this one does not use would lose its gradient. It takes all by what DeepSpeed calls itself
+    where it does not count micro-batches.
     Versions: DeepSpeed 0.19.8.
     """
-    zero.finalize_gradient_accumulation_boundary()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.optimizer.finalize_gradient_accumulation_boundary()
 
 
 def forget_gradients(zero: Any) -> None:

@@ -269,7 +269,11 @@ def test_what_only_looks_like_a_secret_is_written_and_read_again(
 ) -> None:
     monkeypatch.setenv("DB_PASSWORD", "postgres")
     monkeypatch.setenv("JUDGE_API_KEY", "the-judges-own")
-    settings = {"style": "Basic reasoning", "model": "hf_internaltestingmodelname16", "judge": "/data/postgres/judge"}
+    settings = {
+        "style": "Basic composition/lighting",
+        "model": "hf_internaltestingmodelname16",
+        "judge": "/data/postgres/judge",
+    }
     entry = {"type": "func", "key": "/data/the-judges-own/f.py:f", "weight": 1.0, "kwargs": settings}
     recipe = json.dumps({"secret": [entry, ["rule", "exact", 1]]})
     given = ["--reward.components.mine=1", f"--reward.kwargs.mine={json.dumps({'scorer': 'exact'} | settings)}"]

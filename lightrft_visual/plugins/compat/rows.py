@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...data.forms import Content, are_mappings, json_list, messages_in, without_answer
+from ...data.forms import Content, are_mappings, are_messages, json_list, messages_in, without_answer
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
@@ -26,7 +26,7 @@ def verl(raw: Mapping[str, Any]) -> Content | None:
         return None
     source = raw.get("data_source")
     found = prompt_completion(raw)
-    supervised = found and (found.supervised or found)
+    supervised = None if found is None or found.unread else found.supervised or found
     return Content(raw["prompt"], label=source if isinstance(source, str) else None, supervised=supervised)
 
 
@@ -38,7 +38,7 @@ def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
     if prompt is None or missing:
         return None
     completion = json_list(cell)
-    if isinstance(cell, str) and not (are_mappings(completion) and all("role" in each for each in completion)):
+    if isinstance(cell, str) and not are_messages(completion):
         return Content(prompt, cell)
     turns = [completion] if isinstance(completion, Mapping) else completion
     if not are_mappings(turns) or turns[-1].get("role") != "assistant":

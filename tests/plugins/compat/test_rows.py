@@ -100,7 +100,7 @@ def test_a_trl_completion_that_does_not_end_with_an_answer_is_refused_where_it_i
     assert response_of(named, "response") == "five"
 
 
-@pytest.mark.parametrize("text", ["[120, 30, 200, 90]", '[{"bbox": [1, 2, 3, 4], "label": "dog"}]', "[]"])
+@pytest.mark.parametrize("text", ["[120, 30]", '[{"bbox": [1, 2], "label": "dog"}]', '[{"role": "subject"}]', "[]"])
 def test_a_trl_completion_that_is_a_text_of_json_is_a_text(text):
     raw = {"prompt": "where?", "completion": text}
     assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == text
@@ -118,11 +118,16 @@ def test_a_completion_beside_verls_columns_is_what_supervised_training_answers()
     assert parse_row(raw, DataConfig(), source="rows", root=None).reference == "5"
 
 
-def test_rows_of_another_form_than_the_one_that_is_named_are_refused():
-    for completion in (3, [{"role": "user", "content": "and?"}]):
-        with pytest.raises(DataError, match="column 'completion' must hold a text"):
-            parse_row({"prompt": "q", "completion": completion}, DataConfig(data_format="completion"),
-                      source="rows", root=None)  # fmt: skip
+def test_what_an_answer_has_beside_its_text_matters_to_runs_alone_that_train_it():
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    raw = {"messages": [{"role": "user", "content": "q"}, called], "answer": "5"}
+    assert parse_row(raw, DataConfig(data_format="messages"), source="rows", root=None).reference == "5"
+    own = SFTDataConfig(data_format="completion", response_key="solution")
+    row = parse_row({"prompt": "q", "completion": ["a", "b"], "solution": "five"}, own, source="rows", root=None)
+    assert response_of(row, "solution") == "five"
+    for beside in (float("nan"), None, " ", []):
+        raw = {"messages": [{"role": "user", "content": "q"}, {**SAID, "tool_calls": beside, "audio": beside}]}
+        assert response_of(parse_row(raw, SFTDataConfig(), source="rows", root=None), "response") == "it is 5"
 
 
 def test_a_trl_completion_with_tool_calls_is_refused_where_it_is_trained():
