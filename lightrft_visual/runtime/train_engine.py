@@ -138,8 +138,11 @@ class TrainEngine:
             self._bad = gathered[:, 0].amax()
             loss = loss * torch.where(self._bad > 0, math.nan, 1.0).to(loss.dtype)
         self._accumulated += 1
-        self.engine.set_gradient_accumulation_boundary(last and not (self._settles and self._accumulated > 1))
+        settles = last and self._settles and self._accumulated > 1
+        self.engine.set_gradient_accumulation_boundary(last and not settles)
         self.engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
+        if settles:
+            vendor_patches.settle_gradients(self.engine)
         self._training(False)
         return gathered[:, 1:] if last and told is not None else None
 
@@ -149,8 +152,6 @@ class TrainEngine:
         rate = self.engine.lr_scheduler.get_last_lr()[0]
         if self.zero_stage == 0:
             return self._plain_step(rate)
-        if self._settles and self._accumulated > 1:
-            vendor_patches.settle_gradients(self.engine)
         self._accumulated = 0
         self.engine.step()
         applied, norm = not self.engine.optimizer.overflow, self.engine.get_global_grad_norm()
