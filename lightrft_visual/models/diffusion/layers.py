@@ -66,9 +66,8 @@ class JointAttention:
         lengths = hidden_states.shape[1], encoder_hidden_states.shape[1]
         # As those of one sample alone: from what is not contiguous a projection with a bias is rounded otherwise.
         image, text = mixed.split(lengths, dim=1)
-        return self._out(attn, image.contiguous()), text if attn.context_pre_only else attn.to_add_out(
-            text.contiguous()
-        )
+        image = self._out(attn, image.contiguous())
+        return image, text if attn.context_pre_only else attn.to_add_out(text.contiguous())
 
     def _out(self, attn: Attention, states: T) -> T:
         for layer in attn.to_out:  # a projection and a dropout

@@ -45,15 +45,15 @@ class EpisodesHook(StepHook):
             log.warning("environments failed: %s", told)
         self._say_tools([turn for r in rollouts if r.episode is not None for turn in r.episode.turns])
         episodes = [(r.episode, r.truncated) for r in rollouts if r.episode is not None]
-        masked = sum(each.failed for each, _ in episodes)
+        lost = sum(each.failed for each, _ in episodes)
         ended = sum(not each.failed and not truncated for each, truncated in episodes)
-        counts = [masked, len(rollouts), ended, sum(each.rewarded for each, _ in episodes)]
+        counts = [lost, len(rollouts), ended, sum(each.rewarded for each, _ in episodes)]
         failed, total, over, rewarded = collectives.all_reduce_sum(torch.tensor(counts, dtype=torch.float32)).tolist()
         if failed > self.most_failures * total:
             why = told or "see another rank"
             raise RolloutError(f"{failed:.0f} of {total:.0f} environments failed (reward_max_invalid): {why}")
-        if self._awaits_reward and over and not rewarded:
-            log.warning(NO_REWARD) if collectives.is_rank_0() else None
+        if self._awaits_reward and over and not rewarded and collectives.is_rank_0():
+            log.warning(NO_REWARD)
         self._awaits_reward = self._awaits_reward and not over
         return rollouts
 
@@ -105,7 +105,6 @@ def build(parts: Any) -> EpisodesHook | None:
     config, reward = parts.config, parts.config.reward
     if not config.episodes.used:
         return None
-    alone = [name for name in REWARDS if getattr(reward, name)] == ["components"] and [*reward.components] == [
-        ENVIRONMENT
-    ]
+    named = [name for name in REWARDS if getattr(reward, name)]
+    alone = named == ["components"] and [*reward.components] == [ENVIRONMENT]
     return EpisodesHook(parts.maker.rollout_stage.host, reward.reward_max_invalid, alone)
