@@ -7,7 +7,7 @@ stay as they were sampled, whatever text they decode to.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import ProcessorMixin
 
@@ -23,8 +23,19 @@ _MARK = "THE-ANSWER"
 _ANSWERS = (_MARK, f"<think>\nthoughts\n</think>\n\n{_MARK}")
 _SEEN = "THE-OBSERVATION"
 _QUESTION: Message = {"role": "user", "content": [{"type": "text", "text": "a question"}]}
-_NOTHING: dict[str, str] = {"type": "text", "text": ""}
 _CUT = "\n[...]\n"
+_PRINTED = ("{'type'", '{"type"')  # how a template writes the parts of a content where it takes it for a value
+
+
+class _Style(NamedTuple):
+    """How chat templates take messages of tools. as_text: their content as a text, not as parts; called: they follow an
+    answer that has calls."""
+
+    as_text: bool = False
+    called: bool = False
+
+
+_STYLES = (_Style(), _Style(as_text=True), _Style(called=True), _Style(as_text=True, called=True))
 
 
 @dataclass
@@ -63,16 +74,16 @@ class ObservationRenderer:
         self._reserved = data.family.reserved(self.model_input)
         if self.model_input.chat_template is None:
             raise ConfigError("an environment needs the model's chat template, and this model has none")
-        self._shown: set[tuple[str, ...]] = set()  # roles of messages that were checked
+        self._styles: dict[tuple[str, ...], _Style] = {}  # by the roles of messages
         for role in roles:
-            self._check_roles(role)
+            self._style_of(role)
 
     def added(self, observation: Observation, what: str) -> Added:
         """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
         messages = [self._checked(message) for message in observation.messages]
         try:
-            self._check_roles(*(message["role"] for message in messages))
-            text = self._behind(self._shortened(messages))
+            style = self._style_of(*(message["role"] for message in messages))
+            text = self._behind(self._shortened(messages), style)
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
             return replace(added, images=images, videos=videos)
@@ -87,10 +98,9 @@ class ObservationRenderer:
 
     def taught_call(self) -> str:
         """A call of the first tool as the chat template writes one; empty where it writes none."""
-        function = {"name": self.tools[0].get("function", self.tools[0])["name"], "arguments": {"given": _MARK}}
-        calls = [{"type": "function", "id": "call00000", "function": function}]
+        answer = _answer_that_calls([self.tools[0].get("function", self.tools[0])["name"]])
         try:
-            whole = self._render([_QUESTION, {"role": "assistant", "content": [_NOTHING], "tool_calls": calls}])
+            whole = self._render([_QUESTION, answer])
         except ConfigError:
             return ""
         for generation in (True, False):  # some write another beginning of an answer than the one they prompt with
@@ -167,30 +177,60 @@ class ObservationRenderer:
             for message in messages
         ]
 
-    def _check_roles(self, *roles: str) -> None:
-        if roles in self._shown:
-            return
-        messages: list[Message] = [{"role": role, "content": [{"type": "text", "text": _SEEN}]} for role in roles]
-        for answer in _ANSWERS if "think" in str(self.model_input.chat_template) else _ANSWERS[:1]:
-            if self._behind(messages, answer).count(_SEEN) < len(roles):
+    def _style_of(self, *roles: str) -> _Style:
+        """The first in which the chat template shows messages of these roles behind an answer."""
+        if roles not in self._styles:
+            messages: list[Message] = [{"role": role, "content": [{"type": "text", "text": _SEEN}]} for role in roles]
+            styles = _STYLES if roles[0] == "tool" else _STYLES[:1]
+            errors = []
+            for style in styles:
+                try:
+                    self._check_shown(messages, style)
+                    self._styles[roles] = style
+                    break
+                except ConfigError as error:
+                    errors.append(error)
+            else:
+                raise errors[0]
+        return self._styles[roles]
+
+    def _check_shown(self, messages: list[Message], style: _Style) -> None:
+        thinks = "think" in str(self.model_input.chat_template) and not style.called
+        for answer in _ANSWERS if thinks else _ANSWERS[:1]:
+            behind = self._behind(messages, style, answer)
+            if behind.count(_SEEN) < len(messages) or any(map(behind.count, _PRINTED)):
+                roles = ", ".join(message["role"] for message in messages)
                 raise ConfigError(
-                    f"the chat template leaves out messages that follow an answer (of role {', '.join(roles)}): the "
+                    f"the chat template leaves out messages that follow an answer (of role {roles}): the "
                     "model would not see what the environment replied. Use a template that writes them, or other roles"
                 )
-        self._shown.add(roles)
 
-    def _behind(self, messages: list[Message], answer: str = _MARK) -> str:
+    def _behind(self, messages: list[Message], style: _Style, answer: str = _MARK) -> str:
         """The text from behind the end of an answer to where the next one begins."""
-        before = [_QUESTION, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
-        earlier, whole = self._render(before), self._render([*before, *messages], generation=True)
-        if _MARK not in earlier or not whole.startswith(earlier):
+        given: Message = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        if style.called:
+            tools = [message for message in messages if message["role"] == "tool"]
+            given = _answer_that_calls([message.get("name") or "unknown" for message in tools])
+            ids = iter(given["tool_calls"])
+            messages = [{**m, "tool_call_id": next(ids)["id"]} if m["role"] == "tool" else m for m in messages]
+        conversation = [_QUESTION, given, *messages]
+        if style.as_text:
+            conversation = [{**m, "content": _text_of(m)} if _is_text(m) else m for m in conversation]
+        earlier, whole = self._render(conversation[:2]), self._render(conversation, generation=True)
+        kept = answer in earlier and answer in whole  # what a template puts before an answer does not matter
+        if _MARK not in earlier or not (kept or whole.startswith(earlier)):
             role = messages[0]["role"]
             raise ConfigError(
                 f"the chat template writes an earlier answer otherwise once a message of role {role!r} follows it "
                 "(such as without its thoughts): the tokens that were sampled would not be those of the conversation. "
                 "Use a template that leaves earlier turns as they are"
             )
-        behind = whole[earlier.rindex(_MARK) + len(_MARK) :]
+        behind, ended = whole[whole.rindex(_MARK) + len(_MARK) :], earlier[earlier.rindex(_MARK) + len(_MARK) :]
+        if style.called:  # the end of the last call follows, then that of the answer
+            ends = [ended.index(token) for token in self.end_tokens if token in ended]
+            if not ends:
+                raise ConfigError("the chat template writes none of the model's end tokens behind an answer with calls")
+            behind = behind[min(ends) :]
         end = next((token for token in self.end_tokens if behind.startswith(token)), "")
         return behind[len(end) :]
 
@@ -215,8 +255,21 @@ def _kept(media: list, given: Sequence[Any]) -> list:
     ]
 
 
+def _answer_that_calls(names: Sequence[str]) -> Message:
+    """An answer with a call of each tool."""
+    functions = [{"name": name, "arguments": {"given": _MARK}} for name in names]
+    calls = [{"type": "function", "id": f"call{at:05d}", "function": each} for at, each in enumerate(functions)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _is_text(message: Message) -> bool:
+    return all(part["type"] == "text" for part in message["content"])
+
+
 def _text_of(message: Message) -> str:
-    if any(part["type"] != "text" for part in message["content"]):
+    if isinstance(message["content"], str):
+        return message["content"]
+    if not _is_text(message):
         raise EnvironmentFailure("an observation has images or videos, the model has no processor for them")
     return "".join(part["text"] for part in message["content"])
 

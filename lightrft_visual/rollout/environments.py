@@ -105,8 +105,8 @@ class Environment:
 
 @dataclass
 class Observation:
-    """Messages {"role", "content": [parts]} with parts {"type": "text", "text"}, {"type": "image"}, {"type": "video"},
-    and the sources of images and videos in the order of their parts. whole: it came as messages."""
+    """Messages {"role", "content": [parts]}, a tool's with its "name", and the sources of images and videos in order of
+    the parts: {"type": "text", "text"}, {"type": "image"}, {"type": "video"}. whole: it came as messages."""
 
     messages: list[Message]
     images: list[Any] = field(default_factory=list)
@@ -133,7 +133,8 @@ class Observation:
         left = {kind: list(own) for kind, own in known.items()}
         for message in given or [{"role": role, "content": value}]:
             parts = [found._part(part, left) for part in _parts(message["content"])]
-            found.messages.append({"role": message["role"], "content": parts})
+            name = {"name": str(message["name"])} if message["role"] == "tool" and message.get("name") else {}
+            found.messages.append({"role": message["role"], **name, "content": parts})
         if found.messages[-1]["role"] == "assistant":
             raise EnvironmentFailure("the messages of reset end with the assistant's: its answer is what comes next")
         for kind, rest in left.items():

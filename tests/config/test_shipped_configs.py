@@ -31,7 +31,7 @@ def test_vision_language_recipes_have_sound_rewards() -> None:
 def test_the_zoom_recipes_prompt_shows_a_call_that_its_tool_takes() -> None:
     """The model's chat template shows no tools."""
     from lightrft_visual.rollout.builtin.zoom import Zoom, pixel_box
-    from lightrft_visual.rollout.tools import parse_tool_calls
+    from lightrft_visual.rollout.tool_calls import parse_tool_calls
 
     (call,) = parse_tool_calls(parsed("experiment/vl/zoom_grpo").config.data.system_prompt)
     assert call.name == Zoom().schemas()[0]["function"]["name"]

@@ -199,7 +199,9 @@ def test_tools_by_path_run_apart(tmp_path):
     with closing(ProcessHost(config)) as host:
         host.reset(3, {"seed": 1}).result(timeout=60)
         step = host.step(3, Action("", [], [ToolCall("double", {"number": 21})])).result(timeout=60)
-    assert step.observation.messages == [{"role": "tool", "content": [{"type": "text", "text": "42"}]}]
+    assert step.observation.messages == [
+        {"role": "tool", "name": "double", "content": [{"type": "text", "text": "42"}]}
+    ]
     assert step.info == {"tool_calls": {"double": 1}, "tool_errors": 0}
 
 

@@ -385,7 +385,6 @@ def test_a_template_is_tried_with_the_roles_that_come_together_and_whatever_it_r
 
 
 def test_a_template_that_leaves_a_tools_answer_out_is_refused_at_the_start_or_where_it_comes_masks_the_sample(rig):
-    """Gemma 4's writes it behind a message with `tool_calls` alone, and raises nothing."""
     own = copy.copy(rig.checkpoint.processor)
     own.chat_template = own.chat_template.replace(
         "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
@@ -402,6 +401,59 @@ def test_a_template_that_leaves_a_tools_answer_out_is_refused_at_the_start_or_wh
     stage.renderer = ObservationRenderer(data, ["<|im_end|>"])
     made = stage.generate(batch_of([1]), replace(SETTINGS, n=1))
     assert [each.valid for each in made] == [False] and "leaves out" in made[0].episode.failure
+
+
+BEHIND_CALLS = (  # as Gemma 4's: what tools answer goes on behind the calls, and their names come from these
+    "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if m.content is string else m.content[0].text }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}:{{ call.function.arguments.given }}</call>"
+    "{% endfor %}{% if m.tool_calls %}<answers>{% for t in messages if t.role == 'tool' %}"
+    "{% for call in m.tool_calls if call.id == t.tool_call_id %}[{{ call.function.name }}: "
+    "{{ t.content[0].text }}]{% endfor %}{% endfor %}{% else %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+AS_TEXT = (  # as GLM's: parts are printed as values
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}({{ m.content }}){% else %}"
+    "{{ m.content if m.content is string else m.content[0].text }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (BEHIND_CALLS, "[zoom: four][look: five]"),
+        (AS_TEXT, "\n<|im_start|>tool\n(four)<|im_end|>\n<|im_start|>tool\n(five)<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_what_tools_answer_is_shown_as_the_template_takes_it_behind_calls_or_as_a_text(rig, template, shown):
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = template
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=("tool",))
+    told = [{"role": "tool", "name": name, "content": text} for name, text in (("zoom", "four"), ("look", "five"))]
+    assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it").token_ids) == shown
+
+
+def test_a_template_that_shows_tools_behind_calls_alone_needs_an_end_token_there(rig):
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = BEHIND_CALLS
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    with pytest.raises(ConfigError, match="leaves out messages that follow an answer .of role tool."):
+        ObservationRenderer(data, ["<|im_end|>"], roles=("tool",))
+
+
+def test_what_a_template_puts_before_an_answer_that_came_last_does_not_matter(rig):
+    """Qwen3's writes empty thoughts there."""
+    own = copy.copy(rig.checkpoint.tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' and "
+        "'think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = ObservationRenderer(MultimodalDataProcessor(own, None, 100), ["<|im_end|>"])
+    shown = own.decode(renderer.added(Observation.of("and now?"), "it").token_ids)
+    assert shown == "\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_rewards_of_turns_add_up_with_those_of_others():

@@ -5,27 +5,15 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
-import json
-import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.rollout.environments import Action, ToolCall
-from lightrft_visual.rollout.tools import (
-    CALL_FORMS,
-    MOST_CALLS,
-    ToolEnvironment,
-    parse_tool_calls,
-    render_tool_call,
-    tool_call_format,
-    tool_content,
-    tool_schema,
-)
+from lightrft_visual.rollout.tool_calls import parse_tool_calls
+from lightrft_visual.rollout.tools import ToolEnvironment, tool_content, tool_schema
 
 
 def crop(box: list[int], scale: float = 2.0) -> str:
@@ -36,16 +24,6 @@ def crop(box: list[int], scale: float = 2.0) -> str:
         scale: by how much
     """
     return f"{box} {scale}"
-
-
-NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["</tool_call>", "<tool_call>", '"}', "{"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)  # fmt: skip
-CALLS = st.builds(ToolCall, NAMES, st.dictionaries(NAMES, VALUES, max_size=3), st.none())
 
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
@@ -120,14 +98,6 @@ def test_tool_that_is_no_function_or_has_the_name_of_another_is_refused(tool):
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(CALL_FORMS), CALLS)
-def test_rendered_call_is_read_as_itself(form, call):
-    text = render_tool_call(call, form)
-    assert parse_tool_calls(text, form) == [call]
-    assert parse_tool_calls(f"I look closer. {text}<|im_end|>") == [call]  # whatever the form
-
-
 def find(text: str, kind: str | None = None, most: int = 1) -> str:
     """Find it.
 
@@ -184,101 +154,6 @@ def test_text_without_quotes_is_a_text_where_the_schema_says_so(written, answer)
     text = f"<tool_call>\n<function=find>\n{told}</function>\n</tool_call>"
     (call,) = parse_tool_calls(text, "qwen_xml", ToolEnvironment([find]).schemas())
     assert answer_of(call) == answer
-
-
-def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
-    one, two = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "parameters": {}}'
-    expected = [ToolCall("a", {"x": 1}, None), ToolCall("b", {}, None)]
-    assert parse_tool_calls(f"{one}; {two}<|eom_id|>", "llama") == expected
-    assert parse_tool_calls(f"<|python_tag|>{one}; {two}", "llama") == expected
-    asked = '<|python_tag|>brave_search.call(query="cats", n=2)'
-    assert parse_tool_calls(asked, "llama") == [ToolCall("brave_search", {"query": "cats", "n": 2}, None)]
-    assert parse_tool_calls("The answer is {3}.", "llama") == []
-
-
-@pytest.mark.parametrize("around", ["<tool_call>{}</tool_call>", "<|python_tag|>{}", "{}"])
-def test_calls_as_servers_of_openai_write_them_are_read(around):
-    form = {"<tool_call>{}</tool_call>": "hermes", "<|python_tag|>{}": "llama", "{}": "json"}[around]
-    one = {"id": "call_1", "type": "function", "function": {"name": "zoom", "arguments": '{"x": 1}'}}
-    two = {"name": "crop", "arguments": {"function": {"name": "f", "arguments": {}}}}
-    zoom, cut = ToolCall("zoom", {"x": 1}, None), ToolCall("crop", two["arguments"], None)
-    for value, calls in (
-        (one, [zoom]),
-        ({"role": "assistant", "content": None, "tool_calls": [one, two, one]}, [zoom, cut, zoom]),
-        ({"function": {"name": "zoom", "arguments": {"x": 1}}}, [zoom]),
-    ):
-        assert parse_tool_calls(around.format(json.dumps(value)), form) == calls
-    assert parse_tool_calls(json.dumps([one, {"function": two}])) == [zoom, cut]
-    assert parse_tool_calls(json.dumps(tool_schema(find))) == []
-    assert parse_tool_calls(json.dumps({"tool_calls": [], "function": {"name": "zoom"}})) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>", "<tool_call></tool_call>", '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "zoom", "arguments": "no"}</tool_call>',
-        '<tool_call>{"name": "zoom"', "<|python_tag|>zoom(", "<|python_tag|>x = 1", '{"name": "zoom", "arguments": {',
-        "<tool_call><function=zoom></tool_call>",
-        "<tool_call><function=zoom><parameter=x>1</function></tool_call>",
-        "<tool_call><function=></function></tool_call>",
-        "<tool_call>" + "[" * 100_000 + "</tool_call>", "<|python_tag|>f(" + "(" * 10_000,
-    ],
-)  # fmt: skip
-def test_malformed_call_is_one_call_with_an_error(text):
-    (call,) = parse_tool_calls(text)
-    assert "malformed call" in call.error and call.arguments == {} and len(call.error) < 300
-
-
-GARBAGE = ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name":', '"arguments":', "{", "}", "[", "]", '"', ";",
-           "<function=", "<parameter=x>", "</function>", "zoom", "\\u12", "\ud800", "\0", "1e999", "NaN", "é", "\n",
-           "<|im_end|>", "None(", "=", ":"]  # fmt: skip
-
-
-@given(st.lists(st.sampled_from(GARBAGE), max_size=60).map("".join))
-def test_garbage_is_read_without_an_exception(text):
-    for form in ("auto", *CALL_FORMS):
-        for call in parse_tool_calls(text, form):
-            assert isinstance(call.name, str) and isinstance(call.arguments, dict)
-            assert call.name or call.error
-
-
-XML = "<tool_call><function=f>{}</function></tool_call>"
-
-
-@pytest.mark.parametrize(
-    ("around", "repeated"),
-    [
-        ("<|python_tag|>{}", "{ "), ("{}", '{"":x'), ("{}", '{"a":['), ('{{"a":[' * 300 + "{}", '{"b":1},'), (XML, " "),
-        ("<tool_call>{}</tool_call>", "{"), (XML, "<parameter=a>"), (XML, "<parameter=a>\n</function>"),
-    ],
-)  # fmt: skip
-def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
-    started = time.process_time()
-    calls = parse_tool_calls(around.format(repeated * (300_000 // len(repeated))))
-    assert time.process_time() - started < 3.0  # quadratic readers took 8 to 1,000 seconds
-    assert len(calls) < 2
-
-
-def test_call_behind_or_between_other_text_is_read_and_no_more_of_them_than_the_limit():
-    call = ToolCall("zoom", {"x": 1}, None)
-    for text in ('{"a": x} ' * 2_000, '{"a": {"b": [' * 5, "{ {" * 100, '{"a{"b'):
-        assert parse_tool_calls(text + render_tool_call(call, "json")) == [call]
-    fenced = 'See {"a": 1}:\n```json\n{"name": "zoom", "arguments": {"x": 1}}\n```'
-    assert parse_tool_calls(fenced) == [call]
-    assert len(parse_tool_calls('{"name": "zoom", "arguments": {}} ' * 5_000)) == MOST_CALLS
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("... <tool_call>\n{...}\n</tool_call>", "hermes"), ("<tool_call>\n<function=x>", "qwen_xml"),
-        ("{{ '<|python_tag|>' }}", "llama"), ("{{ role == 'ipython' }}", "llama"), ("{{ messages }}", "auto"),
-        (None, "auto"),
-    ],
-)  # fmt: skip
-def test_form_of_calls_is_read_from_the_chat_template(template, form):
-    assert tool_call_format(template) == form
 
 
 # --- running them ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from ...rollout.builtin.click import Click
 from ...rollout.environments import ToolCall
-from ...rollout.tools import render_tool_call
+from ...rollout.tool_calls import render_tool_call
 from .task import Question, TaskSource
 from .zoom import GROUNDS, HALF, QUARTERS, SIDE
 

@@ -20,7 +20,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from ...rollout.environments import ToolCall
-from ...rollout.tools import ToolEnvironment, render_tool_call
+from ...rollout.tool_calls import render_tool_call
+from ...rollout.tools import ToolEnvironment
 from .questions import COLOURS
 from .task import Question, TaskSource
 

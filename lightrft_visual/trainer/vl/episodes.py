@@ -17,7 +17,8 @@ from ...rollout.environment_threads import ThreadHost
 from ...rollout.environments import EnvironmentHost, environment_factory, is_reusable
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
-from ...rollout.tools import ToolEnvironment, parse_tool_calls, tool_call_format
+from ...rollout.tool_calls import parse_tool_calls, tool_call_format
+from ...rollout.tools import ToolEnvironment
 from ...runtime import collectives
 from ...runtime.usercode.calls import what_happened
 

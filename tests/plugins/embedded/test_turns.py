@@ -19,7 +19,7 @@ from lightrft_visual.plugins.embedded.questions import COLOURS
 from lightrft_visual.plugins.embedded.task import SPLITS, build_task, supervised_pairs
 from lightrft_visual.plugins.embedded.warmup import PairEncoder
 from lightrft_visual.rollout.environments import Action, environment_factory
-from lightrft_visual.rollout.tools import parse_tool_calls
+from lightrft_visual.rollout.tool_calls import parse_tool_calls
 
 ROWS = 40
 

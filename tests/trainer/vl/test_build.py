@@ -243,8 +243,9 @@ def test_tools_that_the_chat_template_does_not_show_are_warned_of_unless_the_sys
 @pytest.mark.parametrize(
     ("written", "warned"),
     [
-        ("<|tool_call>call:{{ call.name }}{given:{{ call.arguments.given }}}<tool_call|>", True),  # Gemma 4
-        ("<tool_call>{{ call.name }}<arg_key>given</arg_key>{{ call.arguments.given }}</tool_call>", True),  # GLM 4
+        (" to=functions.{{ call.name }}<|message|>{{ call.arguments | tojson }}<|call|>", True),  # gpt-oss
+        ("<tool_call>{{ call.name }}<arg_key>given</arg_key>{{ call.arguments.given }}</tool_call>", True),
+        ('<|tool_call>call:{{ call.name }}{given:<|"|>{{ call.arguments.given }}<|"|>}<tool_call|>', False),  # Gemma 4
         ('<tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>', False),
         ("<tool_call><function={{ call.name }}><parameter=given>{{ call.arguments.given }}</parameter></function>"
          "</tool_call>", False),
