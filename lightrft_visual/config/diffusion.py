@@ -241,9 +241,9 @@ class DiffusionTrainConfig(Section):
     ema_interval: PositiveInt = 8  # optimizer steps between EMA updates
     seed: Annotated[int, within("[0, 9223372036854775807]")] = 42  # of data, sampling and new weights
 
-    def schedule(self, updates: int) -> tuple[str, float]:
-        """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""
-        return SCHEDULES[self.lr_scheduler_type], self.warmup_steps / max(1, updates)
+    def schedule(self, updates: int) -> tuple[str, int]:
+        """(scheduler, optimizer steps of warm-up) of a run of `updates` steps."""
+        return SCHEDULES[self.lr_scheduler_type], self.warmup_steps or 0
 
 
 @dataclass

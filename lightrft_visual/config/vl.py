@@ -255,9 +255,9 @@ class TrainConfig(Section):
     separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
     seed: Annotated[int, within("[0, 9223372036854775807]")] = 42  # of data, sampling and new weights
 
-    def schedule(self, updates: int) -> tuple[str, float]:
-        """(scheduler, share of the optimizer steps that are warm-up) of a run of `updates` steps."""
-        return self.lr_scheduler, self.lr_warmup_ratio
+    def schedule(self, updates: int) -> tuple[str, int]:
+        """(scheduler, optimizer steps of warm-up) of a run of `updates` steps."""
+        return self.lr_scheduler, math.ceil(updates * self.lr_warmup_ratio)
 
     def check(self) -> None:
         """The size of an update, and the budget of packed batches."""

@@ -24,6 +24,7 @@ from ..runtime.hub import is_hub_name, load_data_set
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
 CACHE_BYTES = 2**30  # decoded row groups that a process keeps of one Parquet file
+PART_ROWS = 1024  # that are decoded at once
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
 
@@ -227,7 +228,7 @@ class ParquetSource(NumberedRows):
     def _group(self, number: int) -> pyarrow.Table:
         with self._lock:
             if number not in self._groups:
-                table = self._file.read_row_group(number, use_threads=False)
+                table = self._read(number)
                 wanted = self._starts[number + 1] - self._starts[number]
                 if len(table) != wanted:
                     raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
@@ -237,6 +238,11 @@ class ParquetSource(NumberedRows):
                     self._bytes -= self._groups.popitem(last=False)[1].nbytes
             self._groups.move_to_end(number)
             return self._groups[number]
+
+    def _read(self, number: int) -> pyarrow.Table:
+        # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
+        parts = self._file.iter_batches(PART_ROWS, [number], use_threads=False)
+        return pyarrow.Table.from_batches(parts, self._file.schema_arrow)
 
 
 class FolderSource(NumberedRows):

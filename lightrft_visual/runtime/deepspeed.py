@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -56,8 +55,8 @@ class Training(Protocol):
     l2: float
     max_norm: float
 
-    def schedule(self, updates: int) -> tuple[str, float]:
-        """(name of the schedule, share of warm-up) of so many optimizer steps."""
+    def schedule(self, updates: int) -> tuple[str, int]:
+        """(name of the schedule, optimizer steps of warm-up) of a run of so many."""
 
 
 # Of a rank whose host only prepares: with one for each of 16 cores of a virtual machine every small operation waited
@@ -78,7 +77,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     max_norm: float = 1.0
     scheduler: str = "cosine_with_min_lr"
-    warmup_ratio: float = 0.03
+    warmup_steps: int = 0
     rate_of: Callable[[str], tuple[str, float] | None] | None = None
 
     def groups(self, module: nn.Module, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -104,8 +103,8 @@ class OptimizerSettings:
             learning_rate: of parameters without a rate of their own.
             updates: optimizer steps of the run.
         """
-        scheduler, warmup_ratio = train.schedule(updates)
-        return cls(learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, scheduler, warmup_ratio)
+        scheduler, warmup_steps = train.schedule(updates)
+        return cls(learning_rate, updates, tuple(train.adam_betas), train.l2, train.max_norm, scheduler, warmup_steps)
 
 
 def join(accelerator: DeepSpeedAccelerator, timeout: timedelta) -> None:
@@ -227,8 +226,7 @@ class DeepspeedStrategy:
         def scheduler(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             if self.config.zero_stage == 0:
                 made.state.clear()  # in bf16 DeepSpeed has stepped on gradients of zero, which Adam would count
-            warmup = math.ceil(settings.total_steps * settings.warmup_ratio)
-            return rate_schedule(settings.scheduler, made, warmup, max(1, settings.total_steps))
+            return rate_schedule(settings.scheduler, made, settings.warmup_steps, max(1, settings.total_steps))
 
         with vendor_patches.gradients_one_by_one():
             engine, *_ = deepspeed.initialize(

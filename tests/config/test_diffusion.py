@@ -142,6 +142,12 @@ def figures(*arguments: str) -> tuple:
     return c.sampling.num_steps, c.train.learning_rate, c.train.warmup_steps, c.train.lr_scheduler_type
 
 
+@pytest.mark.parametrize("updates", [25, 41, 100, 151])
+def test_warmup_steps_are_the_steps_of_warmup_however_many_updates_there_are(updates: int) -> None:
+    config = load(*OWN, "--warmup_steps", "7")
+    assert config.train.schedule(updates) == ("constant_with_warmup", 7)
+
+
 def test_reward_fl_has_defaults_of_its_own(tmp_path: Path) -> None:
     reward_fl = (*OWN, "--diffusion_algorithm", "reward_fl")
     assert figures(*OWN) == (10, 3e-4, 0, "constant")

@@ -109,14 +109,8 @@ def parquet(folder, count=60, group=10):
 def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups of six
     source, decoded = open_source(parquet(tmp_path), "train"), []
-    read = source._file.read_row_group
-
-    class File:
-        def read_row_group(self, number, **options):
-            decoded.append(number)
-            return read(number, **options)
-
-    monkeypatch.setattr(source, "_file", File())
+    read = source._read
+    monkeypatch.setattr(source, "_read", lambda number: decoded.append(number) or read(number))
     assert len(source) == 60 and decoded == []
     assert source[7]["prompt"] == "question 7" and source[59]["prompt"] == "question 59" and decoded == [0, 5]
     assert [source[row]["prompt"] for row in (55, 3)] == ["question 55", "question 3"] and decoded == [0, 5]
@@ -128,7 +122,7 @@ def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_p
 def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_each_other_group(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # 20 groups of 30
     source, asked = open_source(parquet(tmp_path, 30, 1), "train"), []
-    read = source._file.read_row_group
+    read = source._read
 
     class Table:
         def __init__(self, table):
@@ -145,15 +139,18 @@ def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_
             asked.append(self)
             return self.table.nbytes
 
-    class File:
-        def read_row_group(self, number, **options):
-            return Table(read(number, **options))
-
-    monkeypatch.setattr(source, "_file", File())
+    monkeypatch.setattr(source, "_read", lambda number: Table(read(number)))
     assert [source[row]["prompt"] for row in range(30)] == [f"question {row}" for row in range(30)]
     kept = [table.table.nbytes for table in source._groups.values()]
     assert 1 < len(kept) < 30 and source._bytes == sum(kept) <= 120_000
     assert len(asked) == 30 + 30 - len(kept)
+
+
+def test_a_row_group_is_decoded_in_parts_as_pyarrow_refuses_nested_columns_above_2_gib(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PART_ROWS", 4)
+    source = open_source(parquet(tmp_path, 30, 30), "train")
+    assert source._read(0)["image"].num_chunks == 8
+    assert [source[row]["image"]["bytes"][0] for row in range(30)] == list(range(30))
 
 
 def test_a_damaged_page_makes_the_rows_of_its_group_bad(tmp_path):

@@ -63,7 +63,7 @@ def trained(stage: int, folder: str, **settings) -> dict:
     strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage, **settings), bf16=True)
     torch.manual_seed(0)
     model = Denoiser()
-    schedule = OptimizerSettings(1e-2, total_steps=9, max_norm=0.0, scheduler="constant_with_warmup", warmup_ratio=0.0)
+    schedule = OptimizerSettings(1e-2, total_steps=9, max_norm=0.0, scheduler="constant_with_warmup")
     engine = strategy.prepare(model, schedule)
     start = weight_of(engine, "gain")
     for step in range(2):

@@ -260,11 +260,13 @@ def diversity(thumbs: T, groups: T, kinds: T | None = None) -> float:
         groups: (N), of each image.
         kinds: (N), what each image shows: only pairs that show the same count; None: all pairs of a group do.
     """
-    pairs = groups[:, None] == groups
-    if kinds is not None:
-        pairs = pairs & (kinds[:, None] == kinds)
-    pairs = pairs.triu(diagonal=1)
-    return distances(thumbs, thumbs)[pairs].mean().item() if bool(pairs.any()) else float("nan")
+    kinds = torch.zeros_like(groups) if kinds is None else kinds
+    found = []
+    for group in groups.unique():
+        own = groups == group
+        pairs = (kinds[own][:, None] == kinds[own]).triu(diagonal=1)
+        found.append(distances(thumbs[own], thumbs[own])[pairs])
+    return torch.cat(found).mean().item() if found and any(map(len, found)) else float("nan")
 
 
 def groups_of(prompts: Sequence[str]) -> T:

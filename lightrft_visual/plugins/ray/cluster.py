@@ -6,10 +6,11 @@ Ray is optional; it carries reward scorers and rollout workers, never the traine
 import math
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,13 +73,23 @@ def connect(
             local["num_cpus"] = max(1, math.ceil(cpus))  # rounded down, the last worker would wait for a part of one
     try:
         # By default Ray tries an address where something else listens 20 times, for 40 seconds each.
-        with variable(TRIES, os.environ.get(TRIES, "2")) if named else nullcontext():
+        with variable(TRIES, os.environ.get(TRIES, "2")) if named else _kept_from_hangups():
             ray.init(address=address, log_to_driver=logs, logging_level="error", **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {named}" if named else "on this host"
         said = (str(error).strip() or type(error).__name__).splitlines()[-1]  # before that Ray tells tracebacks
         raise ConfigError(f"{needed_for}: the Ray cluster {where} does not answer: {said}") from error
     return ray
+
+
+@contextmanager
+def _kept_from_hangups() -> Iterator[None]:
+    """Processes that begin inside do not end with the terminal: the run that they serve goes on to its checkpoint."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

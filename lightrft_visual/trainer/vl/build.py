@@ -317,7 +317,8 @@ def _actor_optimizer(
     for part, (_, rate) in parts.items():
         if rate is not None and part not in trained:
             raise ConfigError(f"{part}: no such parameter of this model is trained (freeze_prefix, or no vision tower)")
-    settings = OptimizerSettings.from_config(train, train.actor_learning_rate, config.updates(total_steps))
+    trained_steps = max(1, total_steps - max(0, train.freezing_actor_steps))
+    settings = OptimizerSettings.from_config(train, train.actor_learning_rate, config.updates(trained_steps))
     return replace(settings, rate_of=rate_of)
 
 

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -62,6 +64,22 @@ def test_a_cluster_started_here_has_room_for_all_that_it_is_started_for(monkeypa
     connect("placement split", cpus=cpus)
     names = ("num_cpus", "object_store_memory")
     assert {name: started[0][name] for name in names if started[0].get(name) is not None} == given
+
+
+def test_a_cluster_started_here_does_not_end_with_the_terminal(monkeypatch, ray_that):
+    started = []
+    ray_that(lambda **settings: started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connect("placement split")
+    (process,) = started
+    try:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_worker_beside_a_rank_of_torchrun_makes_a_store_of_its_own(monkeypatch):

@@ -91,6 +91,16 @@ def test_sizes_that_ranks_cannot_share_are_refused_with_numbers_that_work(sizes,
         _check_ranks(RunConfig(rollout=rollout, train=TrainConfig(train_batch_size=update)))
 
 
+@pytest.mark.parametrize(("frozen", "updates", "warmup"), [(-1, 24, 12), (4, 8, 4), (9, 4, 2)])
+def test_schedule_of_the_actor_counts_the_steps_that_train_it(tmp_path, frozen, updates, warmup):
+    checkpoint = checkpoint_of(tmp_path, "qwen2")
+    rollout = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=2)
+    train = TrainConfig(freezing_actor_steps=frozen, lr_warmup_ratio=0.5, max_epochs=2, train_batch_size=4)
+    config = RunConfig(rollout=rollout, train=train, algorithm=AlgorithmConfig(advantage_estimator="gae"))
+    made = _actor_optimizer(config, checkpoint.family, actor_of(checkpoint), 6)
+    assert (made.total_steps, made.warmup_steps) == (updates, warmup)
+
+
 def rates(kind: str, root, **settings) -> tuple[dict[str, float], list[int]]:
     """Learning rate of each trained parameter of a tiny model, and the sizes of its optimizer's groups."""
     checkpoint, config = checkpoint_of(root, kind), RunConfig()
