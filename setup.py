@@ -34,7 +34,7 @@ setup(
     version=version,
     packages=[*find_packages(include=["lightrft_visual", "lightrft_visual.*"]), *SHIPPED],
     package_dir=SHIPPED,
-    entry_points={"console_scripts": ["lightrft-visual = lightrft_visual.cli:main"]},
+    entry_points={"console_scripts": ["lightrft-visual = lightrft_visual.__main__:main"]},
     package_data={
         "lightrft_visual": ["py.typed", "*.pyi"],
         "lightrft_visual.observe.report": ["templates/*"],

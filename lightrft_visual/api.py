@@ -47,7 +47,7 @@ from .given import forget, give, given, is_given, names_given, source_of
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    from .settings import DiffusionSettings, SFTSettings, VLSettings
+    from .settings import DiffusionSettings, SFTSettings, StrPath, VLSettings
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Trainer:
         callbacks: Sequence[Any] = (),
         *,
         reward_weights: Sequence[float] | None = None,
-        config: str | Sequence[str] = (),
+        config: StrPath | Sequence[StrPath] = (),
         **settings: Any,
     ) -> None:
         if isinstance(model, tuple) and len(model) == 2:
@@ -254,7 +254,7 @@ class GRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: str | Sequence[str] = (),
+            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: StrPath | Sequence[StrPath] = (),
             reward_weights: Sequence[float] | None = None, **settings: Unpack[VLSettings],
         ) -> None: ...  # fmt: skip
 
@@ -279,7 +279,7 @@ class SFTTrainer(_Trainer):
 
     def __init__(
         self, model: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None, *,
-        callbacks: Sequence[Any] = (), config: str | Sequence[str] = (), **settings: Unpack[SFTSettings],
+        callbacks: Sequence[Any] = (), config: StrPath | Sequence[StrPath] = (), **settings: Unpack[SFTSettings],
     ) -> None:  # fmt: skip
         none = settings.pop("reward_funcs", None)  # type: ignore[typeddict-item]
         super().__init__(
@@ -302,7 +302,7 @@ class FlowGRPOTrainer(_Trainer):
 
         def __init__(
             self, model: Any = None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
-            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: str | Sequence[str] = (),
+            processing_class: Any = None, callbacks: Sequence[Any] = (), *, config: StrPath | Sequence[StrPath] = (),
             reward_weights: Sequence[float] | None = None, **settings: Unpack[DiffusionSettings],
         ) -> None: ...  # fmt: skip
 

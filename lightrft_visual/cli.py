@@ -44,9 +44,14 @@ WIDTH = 118
 
 
 def main() -> None:
-    """The command; errors of the package are a line, and exit code 2 (settings) or 1."""
+    """The command; errors of the package are a line, and exit code 2 (settings) or 1. Raises KeyboardInterrupt."""
     try:
-        cli(prog_name="lightrft-visual")
+        sys.exit(cli(prog_name="lightrft-visual", standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort as error:  # in which click wraps Ctrl-C
+        raise KeyboardInterrupt from error
     except LightRFTVisualError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

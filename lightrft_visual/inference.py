@@ -177,7 +177,7 @@ class _RunsGuard(GuardConfig):
 
 @contextmanager
 def _configured(
-    checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | None = None,
+    checkpoint: Checkpoint, eval_dataset: Any, rewards: Any, settings: dict[str, Any], suite: str | Path | None = None,
     called: str = "eval_dataset",
 ) -> Iterator[Any]:  # fmt: skip
     """How a checkpoint is evaluated; a suite has data and rewards of its own. called: name of the data in errors."""
@@ -268,8 +268,8 @@ def _on_disk(model: Any) -> Iterator[str | os.PathLike[str]]:
 
 
 def evaluate(
-    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | None = None, base: Any = None,
-    **settings: Any,
+    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | Path | None = None,
+    base: Any = None, **settings: Any,
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a model on held-out prompts, as a run's own evaluation measures them.
 
@@ -290,8 +290,8 @@ def evaluate(
 
 
 def evaluation(
-    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | None = None, base: Any = None,
-    **settings: Any,
+    model: Any, eval_dataset: Any = None, reward_funcs: Any = None, *, suite: str | Path | None = None,
+    base: Any = None, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """`evaluate` with what its `metrics` were made with: `observe.conditions`, `checkpoint` and `suite`.
 

@@ -83,7 +83,7 @@ def test_settings_stub_is_that_of_the_configuration(monkeypatch):
 PROGRAM = """
 from pathlib import Path
 
-from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, SFTTrainer
+from lightrft_visual import FlowGRPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer, evaluate
 from lightrft_visual.rewards import register_scorer
 
 
@@ -106,7 +106,11 @@ GRPOTrainer("m", brevity, environment=Env, tools=[crop, "tools.py:search"], lr=1
 GRPOTrainer("m", environment_factory=Env, tools=crop, prompt_data=rows, adam_betas=(0.9, 0.95), plugins=["x.py"])
 GRPOTrainer("m", remote_rm_url=["a", "b"], target_modules=("q_proj",), prompt_data_probs=[0.5, 0.5])
 FlowGRPOTrainer("m", pair_data=rows, num_inference_steps=4, save_dir=Path("x"))
-SFTTrainer("m", eval_data=Path("x"), learning_rate=1e-3)
+SFTTrainer("m", eval_data=Path("x"), learning_rate=1e-3, config=Path("x"))
+GRPOTrainer("m", config=[Path("x"), "y"])
+FlowGRPOTrainer("m", config=Path("x"))
+PPOTrainer("m", config=Path("x"))
+evaluate("m", suite=Path("x"))
 GRPOTrainer("m", seed="x", environment=3, num_inference_steps=4)  # WRONG
 """
 

@@ -38,6 +38,40 @@ def test_a_report_says_its_own_lines_alone(tmp_path):
     assert done.stderr.startswith("error: ") and "none" in done.stderr
 
 
+INTERRUPTED = """
+import runpy, signal, sys
+
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == INSIDE:
+            signal.raise_signal(signal.SIGINT)
+
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("lightrft_visual", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [
+        ("omegaconf", "train grpo"),
+        ("lightrft_visual.launch", "train grpo"),
+        ("lightrft_visual.local_ranks", "launch --ranks 2 train grpo"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_ends_the_command_with_a_line(inside, words):
+    done = python("-c", f"INSIDE = {inside!r}\n{INTERRUPTED}", *words.split())
+    assert (done.returncode, done.stderr.strip()) == (130, "error: ended by Ctrl-C")
+
+
+@pytest.mark.parametrize(("words", "code"), [("--help", 0), ("--version", 0), ("doctor --none", 2), ("nothing", 2)])
+def test_what_click_answers_itself_has_its_exit_code(words, code):
+    done = python("-m", "lightrft_visual", *words.split())
+    assert done.returncode == code and bool(done.stderr) == (code > 0) and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", cli.ALGORITHMS)
 def test_help_is_25_lines_of_settings_that_exist(name):
     lines = command("train", name, "--help").splitlines()

@@ -430,10 +430,8 @@ class DiffusionRunConfig(Section):
         )
         if algorithm.entry.coupled != "pairs":
             return
-        require(
-            not (algorithm.gdpo or algorithm.global_std),
-            "diffusion_dpo ranks samples by their reward: gdpo and global_std scale advantages, which it has none of",
-        )
+        told = "diffusion_dpo ranks samples by their reward: gdpo scales advantages, which it has none of"
+        require(not algorithm.gdpo, told)
         require(n % 2 == 0, f"pairs are made of n_samples_per_prompt samples: {n} must be even")
 
     def _check_family(self) -> None:

@@ -74,7 +74,7 @@ def check_diffusion(config: Any, data: Any) -> None:
     if not entry.shipped:
         return
     name, flow = entry.name, entry.trains_on == "steps" and entry.prediction == "flow"
-    scaled = entry.trains_on != "reward" and not entry.teacher
+    scaled = entry.trains_on != "reward" and not entry.teacher and entry.coupled != "pairs"
     of_steps = "other algorithms (reward_fl has mid_timestep and final_timestep)"
     old = entry.old_policy or (bool(entry.coupled) and config.dpo_reference == "old")
     for names, owner, read in (
@@ -88,7 +88,7 @@ def check_diffusion(config: Any, data: Any) -> None:
         (("decay_counts",), "algorithms with an old policy", old),
         (REWARD_FL, "reward_fl", entry.trains_on == "reward"),
         (("timestep_fraction",), of_steps, entry.trains_on != "reward"),
-        (("adv_clip_max",), "algorithms with advantages", scaled and entry.coupled != "pairs"),
+        (("adv_clip_max",), "algorithms with advantages", scaled),
     ):
         _refuse_idle(config, names, owner, read)
     if not scaled:  # of a recipe whose algorithm the command exchanges

@@ -38,7 +38,8 @@ from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, 
 from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
-OF_ENVIRONMENT = re.compile(r"\$\{(?:\s|\\t)*oc\.env")  # OmegaConf's; a tab in a mapping's text is an escape
+# OmegaConf's, whose name may also be made of others; a tab in a mapping's text is an escape.
+OF_ENVIRONMENT = re.compile(r"\$\{(?:(?:\s|\\t)*oc\.env|(?:[^{}:$]*\$\{[^{}:$]*\})+[^{}:$]*:|[^{}:$]*\$\{[^{}:$]*[$:])")
 TEXT = "tag:yaml.org,2002:str"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -44,14 +44,15 @@ class Reading:
 @dataclass(frozen=True)
 class Content:
     """What a form finds in a row. prompt: text, or messages with images as parts. consumed: columns it takes whole.
-    unread: what of the answer is not in the reference, for the error of runs that train on it. supervised: what such
-    runs take in its place."""
+    unread: what of the answer is not in the reference, for the error of runs that train on it. unfit: why its column is
+    no reference, for the error of other runs. supervised: what runs that train on the answer take in its place."""
 
     prompt: Any
     reference: Any = None
     label: str | None = None
     consumed: tuple[str, ...] = ()
     unread: str = ""
+    unfit: str = ""
     supervised: "Content | None" = None
 
 

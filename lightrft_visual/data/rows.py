@@ -155,8 +155,12 @@ def _with_inner(columns: Mapping[str, Any], config: DataConfig) -> Mapping[str, 
 
 
 def _answer_apart(reading: Reading, config: DataConfig) -> Reading:
-    """With what the assistant says last apart from the prompt, in supervised runs where the row has no other answer."""
+    """With what the assistant says last apart from the prompt, in supervised runs where the row has no other answer.
+    Raises DataError for an answer that the run cannot take."""
     columns, key = reading.columns, getattr(config, "response_key", None)
+    unfit = reading.content.unfit if reading.content and config.data_format != "auto" else ""
+    if key is None and unfit and _find_reference(columns, config)[0] is None:
+        raise DataError(unfit, "reference form")
     if key is None or columns.get(key) is not None:
         return reading
     content = reading.content and (reading.content.supervised or reading.content)

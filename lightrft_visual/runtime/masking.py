@@ -22,9 +22,10 @@ SECRET_VALUES = (
     USERINFO,
     re.compile(r"(?i)(?<=bearer )\S+"),
 )
+# After `authorization:` a scheme, or what is no word of a sentence.
 SECRET_HEADER = re.compile(
-    r"(?i)(\bauthorization: *(?:basic|token) +|\bapi-key: *"
-    r"|(?<![\w\-])(?=(?:[\w\-]*-)?x-)[\w\-]*-(?:key|token|secret): *)[^\s,;\"'()]+"
+    r"(?i)(\bauthorization: *(?:(?:basic|token) +|(?=[^\s,;\"'()]{20}|(?=[^\s,;\"'()]{8})[^\s,;\"'()]*\d))"
+    r"|\bapi-key: *|(?<![\w\-])(?=(?:[\w\-]*-)?x-)[\w\-]*-(?:key|token|secret): *)[^\s,;\"'()]+"
 )
 # `hf_token: value` and `export API_KEY=value` in YAML, JSON or shell text; an empty or null value is no secret.
 NAMED_SECRET = re.compile(

@@ -67,7 +67,6 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         ([*OPD, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
         ([*DPO, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
         ([*PAIRS, "--adv_clip_max", "3"], "adv_clip_max belongs to algorithms with advantages"),
-        ([*DPO, "--global_std", "true"], "diffusion_dpo ranks samples by their reward"),
         ([*DPO, "--chosen_key", "win"], "chosen_key belongs to pair_data"),
         (["--rejected_key", "lose"], "rejected_key belongs to pair_data"),
         ([*NFT, "--kl_form", "published"], "algorithms of SDE steps of flow models"),
@@ -241,7 +240,7 @@ def test_variants_of_flow_grpo_bring_their_windows() -> None:
     assert rollout_noise(load("--diffusion_algorithm", "flow_dppo")).keep_means
 
 
-@pytest.mark.parametrize("algorithm", [REWARD_FL, OPD])
+@pytest.mark.parametrize("algorithm", [REWARD_FL, OPD, DPO, PAIRS])
 def test_a_global_std_that_a_recipe_has_for_another_algorithm_is_said_to_do_nothing(algorithm, caplog):
     load(*algorithm, "--global_std", "true")
     assert "global_std 1: read by algorithms with advantages, and does nothing here" in caplog.text

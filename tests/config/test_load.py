@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from lightrft_visual import launch
 from lightrft_visual.config.command_line import parse_command_line
 from lightrft_visual.config.leaves import Leaf, Setting, names_of
-from lightrft_visual.config.load import config_or_exit, merge, parse_run, resolved_yaml, write_resolved
+from lightrft_visual.config.load import OF_ENVIRONMENT, config_or_exit, merge, parse_run, resolved_yaml, write_resolved
 from lightrft_visual.config.recipes import LayerReader
 from lightrft_visual.config.spellings import PATHS, REMOVED, ROOTS
 from lightrft_visual.config.summary import in_lines, what_runs
@@ -366,6 +367,26 @@ def test_a_mistake_repeats_no_secret_of_a_stray_word_or_of_the_environment(monke
         assert "reads the environment" in refused("--run_name", text) and "secret1" not in refused("--run_name", text)
         inside = refused("--reward.kwargs.mine", json.dumps({"key": text}))
         assert "reads the environment" in inside
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("${oc.${a}:TOKEN}", "${${a}:TOKEN}", "${${a}.${b}:TOKEN}", "${oc.${${a}}:TOKEN}", "${oc.${oc.decode:env}:TOKEN}"),
+)
+def test_a_resolver_whose_name_is_made_of_others_is_refused_as_reading_the_environment(text: str) -> None:
+    assert "reads the environment" in refused("--run_name", text)
+
+
+@pytest.mark.parametrize("text", ("${a.${b}}:c", "${a}: ${b}", "{a: ${b}}, ${c}:"))
+def test_a_key_that_is_made_of_others_reads_no_environment(text: str) -> None:
+    assert not OF_ENVIRONMENT.search(text)
+
+
+@pytest.mark.parametrize("repeated", ("${", "${a${b}", "${${a}", "${ ", " ", "\\t", "$"))
+def test_a_long_text_is_searched_for_the_environment_in_time_by_its_length(repeated: str) -> None:
+    begin = time.perf_counter()
+    OF_ENVIRONMENT.search("${" + repeated * (100_000 // len(repeated)))
+    assert time.perf_counter() - begin < 5
 
 
 @pytest.mark.parametrize(

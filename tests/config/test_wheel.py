@@ -60,6 +60,12 @@ def test_source_distribution_builds_a_wheel_with_the_same_files(unpacked: Path, 
     assert files[0] == files[1]
 
 
+def test_every_package_that_an_installation_asks_for_has_a_lower_bound(unpacked: Path) -> None:
+    (metadata,) = unpacked.glob("*.dist-info")
+    asked = re.findall(r"^Requires-Dist: ([^;\n]+)$", (metadata / "METADATA").read_text(), re.MULTILINE)
+    assert asked and [each for each in asked if not re.search("[>=]=", each)] == []
+
+
 def foreign_groups(installed: Path) -> set[str]:
     """Groups of entry points by which other packages would load this one; commands of its own are none."""
     (metadata,) = installed.glob("*.dist-info")

@@ -93,6 +93,9 @@ def test_secrets_in_yaml_and_json_text_are_masked():
         "ASIAABCDEFGHIJKLMNOP",
         f"401 for Authorization: Basic {SECRET}",
         f"ValueError: proxy-authorization: basic {SECRET}, x-request: 5",
+        f"curl -H 'Authorization: {SECRET}' http://h",
+        f"ValueError: proxy-authorization:{SECRET}",
+        "sent Authorization: ABCDEFGHIJKLMNOPQRSTUVWXYZ",
         f"ValueError: (x-api-key: {SECRET})",
         f"sent X-Auth-Token:{SECRET}",
         f"wrong api-key: {SECRET}",
@@ -112,7 +115,15 @@ def test_a_number_inside_a_line_is_a_secret_unless_its_name_is_a_tokens():
 
 @pytest.mark.parametrize(
     ("repeated", "end"),
-    [(" ", "{'id': 3}}"), ("x-", ""), ('{"secret": [', ""), ("\n", ""), ("a.", "")],
+    [
+        (" ", "{'id': 3}}"),
+        ("x-", ""),
+        ('{"secret": [', ""),
+        ("\n", ""),
+        ("a.", ""),
+        ("Authorization:", ""),
+        ("Authorization: a", ""),
+    ],
 )
 def test_masking_a_long_text_takes_time_by_its_length(repeated, end):
     begin = "{'token':" if end else ""

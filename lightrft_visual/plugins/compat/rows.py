@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...data.forms import Content, are_mappings, are_messages, json_list, messages_in, without_answer
+from ...data.forms import UNREAD, Content, are_mappings, are_messages, json_list, messages_in, without_answer
 from ...errors import DataError
 
 QUESTION_COLUMNS = ("problem", "question", "query", "instruction")
@@ -41,17 +41,19 @@ def prompt_completion(raw: Mapping[str, Any]) -> Content | None:
     if isinstance(cell, str) and not are_messages(completion):
         return Content(prompt, cell)
     turns = [completion] if isinstance(completion, Mapping) else completion
+    unfit = "column 'completion' must hold a text, or one message of the assistant (--reference_key names another)"
     if not are_mappings(turns) or turns[-1].get("role") != "assistant":
         told = (
             "column 'completion' must hold a text, or chat messages that end with the assistant's (--response_key "
             "names another answer)"
         )
-        return Content(prompt, unread=told)
+        return Content(prompt, unread=told, unfit=unfit)
     if len(turns) == 1:
         return replace(without_answer(turns, ()), prompt=prompt)
     asked = messages_in(prompt)
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    return Content(prompt, supervised=without_answer([*asked, *turns], ()) if are_mappings(asked) else None)
+    supervised = without_answer([*asked, *turns], ()) if are_mappings(asked) else None
+    return Content(prompt, unfit=unfit, supervised=supervised)
 
 
 def conversations(raw: Mapping[str, Any]) -> Content | None:
@@ -65,7 +67,8 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             known = ", ".join(_SPEAKERS)
             raise DataError(f"turn {place} of conversations is from {speaker!r}; known: {known}", "prompt form")
-        messages.append({"role": _SPEAKERS[speaker], "content": text})
+        beside = {key: turn[key] for key in UNREAD if key in turn}
+        messages.append({"role": _SPEAKERS[speaker], "content": text, **beside})
     return without_answer(_with_system(raw, messages), ("conversations", "system"))
 
 

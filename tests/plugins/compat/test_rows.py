@@ -100,6 +100,18 @@ def test_a_trl_completion_that_does_not_end_with_an_answer_is_refused_where_it_i
     assert response_of(named, "response") == "five"
 
 
+@pytest.mark.parametrize("completion", [3, ["it is 5"], SEVERAL, json.dumps(SEVERAL), [*SEVERAL, *SEVERAL[1:2]]])
+def test_a_named_completion_that_is_no_reference_is_refused_where_rewards_have_no_other(completion):
+    raw, named = {"prompt": "q", "completion": completion}, DataConfig(data_format="completion")
+    with pytest.raises(DataError, match="rows: column 'completion' must hold a text, or one message of the assistant"):
+        parse_row(raw, named, source="rows", root=None)
+    assert parse_row(raw, DataConfig(), source="rows", root=None).reference is None
+    assert parse_row(raw | {"answer": "5"}, named, source="rows", root=None).reference == "5"
+    own = SFTDataConfig(data_format="completion")
+    row = parse_row(raw | {"response": "five"}, own, source="rows", root=None)
+    assert (response_of(row, "response"), row.reference) == ("five", None)
+
+
 @pytest.mark.parametrize("text", ["[120, 30]", '[{"bbox": [1, 2], "label": "dog"}]', '[{"role": "subject"}]', "[]"])
 def test_a_trl_completion_that_is_a_text_of_json_is_a_text(text):
     raw = {"prompt": "where?", "completion": text}
@@ -159,6 +171,20 @@ def test_sharegpt(read):
     assert (len(row.images), row.reference) == (2, "2")
     with pytest.raises(DataError, match="turn 0 of conversations is from 'tool'"):
         read("sharegpt.jsonl", [{"conversations": [{"from": "tool", "value": "x"}]}])
+
+
+def test_tool_calls_beside_a_turn_of_sharegpt_are_refused_as_those_of_messages_are():
+    asked, said = {"from": "human", "value": "2 and 3?"}, {"from": "gpt", "value": "it is 5"}
+    calling = {"from": "gpt", "value": "I add", "tool_calls": [{"id": "1"}]}
+    for config in (DataConfig(), SFTDataConfig()):
+        with pytest.raises(DataError, match="message 1 has tool_calls, which are not read"):
+            parse_row({"conversations": [asked, calling, asked, said]}, config, source="rows", root=None)
+        row = {"conversations": [asked, {**said, "tool_calls": None}], "answer": "5"}
+        assert parse_row(row, config, source="rows", root=None).reference == "5"
+    answered = {"conversations": [asked, calling], "answer": "5"}
+    with pytest.raises(DataError, match="the answer has tool_calls"):
+        parse_row(answered, SFTDataConfig(), source="rows", root=None)
+    assert parse_row(answered, DataConfig(), source="rows", root=None).reference == "5"
 
 
 def test_easyr1_and_trl(read, png):
