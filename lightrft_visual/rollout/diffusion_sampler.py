@@ -255,6 +255,17 @@ def draw_noise(
     return noise.to(device) if waits else pinned(noise).to(device, non_blocking=True)
 
 
+def window_starts(num_steps: int, noise: NoiseConfig) -> range:
+    """The steps at which a window may begin, see `window_start`."""
+    size = noise.window_size
+    if not size:
+        return range(1)
+    start, end = noise.window_range or (
+        0, max(num_steps // 2, size) if noise.window_move == "random" else num_steps - 1
+    )  # fmt: skip
+    return range(start, end - size + 1)
+
+
 def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -> int:
     """First stochastic step of the window in the rollouts of a policy step; 0 where there is no window.
 
@@ -269,15 +280,14 @@ def window_start(num_steps: int, noise: NoiseConfig, run_seed: int, step: int) -
         run_seed: of the run, for what is drawn.
         step: of the policy.
     """
-    size, move = noise.window_size, noise.window_move
-    if not size:
-        return 0
-    start, end = noise.window_range or (0, max(num_steps // 2, size) if move == "random" else num_steps - 1)
+    starts, move = window_starts(num_steps, noise), noise.window_move
+    if len(starts) == 1:
+        return starts[0]
     if move in ("slide", "cycle"):
-        moved, positions = noise.window_stride * (step // noise.window_interval), end - start - size + 1
-        return start + (min(moved, positions - 1) if move == "slide" else moved % positions)
+        moved = noise.window_stride * (step // noise.window_interval)
+        return starts[min(moved, len(starts) - 1) if move == "slide" else moved % len(starts)]
     generator = torch.Generator().manual_seed(derive_seed(run_seed, "window", step))
-    return start + int(torch.randint(end - start - size + 1, (1,), generator=generator))
+    return starts[int(torch.randint(len(starts), (1,), generator=generator))]
 
 
 class DiffusionSampler:

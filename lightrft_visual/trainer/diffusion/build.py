@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from ...algorithms.diffusion.denoising_batch import first_noisy, first_share
 from ...config import registry
 from ...config.constraints import divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, lora_folders, rollout_noise, rollout_sampling
@@ -30,7 +31,7 @@ from ...rewards.batch import RewardBatch
 from ...rewards.engine import RewardComputationEngine
 from ...rewards.probe import plausible_media, probed
 from ...rewards.settings import check_references, check_reward_config, scored_labels
-from ...rollout.diffusion_sampler import DiffusionSampler
+from ...rollout.diffusion_sampler import DiffusionSampler, window_starts
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
@@ -346,9 +347,15 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     """
     s, a, sampling = config.sampling, config.algorithm, rollout_sampling(config)
     shape = policy.latent_shape(s.height, s.width, s.num_frames)
-    timesteps, _ = DiffusionSampler(sampling).schedule(policy, shape)
-    if a.entry.trains_on != "reward":  # the last step is no stochastic one
-        return policy.family.serving(timesteps[: sampling.moving_steps - (a.entry.trains_on == "steps")])
+    sampler = DiffusionSampler(sampling, rollout_noise(config))
+    timesteps, sigmas = sampler.schedule(policy, shape)
+    share = a.timestep_fraction if a.timestep_choice == "first" else 1.0
+    if a.entry.trains_on == "steps":  # of all windows
+        starts = window_starts(sampling.moving_steps, sampler.noise)
+        steps = torch.cat([first_share(sampler.stochastic_steps(start), share) for start in starts])
+        return policy.family.serving(timesteps[steps.unique()])
+    if a.entry.trains_on == "data":
+        return policy.family.serving(timesteps[first_noisy(sigmas, share, a.min_sigma)])
     serving = policy.family.serving(timesteps[a.mid_timestep : a.final_timestep + 1])
     between = (a.min_timestep_boundary, a.max_timestep_boundary)
     if between == (0.0, 1.0):

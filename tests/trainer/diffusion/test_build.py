@@ -1,0 +1,36 @@
+"""What is trained of models with several networks, by the steps that a run trains on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import load_config
+from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.trainer.diffusion.build import _trained_experts
+
+TWO = SimpleNamespace(
+    denoisers={"high": None, "low": None},
+    latent_shape=lambda *size: (4, 2, 2),
+    family=SimpleNamespace(serving=lambda timesteps: {"high" if at >= 600 else "low" for at in timesteps.tolist()}),
+)
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "flags", "trained"),
+    [
+        ("1,0.95,0.6,0.3,0.1", "", "high low"), ("1,0.95,0.9,0.1", "", "high"),
+        ("1,0.95,0.6,0.3,0.1", "--timestep_fraction 0.5", "high"),
+        ("1,0.95,0.6,0.3,0.1", "--timestep_fraction 0.5 --timestep_choice random", "high low"),
+        ("1,0.95,0.6,0.3,0.1", "--sde_window_size 2 --sde_window_range 0,2", "high"),
+        ("1,0.95,0.6,0.3,0.1", "--sde_window_size 1 --sde_window_move slide", "high low"),
+        ("1,0.95,0.9,0.85,0.4,0.2,0.1", "--sde_window_size 2", "high"),  # in the first half of the steps
+        ("1,0.95,0.9,0.85,0.4,0.2,0.1", "--sde_window_size 2 --sde_window_move anywhere", "high low"),
+        ("1,0.95,0.6,0.3,0.1", "--diffusion_algorithm dgpo --min_sigma 0.9", "high"),
+        ("1,0.95,0.6,0.3,0.1", "--diffusion_algorithm diffusion_nft", "high low"),
+    ],
+)  # fmt: skip
+def test_networks_that_serve_no_trained_step_are_not_trained(sigmas, flags, trained):
+    flags = f"--pretrain m --prompt_data p.txt --sigmas {sigmas} {flags}".split()
+    config = load_config(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET)
+    assert _trained_experts(config, TWO) == set(trained.split())
