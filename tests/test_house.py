@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2416, "experience": 3172, "config": 4981, "runtime": 5903, "data": 3393,
-    "models": 5949, "rollout": 5378, "rewards": 4403, "algorithms": 1841, "trainer": 7538, "observe": 3538,
+    "models": 5949, "rollout": 5378, "rewards": 4403, "algorithms": 1841, "trainer": 7566, "observe": 3538,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
