@@ -478,9 +478,11 @@ def assign_advantages(
             token_rewards = rewards_at_turns(experience, token_rewards)
         if kl is not None and kl_coef != 0:
             token_rewards = token_rewards - torch.where(experience.action_mask.bool(), kl_coef * kl.float(), 0.0)
-        experience.advantages, experience.returns, info = calculator.compute(
-            experience, token_rewards, gamma, generate_kwargs
-        )
+        match calculator.compute(experience, token_rewards, gamma, generate_kwargs):
+            case (advantages, returns, Mapping() as info):
+                experience.advantages, experience.returns = advantages, returns
+            case _:
+                raise ConfigError(f"{type(calculator).__name__}.compute must return (advantages, returns, a mapping)")
         of_shape(experience.advantages, experience.action_mask.shape, type(calculator).__name__)
         experience.info.update(info)
     return finish_advantages(experiences, config)

@@ -19,14 +19,17 @@ T = torch.Tensor
 K3_MAX_LOG_RATIO = 10.0
 
 
-def of_shape(made: Any, shape: Sequence[int] | None, what: str) -> T:
+def of_shape(made: Any, shape: Sequence[int] | None, what: str, dtype: torch.dtype | None = None) -> T:
     """What a function of the registry gave. Raises ConfigError for anything but a tensor of the shape (None: of any),
     which would be broadcast.
 
     Args:
         made, shape: what it gave, and what it is to give.
         what: for the message.
+        dtype: what it is to give; None: any.
     """
+    if isinstance(made, T) and dtype not in (None, made.dtype):
+        raise ConfigError(f"{what} gave a tensor of {made.dtype}; it must give {dtype}")
     if isinstance(made, T) and (shape is None or tuple(made.shape) == tuple(shape)):
         return made
     told = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, T) else f"a {type(made).__name__}"

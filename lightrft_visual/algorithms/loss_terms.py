@@ -171,16 +171,25 @@ def forward_with(terms: list[LossTerm], call: Call, inputs: ModelInputs, seed: i
         inputs: of the micro-batch.
         seed: of what terms draw, such as hidden parts of images.
     """
-    extra: dict[str, T] = {}
+    found: dict[str, tuple[LossTerm, T]] = {}
     for term in terms:
-        call = partial(_through, term, call, seed, extra)
-    return call(inputs), extra
+        call = partial(_through, term, call, seed, found)
+    return call(inputs), {name: tensor for name, (_, tensor) in found.items()}
 
 
-def _through(term: LossTerm, call: Call, seed: int, extra: dict[str, T], inputs: ModelInputs) -> ActorOutput:
-    output, found = term.forward(call, inputs, seed)
-    extra.update(found)
-    return output
+def _through(
+    term: LossTerm, call: Call, seed: int, found: dict[str, tuple[LossTerm, T]], inputs: ModelInputs
+) -> ActorOutput:
+    """A term's forward; ConfigError where it gives something else, or a name that another term gives."""
+    named = type(term).__name__
+    match term.forward(call, inputs, seed):
+        case (ActorOutput() as output, Mapping() as extra):
+            for name, tensor in extra.items():
+                if (other := found.setdefault(name, (term, tensor))[0]) is not term:
+                    raise ConfigError(f"{type(other).__name__}.forward and {named}.forward both give {name!r}")
+            return output
+        case made:
+            raise ConfigError(f"{named}.forward must return (output, mapping); it gave {type(made).__name__}")
 
 
 def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
@@ -193,6 +202,8 @@ def terms_of(config: AlgorithmConfig) -> list[LossTerm]:
     for name, term in found.items():
         if not isinstance(term, LossTerm | None):
             raise ConfigError(f"the loss term {name!r} is no LossTerm: {type(term).__name__}")
+        if term is not None and type(term).share is LossTerm.share:
+            raise ConfigError(f"the loss term {name!r} has no share: {type(term).__name__}")
     return [term for term in found.values() if term is not None]
 
 

@@ -238,7 +238,8 @@ def policy_loss(
     outputs.metrics["policy_loss"] = outputs.loss.detach()
     outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
     for name, numbers in token_loss.metrics.items():
-        outputs.metrics[name] = token_mean(numbers.detach().float(), mask, denominators)
+        own = of_shape(numbers, mask.shape, f"policy_loss {config.policy_loss}: the metric {name}")
+        outputs.metrics[name] = token_mean(own.detach().float(), mask, denominators)
     if config.use_kl_loss:
         estimate = compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator)
         if registry.kl_estimators[config.kl_estimator].weighted:
@@ -266,7 +267,7 @@ def _kept_tokens(
         asked = not entry.setting or getattr(config, entry.setting) is not None
         mask = entry.load()(inputs, config) if asked else None
         if mask is not None:
-            of_shape(mask, inputs.action_mask.shape, f"the policy mask {entry.name}")
+            of_shape(mask, inputs.action_mask.shape, f"the policy mask {entry.name}", torch.bool)
             metrics[f"{entry.name}_frac"] = token_mean((~mask).float(), inputs.action_mask, denominators)
             kept = mask if kept is None else kept & mask
     return kept, metrics

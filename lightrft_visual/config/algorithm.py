@@ -116,6 +116,10 @@ class AlgorithmConfig(Section):
 
     def check(self) -> None:
         """Settings that do nothing without another one, or undo it."""
+        asked = [(each.name, name) for each in registry.loss_terms for name in each.settings]
+        asked += [(each.name, each.setting) for each in registry.policy_masks if each.setting]
+        for entry, name in asked:
+            require(hasattr(self, name), f"{entry!r} is asked for by {name!r}, which is no setting of the algorithm")
         require(
             self.kl_target is None or self.init_kl_coef > 0,
             "kl_target steers a coefficient that starts at init_kl_coef: at 0 it would stay there",

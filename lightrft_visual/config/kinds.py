@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..experience.diffusion_sampling import TRAJECTORIES
 from .constraints import Choice, load_target
 
 TRAINER = "lightrft_visual.trainer"
@@ -79,6 +80,13 @@ class TISMode(Choice):
     corrects: bool = True
 
 
+ALGORITHM_FACTS: dict[str, tuple] = {
+    "prediction": ("flow", "epsilon", None),
+    "trains_on": ("steps", "data", "reward"),
+    "coupled": ("", "pairs", "groups"),
+}
+
+
 @dataclass(frozen=True)
 class DiffusionAlgorithm(Choice):
     """target: a function of DiffusionRunConfig to the loss, see `algorithms.diffusion`.
@@ -120,6 +128,15 @@ class DiffusionAlgorithm(Choice):
     n_samples_per_prompt: int = 24
     train_batch_size: int = 96
     embedded: str = "embedded/flow_grpo"
+
+    def __post_init__(self) -> None:
+        named, own = f"diffusion algorithm {self.name!r}", self.trajectories
+        if isinstance(own, str) or not own or not set(TRAJECTORIES).issuperset(own):
+            raise ConfigError(f"{named}: trajectories is {own!r}; a tuple of {', '.join(map(repr, TRAJECTORIES))}")
+        for fact, values in ALGORITHM_FACTS.items():
+            if getattr(self, fact) not in values:
+                allowed = ", ".join(map(repr, values))
+                raise ConfigError(f"{named}: {fact} is {getattr(self, fact)!r}; one of {allowed}")
 
 
 @dataclass(frozen=True)

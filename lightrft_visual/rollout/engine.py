@@ -217,11 +217,14 @@ class RolloutStage:
         given: set[int] = set()
 
         def pass_on(number: int, responses: list[Completion]) -> None:
+            check_counts(self.engine, [responses], 1, settings.n)
             given.add(number)
             take(number, responses)
 
         streamed = (pass_on,) if at_once and self.engine.streams else ()
-        for number, responses in enumerate(self.engine.generate(prompts, settings, *streamed)):
+        made = self.engine.generate(prompts, settings, *streamed)
+        check_counts(self.engine, made, len(prompts), settings.n)
+        for number, responses in enumerate(made):
             if number not in given:
                 take(number, responses)
 
@@ -236,6 +239,24 @@ def diverged(what: str, model: torch.nn.Module | None = None) -> NonFiniteError:
         "earlier checkpoint with a lower --actor_learning_rate or --max_norm or a higher --init_kl_coef; before the "
         "first step look at the model of --pretrain"
     )
+
+
+def check_counts(engine: object, made: Sequence[Sequence[Completion]], prompts: int, n: int) -> None:
+    """Raise RolloutError unless an engine gave what it was asked for.
+
+    Args:
+        engine: which is named.
+        made: its completions of each prompt.
+        prompts: that it was given.
+        n: completions of each that were asked for.
+    """
+    counts = [len(each) for each in made]
+    if counts == [n] * prompts:
+        return
+    least, most = min(counts, default=0), max(counts, default=0)
+    given = f"{least} to {most}" if least < most else f"{most}"
+    told = f"engine {type(engine).__name__} was asked for {n} completions of each of {prompts} prompts"
+    raise RolloutError(f"{told}, and gave {given} of each of {len(counts)}")
 
 
 def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:

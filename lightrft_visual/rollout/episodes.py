@@ -27,7 +27,7 @@ from ..experience.rollouts import (
 from ..runtime import collectives
 from ..runtime.seeding import derive_seed
 from .conversation import Conversation, ObservationRenderer
-from .engine import RolloutEngine, RolloutStage, Taker, check_prompt_ids
+from .engine import RolloutEngine, RolloutStage, Taker, check_counts, check_prompt_ids
 from .environments import Action, EnvironmentFailure, EnvironmentHost, Observation, StepResult, ToolCall
 from .multimodal import MultimodalDataProcessor
 
@@ -171,6 +171,7 @@ class _Round:
             else:
                 requests = [self._request(key) for key in keys]
                 found = engine.generate(requests, replace(self.settings, n=1))
+                check_counts(engine, found, len(requests), 1)
                 completions = [one for (one,) in found]
                 for request, completion in zip(requests, completions):
                     check_prompt_ids(request, completion)
@@ -184,6 +185,7 @@ class _Round:
         limit = self._limit(self.conversations[keys[0]]) if keys else 0
         requests = [replace(each, limit=limit) for each in prompts]
         found = self.stage.engine.generate(requests, self.settings)
+        check_counts(self.stage.engine, found, len(requests), self.settings.n)
         for request, completions in zip(requests, found):
             for completion in completions:
                 check_prompt_ids(request, completion)
@@ -223,6 +225,9 @@ class _Round:
                 if key in self.active:
                     ask(key)
             refill()
+        if asked:
+            name = type(self.stage.engine).__name__
+            raise RolloutError(f"engine {name} left {len(asked)} requests without completion")
 
     # -- one episode -----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from lightrft_visual.algorithms.advantages import AdvantageCalculator, get_advantage_calculator
-from lightrft_visual.algorithms.loss_terms import LossDenominators, LossTerm
+from lightrft_visual.algorithms.advantages import AdvantageCalculator, assign_advantages, get_advantage_calculator
+from lightrft_visual.algorithms.loss_terms import LossDenominators, LossTerm, forward_with
 from lightrft_visual.algorithms.policy_losses import LossInputs, TokenLoss, policy_loss
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.types import Experience
+from lightrft_visual.models.vlm.actor import ActorOutput
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
 
@@ -39,7 +40,11 @@ def loss(**settings):
         ("policy_losses", lambda inputs, config: inputs.log_probs, {"policy_loss": "mine"}, "Tensor, not a TokenLoss"),
         ("policy_losses", lambda inputs, config: TokenLoss(inputs.log_probs.sum(1), MASK), {"policy_loss": "mine"},
          r"policy_loss mine gave a tensor of shape \(2,\); it must give a tensor of shape \(2, 3\)"),
+        ("policy_losses", lambda inputs, config: TokenLoss(WHOLE, MASK, {"m": 0.5}), {"policy_loss": "mine"},
+         "policy_loss mine: the metric m gave a float; it must give a tensor"),
         ("policy_masks", lambda inputs, config: MASK.any(dim=1), {}, r"mask mine gave a tensor of shape \(2,\)"),
+        ("policy_masks", lambda inputs, config: MASK.float(), {}, "mine gave a tensor of torch.float32; it must"),
+        ("policy_masks", lambda inputs, config: MASK.byte(), {}, "mask mine gave a tensor of torch.uint8"),
         ("aggregations", lambda values, mask, counts: values, {"loss_agg_mode": "mine"}, "loss_agg_mode mine gave"),
         ("tis_modes", lambda weights: weights.mean(), {"tis_mode": "mine"}, "tis_mode mine gave a tensor of shape"),
         ("kl_estimators", lambda p, q: (p - q).mean(), {"kl_estimator": "mine", "use_kl_loss": True},
@@ -73,6 +78,17 @@ def test_an_estimator_that_gives_something_else(mine, gives):
         calculator.preprocess_rewards(torch.tensor([1.0, 0.0]), [experience()], 9)
 
 
+def test_an_estimator_whose_compute_gives_two_values_is_refused_by_name(mine):
+    class Mine(AdvantageCalculator):
+        def compute(self, experience, final_reward, gamma, generate_kwargs):
+            return WHOLE, WHOLE
+
+    mine("advantage_estimators", Mine)
+    calculator = get_advantage_calculator("mine", AlgorithmConfig())
+    with pytest.raises(ConfigError, match=r"Mine.compute must return \(advantages, returns, a mapping\)"):
+        assign_advantages(calculator, [experience()], torch.ones(2), 0.0, {"max_new_tokens": 9})
+
+
 @pytest.mark.parametrize("made", [[1.0, 2.0], 1.0, (WHOLE, MASK[:, 0])])
 def test_a_metric_that_is_no_tensor_or_has_another_mask(mine, made):
     mine("rollout_metrics", lambda batch: made)
@@ -92,6 +108,7 @@ class Mine(LossTerm):
     "made, told",
     [
         (lambda inputs: 0.0, "the loss term 'mine' is no LossTerm: function"),
+        (LossTerm(), "the loss term 'mine' has no share: LossTerm"),
         (Mine(None), "Mine.share must return a scalar and a mapping; it gave NoneType"),
         (Mine((torch.zeros(2, 3), {})), r"it gave a tensor of shape \(2, 3\): sum it by `aggregate`"),
         (Mine((0.0, {})), "it gave tuple"),
@@ -102,3 +119,37 @@ def test_what_is_no_term_or_no_share_of_the_loss_is_refused_by_name(mine, made, 
     mine("loss_terms", lambda config: made)
     with pytest.raises(ConfigError, match=told):
         loss()
+
+
+class Gives(Mine):
+    def forward(self, call, inputs, seed):
+        return self.gives(call(inputs))
+
+
+class GivesToo(Gives):
+    pass
+
+
+@pytest.mark.parametrize(
+    "terms, told",
+    [
+        ([Gives(lambda output: output)], r"Gives.forward must return \(output, mapping\); it gave ActorOutput"),
+        ([Gives(lambda output: (output, WHOLE))], r"Gives.forward must return \(output, mapping\); it gave tuple"),
+        (
+            [Gives(lambda output: (output, {"seen": WHOLE})), GivesToo(lambda output: (output, {"seen": MASK}))],
+            "Gives.forward and GivesToo.forward both give 'seen'",
+        ),
+    ],
+)
+def test_terms_that_give_no_mapping_or_one_name_twice_are_refused_by_name(terms, told):
+    with pytest.raises(ConfigError, match=told):
+        forward_with(terms, lambda inputs: ActorOutput(WHOLE, None), None, seed=0)
+
+
+@pytest.mark.parametrize(
+    "kind, needs", [("policy_masks", {"setting": "my_mask"}), ("loss_terms", {"settings": ("my_mask",)})]
+)
+def test_a_choice_that_is_asked_for_by_a_setting_that_is_not_there_is_refused_by_name(mine, kind, needs):
+    mine(kind, lambda *given: None, **needs)
+    with pytest.raises(ConfigError, match="'mine' is asked for by 'my_mask', which is no setting of the algorithm"):
+        AlgorithmConfig()

@@ -80,6 +80,23 @@ def test_code_that_cannot_be_called_as_its_kind_is_refused_where_it_is_registere
     assert "own" not in getattr(registry, kind)
 
 
+@pytest.mark.parametrize(
+    "facts, told",
+    [
+        ({"trains_on": "samples"}, "trains_on is 'samples'; one of 'steps', 'data', 'reward'"),
+        ({"coupled": "group"}, "coupled is 'group'; one of '', 'pairs', 'groups'"),
+        ({"prediction": "v"}, "prediction is 'v'; one of 'flow', 'epsilon', None"),
+        ({"trajectories": "ode"}, "trajectories is 'ode'; a tuple of 'ode', 'sde'"),
+        ({"trajectories": ("ddim",)}, r"trajectories is \('ddim',\); a tuple of"),
+        ({"trajectories": ()}, r"trajectories is \(\); a tuple of"),
+    ],
+)
+def test_a_fact_of_a_diffusion_algorithm_that_is_none_is_refused_where_it_is_registered(facts, told):
+    with pytest.raises(ConfigError, match=f"diffusion algorithm 'own': {told}"):
+        registry.diffusion_algorithms.register("own", about="", **facts)(lambda config: None)
+    assert "own" not in registry.diffusion_algorithms
+
+
 def test_code_in_c_that_does_not_say_what_it_takes_is_registered():
     import torch
 

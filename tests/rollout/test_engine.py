@@ -1,13 +1,15 @@
-"""Which engine a run has, how it says so, and which it refuses."""
+"""Which engine a run has, how it says so, which it refuses, and what an engine must give."""
 
 import pytest
-from tiny_models import checkpoint_of
+from tiny_models import checkpoint_of, text_prompts
 
 from lightrft_visual.config import registry
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import ConfigError
-from lightrft_visual.rollout.engine import check_engine, engine_in_words
+from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.experience.rollouts import Completion, SamplingSettings
+from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage, check_engine, engine_in_words
+from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 
 def test_a_run_says_which_engine_it_has_and_why(root):
@@ -47,3 +49,35 @@ def test_a_response_that_may_be_an_image_is_made_at_once(root):
     with pytest.raises(ConfigError, match="partial_rollouts are for responses in text, and this model draws"):
         check_engine(config, checkpoint_of(root, "janus"))
     check_engine(config, checkpoint_of(root, "qwen2"))
+
+
+class Counts(RolloutEngine):
+    """Gives as many completions of a prompt more than asked for as `more` says, of `prompts` more prompts."""
+
+    def __init__(self, more: int = 0, prompts: int = 0, streams: bool = False):
+        self.more, self.prompts, self.streams = more, prompts, streams
+
+    def generate(self, prompts, settings, finished=None):
+        one = [Completion([5], [-0.5], "x", False, list(each.token_ids)) for each in prompts]
+        for number, each in enumerate(one if finished else ()):
+            finished(number, [each] * (settings.n + self.more))
+        made = [[each] * (settings.n + (0 if self.streams else self.more)) for each in one]
+        return (made + made)[: len(made) + self.prompts]
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"more": -3}, "gave 1 of each of 2"),
+        ({"more": 2}, "gave 6 of each of 2"),
+        ({"prompts": -1}, "gave 4 of each of 1"),
+        ({"prompts": 1}, "gave 4 of each of 3"),
+        ({"more": -3, "streams": True}, "gave 1 of each of 1"),
+    ],
+)
+def test_an_engine_that_gives_another_number_of_completions_is_an_error(root, wrong, told):
+    checkpoint = checkpoint_of(root, "qwen2")
+    stage = RolloutStage(Counts(**wrong), MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 256), 3)
+    requests = stage.requests(text_prompts().select([0, 1]))
+    with pytest.raises(RolloutError, match=f"Counts was asked for 4 completions of each of . prompts, and {told}"):
+        stage.draw(requests, SamplingSettings(n=4), finished=lambda first, made: None)

@@ -242,6 +242,34 @@ def test_a_failure_ends_the_episode_or_the_run_where_the_policy_says_so(rig):
         stage_of(rig, environment, limits=EpisodeLimits(6, 400, "stop")).generate(batch_of([1]), SETTINGS)
 
 
+class Drops:
+    """An admission of an engine that takes requests and gives nothing."""
+
+    busy = False
+
+    def add(self, key, request):
+        return
+
+    def close(self):
+        return
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_engine_that_gives_another_number_of_completions_is_an_error(rig, turn):
+    stage, calls, generate = stage_of(rig), [], rig.engine.generate
+
+    def fewer(prompts, settings):
+        calls.append(prompts)
+        return generate(prompts, settings)[: len(prompts) - (len(calls) == turn)]
+
+    stage.engine = SimpleNamespace(generate=fewer, admission=lambda settings: None, in_step=False)
+    with pytest.raises(RolloutError, match="was asked for . completions of each of"):
+        stage.generate(batch_of(TURNS), SETTINGS)
+    stage.engine.admission = lambda settings: Drops()
+    with pytest.raises(RolloutError, match="left 12 requests without completion"):
+        stage.generate(batch_of(TURNS), SETTINGS)
+
+
 def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
     by_turns = stage_of(rig, Endless, limits=EpisodeLimits(2, 4000)).generate(batch_of([1]), SETTINGS)
     assert all(len(each.episode.turns) <= 2 and each.truncated for each in by_turns)

@@ -114,14 +114,10 @@ def noisy_steps(experience: ExperienceDiffusion, fraction: float = 1.0, lowest: 
         fraction: the first so many of the steps with sigma above 0.
         lowest: sigma that they have at least; the first step alone, where none has as much.
     """
-    kept = first_noisy(experience.sigmas[0, :-1], fraction, lowest)
-    return kept.to(experience.sigmas.device).expand(experience.sigmas.shape[0], -1)
-
-
-def first_noisy(sigmas: T, fraction: float = 1.0, lowest: float = 0.0) -> T:
-    """(n) indices of the steps of one schedule (K) that `noisy_steps` keeps."""
+    sigmas = experience.sigmas[0, :-1]
     count = int(((sigmas > 0) & (sigmas >= lowest)).sum())
-    return torch.arange(share_of_steps(count, fraction))
+    kept = torch.arange(share_of_steps(count, fraction), device=experience.sigmas.device)
+    return kept.expand(experience.sigmas.shape[0], -1)
 
 
 def shuffled_steps(steps: T, ids: T, seed: int) -> T:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-from ...algorithms.diffusion.denoising_batch import first_noisy, first_share
+from ...algorithms.diffusion import Loss
+from ...algorithms.diffusion.denoising_batch import first_share, share_of_steps
 from ...config import registry
-from ...config.constraints import divisors, load_target, nearest, said
+from ...config.constraints import check_call, divisors, load_target, nearest, said
 from ...config.diffusion import DiffusionRunConfig, evaluation_sampling, lora_folders, rollout_noise, rollout_sampling
 from ...config.given_files import NO_REWARD
 from ...config.kinds import Task, check_hooks
@@ -96,7 +97,7 @@ def _built(
         judged = probed(judged, golden[0], partial(_drawn, config, golden[0]), columns)
     rewards = _rewards(config, strategy, sets, trained_on is None)
     gold = _gold(judged, strategy, golden, eval_prompts, task)
-    algorithm, total_steps = config.algorithm.entry, _total_steps(config, len(prompts))
+    algorithm, total_steps, loss = config.algorithm.entry, _total_steps(config, len(prompts)), loss_of(config)
     loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
     run = open_run(config, loop, locks, sets)
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
@@ -118,7 +119,7 @@ def _built(
         policy=policy,
         engine=engine,
         algorithm=algorithm,
-        loss=algorithm.load()(config),
+        loss=loss,
         maker=maker,
         prompts=DrawingSource(config, prompts, drawing if config.distributed.split else None),
         evaluation=_evaluation(config, model, eval_prompts, rewards, gold),
@@ -130,6 +131,21 @@ def _built(
     )
     trainer = RewardFLTrainer if algorithm.trains_on == "reward" else DiffusionTrainer
     return trainer(parts, callbacks)
+
+
+def loss_of(config: DiffusionRunConfig) -> Loss:
+    """What the run trains with. Raises ConfigError where the algorithm's function gives no loss."""
+    entry = config.algorithm.entry
+    loss, rewarded = entry.load()(config), "context, start, conditions, schedule, reward, denominator"
+    methods = {"loss": rewarded if entry.trains_on == "reward" else "context, batch, denominator"}
+    if entry.coupled:
+        methods["terms"] = "context, batch"
+    for name, given in methods.items():
+        told = f"diffusion algorithm {entry.name!r} gave a {type(loss).__name__}"
+        if not hasattr(loss, name):
+            raise ConfigError(f"{told}, which has no method {name!r}")
+        check_call(getattr(loss, name), given, f"{told}, whose {name}")
+    return loss
 
 
 def _engine(config: DiffusionRunConfig, sampling: DiffusionSampling, old: WeightCopy | None) -> Any:
@@ -355,7 +371,8 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
         steps = torch.cat([first_share(sampler.stochastic_steps(start), share) for start in starts])
         return policy.family.serving(timesteps[steps.unique()])
     if a.entry.trains_on == "data":
-        return policy.family.serving(timesteps[first_noisy(sigmas, share, a.min_sigma)])
+        noisy = int(((sigmas > 0) & (sigmas >= a.min_sigma)).sum())
+        return policy.family.serving(timesteps[: share_of_steps(noisy, share)])
     serving = policy.family.serving(timesteps[a.mid_timestep : a.final_timestep + 1])
     between = (a.min_timestep_boundary, a.max_timestep_boundary)
     if between == (0.0, 1.0):

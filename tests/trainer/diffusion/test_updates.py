@@ -19,6 +19,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.opening import family_of
@@ -28,6 +29,7 @@ from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_generators
 from lightrft_visual.runtime.phase_timer import PhaseTimer
+from lightrft_visual.trainer.diffusion.build import loss_of
 from lightrft_visual.trainer.diffusion.maker import DiffusionExperienceMaker, Drawn
 from lightrft_visual.trainer.diffusion.stages import (
     GIB,
@@ -98,6 +100,79 @@ def test_means_of_a_reward_update_are_over_its_valid_samples():
     update = RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(scores), 0, 2)
     update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, 0, metrics)
     assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3)
+
+
+class Gives(FlowGRPO):
+    """Its loss is of the model, and what `gives` makes of it is returned."""
+
+    def loss(self, context, batch, denominator):
+        return self.gives(super().loss(context, batch, denominator).loss)
+
+
+def giving(gives) -> Gives:
+    return type("Mine", (Gives,), {"gives": staticmethod(gives)})()
+
+
+def test_metrics_of_a_loss_add_up_over_the_micro_batches_of_an_update():
+    metrics, shares = MetricsAccumulator(), []
+
+    def gives(loss):
+        shares.append(loss.item())
+        return LossOutputs(loss, {"own": loss.detach() * 2})
+
+    trained(policy(), [1.0, 0.3, -0.5, 2.0, 0.0, -1.0], False, loss=giving(gives), metrics=metrics)
+    found = metrics.reduce()
+    assert len(shares) > 1 and found["own"] == pytest.approx(2 * sum(shares)) == pytest.approx(2 * found["loss"])
+
+
+@pytest.mark.parametrize(
+    "gives, told",
+    [
+        (lambda loss: loss, "Mine.loss gave a Tensor, not LossOutputs"),
+        (lambda loss: LossOutputs(loss.expand(2)), r"Mine.loss gave a tensor of shape \(2,\); it must give"),
+        (lambda loss: LossOutputs(0.0), "Mine.loss gave a float; it must give a tensor"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_refused_by_its_class(gives, told):
+    with pytest.raises(ConfigError, match=told):
+        trained(policy(), [1.0, 0.3, -0.5, 2.0, 0.0, -1.0], False, loss=giving(gives))
+
+
+class NoLoss:
+    def losses(self, context, batch, denominator):
+        return 0
+
+
+class OfTwo:
+    def loss(self, context, batch):
+        return 0
+
+
+@pytest.mark.parametrize(
+    "made, facts, told",
+    [
+        (None, {}, "'own' gave a NoneType, which has no method 'loss'"),
+        (torch.zeros(()), {}, "'own' gave a Tensor, which has no method 'loss'"),
+        (NoLoss(), {}, "'own' gave a NoLoss, which has no method 'loss'"),
+        (OfTwo(), {}, r"'own' gave a OfTwo, whose loss is called with \(context, batch, denominator\): too many"),
+        (OfScores, {"trains_on": "reward"}, "'own' gave a type, whose loss is called with .*: missing a required"),
+        (CLIPPED, {"coupled": "groups"}, "'own' gave a FlowGRPO, which has no method 'terms'"),
+    ],
+)
+def test_an_algorithm_whose_function_gives_no_loss_is_refused_before_models_load(monkeypatch, made, facts, told):
+    kept = registry.diffusion_algorithms
+    monkeypatch.setattr(kept, "_entries", dict(kept._entries))
+    kept.register("own", about="", **facts)(lambda config: made)
+    config = SimpleNamespace(algorithm=SimpleNamespace(entry=kept["own"]))
+    with pytest.raises(ConfigError, match=told):
+        loss_of(config)
+
+
+@pytest.mark.parametrize("entry", list(registry.diffusion_algorithms), ids=lambda entry: entry.name)
+def test_an_algorithm_of_the_package_gives_a_loss(entry):
+    argv = ["--diffusion_algorithm", entry.name]
+    argv += ["--teacher_pretrain", "folder"] if entry.teacher else []
+    assert loss_of(parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config)
 
 
 def policy():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from ....experience.rollouts import Completion, PromptFeatures, SamplingSettings
+from ....rollout.engine import check_counts
 from .pool import WorkerPool
 
 
@@ -118,8 +119,9 @@ class PartialRollouts:
             self._pump()
 
     def _unfinished(self, responses: list[_Response], made: list[list[Completion]], version: int) -> list[_Response]:
+        check_counts(self.pool, made, len(responses), 1)
         left = []
-        for each, (part,) in zip(responses, made, strict=True):
+        for each, (part,) in zip(responses, made):
             if each.extend(part, version):
                 each.batch.take(each.place, each.completion(part, self.tokenizer))
             else:
