@@ -191,8 +191,6 @@ class RolloutStage:
         self, prompt: PromptFeatures, responses: list[Completion], first: int, policy_version: int, distorted: bool
     ) -> list[Rollout]:
         """Of one prompt. first: the number of the first response among all of the run."""
-        for response in responses:
-            check_prompt_ids(prompt, response)
         return [
             Rollout(
                 prompt,
@@ -217,13 +215,13 @@ class RolloutStage:
         given: set[int] = set()
 
         def pass_on(number: int, responses: list[Completion]) -> None:
-            check_counts(self.engine, [responses], 1, settings.n)
+            check_completions(self.engine, [prompts[number]], [responses], settings.n)
             given.add(number)
             take(number, responses)
 
         streamed = (pass_on,) if at_once and self.engine.streams else ()
         made = self.engine.generate(prompts, settings, *streamed)
-        check_counts(self.engine, made, len(prompts), settings.n)
+        check_completions(self.engine, prompts, made, settings.n)
         for number, responses in enumerate(made):
             if number not in given:
                 take(number, responses)
@@ -241,32 +239,30 @@ def diverged(what: str, model: torch.nn.Module | None = None) -> NonFiniteError:
     )
 
 
-def check_counts(engine: object, made: Sequence[Sequence[Completion]], prompts: int, n: int) -> None:
-    """Raise RolloutError unless an engine gave what it was asked for.
+def check_completions(
+    engine: object, prompts: Sequence[PromptFeatures], made: Sequence[Sequence[Completion]], n: int
+) -> None:
+    """Raise RolloutError unless an engine gave what it was asked for, and saw the prompts that the trainer will score.
 
     Args:
         engine: which is named.
-        made: its completions of each prompt.
         prompts: that it was given.
+        made: its completions of each.
         n: completions of each that were asked for.
     """
-    counts = [len(each) for each in made]
-    if counts == [n] * prompts:
-        return
-    least, most = min(counts, default=0), max(counts, default=0)
-    given = f"{least} to {most}" if least < most else f"{most}"
-    told = f"engine {type(engine).__name__} was asked for {n} completions of each of {prompts} prompts"
-    raise RolloutError(f"{told}, and gave {given} of each of {len(counts)}")
-
-
-def check_prompt_ids(prompt: PromptFeatures, response: Completion) -> None:
-    """Raise RolloutError unless the engine saw exactly the prompt that the trainer will score."""
-    ours, theirs = prompt.token_ids, response.prompt_token_ids
-    if ours == theirs:
-        return
-    index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-    raise RolloutError(
-        f"prompt {prompt.group_id}: the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}, and they "
-        f"differ from token {index} on. Likely cause: expansion (the engine and the processor turn an image into "
-        "different placeholder tokens; check the processor settings, min_pixels and max_pixels)"
-    )
+    if (counts := [len(each) for each in made]) != [n] * len(prompts):
+        least, most = min(counts, default=0), max(counts, default=0)
+        given = f"{least} to {most}" if least < most else f"{most}"
+        told = f"engine {type(engine).__name__} was asked for {n} completions of each of {len(prompts)} prompts"
+        raise RolloutError(f"{told}, and gave {given} of each of {len(counts)}")
+    for prompt, responses in zip(prompts, made):
+        for response in responses:
+            ours, theirs = prompt.token_ids, response.prompt_token_ids
+            if ours != theirs:
+                index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+                raise RolloutError(
+                    f"prompt {prompt.group_id}: the engine's prompt has {len(theirs)} tokens, the trainer's "
+                    f"{len(ours)}, and they differ from token {index} on. Likely cause: expansion (the engine and the "
+                    "processor turn an image into different placeholder tokens; check the processor settings, "
+                    "min_pixels and max_pixels)"
+                )

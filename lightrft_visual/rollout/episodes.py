@@ -27,7 +27,7 @@ from ..experience.rollouts import (
 from ..runtime import collectives
 from ..runtime.seeding import derive_seed
 from .conversation import Conversation, ObservationRenderer
-from .engine import RolloutEngine, RolloutStage, Taker, check_counts, check_prompt_ids
+from .engine import RolloutEngine, RolloutStage, Taker, check_completions
 from .environments import Action, EnvironmentFailure, EnvironmentHost, Observation, StepResult, ToolCall
 from .multimodal import MultimodalDataProcessor
 
@@ -171,10 +171,8 @@ class _Round:
             else:
                 requests = [self._request(key) for key in keys]
                 found = engine.generate(requests, replace(self.settings, n=1))
-                check_counts(engine, found, len(requests), 1)
+                check_completions(engine, requests, found, 1)
                 completions = [one for (one,) in found]
-                for request, completion in zip(requests, completions):
-                    check_prompt_ids(request, completion)
             first = False
             steps = {self._sampled(key, completion): key for key, completion in zip(keys, completions)}
             for future, key in steps.items():
@@ -185,10 +183,7 @@ class _Round:
         limit = self._limit(self.conversations[keys[0]]) if keys else 0
         requests = [replace(each, limit=limit) for each in prompts]
         found = self.stage.engine.generate(requests, self.settings)
-        check_counts(self.stage.engine, found, len(requests), self.settings.n)
-        for request, completions in zip(requests, found):
-            for completion in completions:
-                check_prompt_ids(request, completion)
+        check_completions(self.stage.engine, requests, found, self.settings.n)
         return [completion for completions in found for completion in completions]
 
     def _run_freely(self, admission: Admission, most: int) -> None:
@@ -211,7 +206,7 @@ class _Round:
         wait(resetting, timeout=BEGIN_TOGETHER)  # what begins quickly is asked for together, in order
         while admission.busy or stepping or resetting:
             for key, completion in admission.step() if admission.busy else ():
-                check_prompt_ids(asked.pop(key), completion)
+                check_completions(self.stage.engine, [asked.pop(key)], [[completion]], 1)
                 stepping[self._sampled(key, completion)] = key
             going = {**stepping, **resetting}
             done, _ = wait(going, timeout=0 if admission.busy else None, return_when=FIRST_COMPLETED)

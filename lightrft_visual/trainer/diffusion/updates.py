@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from ...algorithms.diffusion.denoising_batch import (
 )
 from ...algorithms.diffusion.preference import couplings
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
-from ...algorithms.kl import of_shape
 from ...algorithms.loss_terms import LossOutputs
 from ...config.kinds import DiffusionAlgorithm
 from ...errors import ConfigError
@@ -93,10 +92,10 @@ class ReplayUpdate:
             part, last = batch_at(experience, steps), index == len(forwards) - 1
             part.coupling = coupled[index]
             with context.policy.all_experts() if last or index == 0 else nullcontext():
-                outputs = _loss_of(self.loss, context, part, total)
+                outputs = self.loss.loss(context, part, total)
+            _add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
             if outputs.loss.requires_grad:  # else the steps of an expert that is not trained
                 self.engine.accumulate(outputs.loss, last)
-            _add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
         return self.engine.step()
 
     def step_on_graphs(self, graphed: list[Graphed], context: LossContext, metrics: MetricsAccumulator) -> StepResult:
@@ -114,9 +113,9 @@ class ReplayUpdate:
             experience.to_device(kept.log_probs.device)
             part = batch_at(experience, torch.tensor(kept.steps).expand(len(experience.latents), -1))
             part.kept = kept
-            outputs = _loss_of(self.loss, context, part, max(total, 1.0))
-            self.engine.accumulate(outputs.loss, last=not graphed)
+            outputs = self.loss.loss(context, part, max(total, 1.0))
             _add_loss(metrics, outputs, part.valid.sum(), not graphed, first=True)
+            self.engine.accumulate(outputs.loss, last=not graphed)
         return self.engine.step()
 
     def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:
@@ -257,10 +256,10 @@ class RewardUpdate:
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))
             reward = partial(self._differentiable, part, drawn)
-            outputs = _loss_of(self.loss, context, noise, conditions, schedule, reward, total)
+            outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
-            self.engine.accumulate(outputs.loss, last)
             _add_loss(metrics, outputs, drawn[-1][2].sum(), last, first=True)
+            self.engine.accumulate(outputs.loss, last)
         media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
         return self.engine.step(), Drawn(requests, [], media, step, RewardOutput(scores, {}, valid))
 
@@ -277,22 +276,18 @@ class RewardUpdate:
         return scored
 
 
-def _loss_of(loss: Loss, *given: Any) -> LossOutputs:
-    """What a loss makes of a micro-batch. Raises ConfigError where that is something else."""
-    made, named = loss.loss(*given), f"{type(loss).__name__}.loss"
-    if not isinstance(made, LossOutputs):
-        raise ConfigError(f"{named} gave a {type(made).__name__}, not LossOutputs")
-    of_shape(made.loss, (), named)
-    return made
-
-
 def _add_loss(
     metrics: MetricsAccumulator, outputs: LossOutputs, count: int | T, last: bool, first: bool, counts: bool = True
 ) -> None:
     """Record one micro-batch's loss and metrics; loss and shares are sums over those of an update, means over updates.
 
-    counts: whether this rank is the one that adds them, of several that have the same samples.
+    counts: whether this rank is the one that adds them, of several that have the same samples. Raises ConfigError for
+    what is no loss.
     """
+    if not isinstance(outputs, LossOutputs) or not isinstance(outputs.loss, T) or outputs.loss.dim():
+        made = getattr(outputs, "loss", outputs)
+        told = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, T) else f"a {type(made).__name__}"
+        raise ConfigError(f"the diffusion algorithm's loss gave {told}; it must give LossOutputs with a scalar loss")
     for name, share in (outputs.metrics | {"loss": outputs.loss.detach()}).items():
         metrics.add(name, share if counts else 0.0, 1.0 if last and collectives.is_rank_0() else 0.0)
     for name, value in outputs.means.items():

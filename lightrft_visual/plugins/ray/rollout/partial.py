@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from ....experience.rollouts import Completion, PromptFeatures, SamplingSettings
-from ....rollout.engine import check_counts
 from .pool import WorkerPool
 
 
@@ -119,9 +118,8 @@ class PartialRollouts:
             self._pump()
 
     def _unfinished(self, responses: list[_Response], made: list[list[Completion]], version: int) -> list[_Response]:
-        check_counts(self.pool, made, len(responses), 1)
         left = []
-        for each, (part,) in zip(responses, made):
+        for each, (part,) in zip(responses, made, strict=True):
             if each.extend(part, version):
                 each.batch.take(each.place, each.completion(part, self.tokenizer))
             else:
