@@ -29,7 +29,8 @@ class LossOutputs:
 
     loss: scalar share with gradient; the shares of all micro-batches and ranks add up to the train batch's loss.
     metrics: detached shares that add up likewise. means: means over the micro-batch's valid samples. counts: of
-    samples, by the mean's name, where that is not all valid ones. maxima: combined by maximum.
+    samples, by the mean's name, where that is not all valid ones. maxima: combined by maximum. givers: of metrics that
+    may be a user's, by their names.
     """
 
     loss: T
@@ -37,6 +38,7 @@ class LossOutputs:
     means: dict[str, T | float] = field(default_factory=dict)
     maxima: dict[str, T | float] = field(default_factory=dict)
     counts: dict[str, T] = field(default_factory=dict)
+    givers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -232,13 +232,10 @@ def policy_loss(
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
         outputs.metrics["tis_clip_frac"] = token_mean(cut.float(), mask, denominators)
     kept, masked = _kept_tokens(inputs, config, denominators)
-    outputs.metrics.update(masked)
     values = values if kept is None else torch.where(kept, values, torch.zeros_like(values))
     outputs.loss = aggregate(values, mask, mode, denominators)
     outputs.metrics["policy_loss"] = outputs.loss.detach()
     outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
-    for name, numbers in token_loss.metrics.items():
-        outputs.metrics[name] = token_mean(numbers.detach().float(), mask, denominators)
     if config.use_kl_loss:
         estimate = compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator)
         if registry.kl_estimators[config.kl_estimator].weighted:
@@ -246,15 +243,24 @@ def policy_loss(
         kl_loss = aggregate(estimate, mask, mode, denominators)
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
+    _add_given(outputs, "a policy mask", masked)
+    own = {name: token_mean(each.detach().float(), mask, denominators) for name, each in token_loss.metrics.items()}
+    _add_given(outputs, f"policy_loss {config.policy_loss}", own)
     for term in terms_of(config):
         share, metrics = added(term, inputs, mode, denominators)
-        if taken := metrics.keys() & {*outputs.metrics, "loss", *registry.rollout_metrics.names()}:
-            told = f"{type(term).__name__}.share gives {', '.join(sorted(taken))}, metrics that there are"
-            raise ConfigError(f"{told}: give them other names")
         outputs.loss = outputs.loss + share
-        outputs.metrics.update(metrics)
+        _add_given(outputs, f"{type(term).__name__}.share", metrics)
     outputs.metrics["loss"] = outputs.loss.detach()
     return outputs
+
+
+def _add_given(outputs: LossOutputs, giver: str, metrics: Mapping[str, T]) -> None:
+    """Add metrics of what may be a user's code. Raises ConfigError for names of other ones."""
+    if taken := metrics.keys() & {*outputs.metrics, *outputs.maxima, "loss", *registry.rollout_metrics.names()}:
+        told = f"{giver} gives {', '.join(sorted(taken))}, metrics that there are"
+        raise ConfigError(f"{told}: give them other names")
+    outputs.metrics.update(metrics)
+    outputs.givers.update(dict.fromkeys(metrics, giver))
 
 
 def _kept_tokens(

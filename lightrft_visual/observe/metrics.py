@@ -9,7 +9,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,12 @@ def largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
+def given(giver: str, name: str) -> str:
+    """The name for `MetricsAccumulator` of a metric that a user's code gives: where the step has one of that name,
+    `reduce` raises ConfigError, which names the giver."""
+    return f"{giver}\0{name}"
+
+
 @dataclass
 class MetricsAccumulator:
     """Collects one step's metrics over micro-batches; `reduce` gives the same dict on every rank.
@@ -156,9 +162,8 @@ class MetricsAccumulator:
             ConfigError: for what is no number, and for a name that a step's metrics have: two would be averaged.
         """
         moments = [f"{each}_{kind}" for each in self._moments for kind in ("mean", "std")]
-        taken = name in ("step", *self._sums, *self._totals, *self._maxima, *moments)
-        if taken or name.startswith("time_"):
-            raise ConfigError(f"{giver} gives {name}, a metric that there is: give it another name")
+        names = (*self._sums, *self._totals, *self._maxima, *moments)
+        _refuse_taken(giver, name, {each.rpartition("\0")[2] for each in names})
         try:
             self.add_numbers({name: float(value)})
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -180,7 +185,7 @@ class MetricsAccumulator:
             moments = functools.reduce(Moments.merge, found)
             if moments.count:
                 result[f"{name}_mean"], result[f"{name}_std"] = moments.mean, moments.std
-        return result
+        return _by_plain_names(result)
 
     def _host_values(self) -> dict[str, dict]:
         return {
@@ -189,6 +194,22 @@ class MetricsAccumulator:
             "maxima": {name: largest([value.item() for value in values]) for name, values in self._maxima.items()},
             "moments": self._moments,
         }
+
+
+def _refuse_taken(giver: str, name: str, taken: Container[str]) -> None:
+    if name in taken or name == "step" or name.startswith("time_"):
+        raise ConfigError(f"{giver} gives {name}, a metric that there is: give it another name")
+
+
+def _by_plain_names(result: dict[str, float]) -> dict[str, float]:
+    """Without the givers. Raises ConfigError, on every rank, for a name of theirs that is another's too."""
+    found: dict[str, float] = {}
+    for key, value in result.items():
+        giver, _, name = key.rpartition("\0")
+        if giver:
+            _refuse_taken(giver, name, {*result, *found})
+        found[name] = value
+    return found
 
 
 def by_name(ranks: list[dict[str, dict]], kind: str) -> dict[str, list]:

@@ -1,5 +1,7 @@
 """Functions and loss terms that others register: what is no term, or no tensor of the right shape, is said by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -102,3 +104,37 @@ def test_what_is_no_term_or_no_share_of_the_loss_is_refused_by_name(mine, made, 
     mine("loss_terms", lambda config: made)
     with pytest.raises(ConfigError, match=told):
         loss()
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "approx_kl", "ratio_max_dev", "kl_loss", "loss", "response_length"])
+def test_a_metric_of_a_policy_loss_with_the_name_of_another_is_refused(mine, name):
+    mine("policy_losses", lambda inputs, config: TokenLoss(inputs.log_probs, MASK, {name: WHOLE}))
+    with pytest.raises(ConfigError, match=f"policy_loss mine gives {name}, metrics that there are"):
+        loss(policy_loss="mine", use_kl_loss=True, kl_estimator="k2")
+
+
+def test_a_policy_mask_whose_share_has_the_name_of_another_metric_is_refused(monkeypatch):
+    monkeypatch.setattr(registry.policy_masks, "_entries", {})
+    registry.policy_masks.register("clip")(lambda inputs, config: MASK)
+    with pytest.raises(ConfigError, match="a policy mask gives clip_frac, metrics that there are"):
+        loss()
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "reward_mean", "reward/length", "tokens", "step", "time_step"])
+def test_a_rollout_metric_with_the_name_of_another_metric_is_refused(mine, monkeypatch, name):
+    mine("rollout_metrics", lambda batch: batch.info["reward"])
+    monkeypatch.setattr(
+        registry.rollout_metrics, "_entries", {name: replace(registry.rollout_metrics["mine"], name=name)}
+    )
+    metrics, made = MetricsAccumulator(), experience()
+    made.info["reward_metrics"]["length"] = torch.ones(2)
+    add_rollout_metrics(metrics, [made])
+    metrics.add("loss", 1.0)
+    metrics.add("grad_norm", 1.0)
+    with pytest.raises(ConfigError, match=f"the rollout metric gives {name}, a metric that there is"):
+        metrics.reduce()
+
+
+def test_a_rollout_metric_of_the_packages_name_is_refused_where_it_is_registered():
+    with pytest.raises(ConfigError, match="rollout metric 'response_length' is registered already"):
+        registry.rollout_metrics.register("response_length", about="mine")(lambda experience: None)

@@ -26,7 +26,7 @@ from ...config.kinds import DiffusionAlgorithm
 from ...experience.batch_plan import MicroBatch
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
-from ...observe.metrics import MetricsAccumulator
+from ...observe.metrics import MetricsAccumulator, given
 from ...rewards.batch import RewardOutput
 from ...rollout.diffusion_sampler import draw_noise, sample_generators
 from ...runtime import collectives
@@ -285,8 +285,8 @@ def _add_loss(
     metrics.add("loss", outputs.loss.detach() if counts else 0.0, 1.0 if last and collectives.is_rank_0() else 0.0)
     for name, value in outputs.means.items():
         own = outputs.counts.get(name, count)
-        metrics.add(_NAMES.get(name, name), value * own if counts else 0.0, own if counts else 0.0)
+        metrics.add(given("the loss", _NAMES.get(name, name)), value * own if counts else 0.0, own if counts else 0.0)
     for name, value in outputs.maxima.items():
-        metrics.add_max(name, value)
+        metrics.add_max(given("the loss", name), value)
     if first and "logp_diff_max" in outputs.maxima:
         metrics.add_max("ratio_max_dev_first", torch.expm1(torch.as_tensor(outputs.maxima["logp_diff_max"])))

@@ -19,6 +19,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.opening import family_of
@@ -38,7 +39,7 @@ from lightrft_visual.trainer.diffusion.stages import (
     worth_using,
 )
 from lightrft_visual.trainer.diffusion.trainer import RewardFLTrainer
-from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate, plan_updates
+from lightrft_visual.trainer.diffusion.updates import ReplayUpdate, RewardUpdate, _add_loss, plan_updates
 from lightrft_visual.trainer.hooks import Hooks
 
 COUNT = 6
@@ -98,6 +99,15 @@ def test_means_of_a_reward_update_are_over_its_valid_samples():
     update = RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(scores), 0, 2)
     update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, 0, metrics)
     assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3)
+
+
+@pytest.mark.parametrize("where", ["means", "maxima"])
+def test_a_metric_of_a_loss_with_the_name_of_another_is_refused(where):
+    outputs, metrics = LossOutputs(torch.tensor(1.0), **{where: {"grad_norm": torch.tensor(2.0)}}), MetricsAccumulator()
+    _add_loss(metrics, outputs, 1, last=True, first=True)
+    metrics.add("grad_norm", 1.0)
+    with pytest.raises(ConfigError, match="the loss gives grad_norm, a metric that there is: give it another name"):
+        metrics.reduce()
 
 
 def policy():

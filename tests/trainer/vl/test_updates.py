@@ -1,15 +1,17 @@
 """The optimizer step's gradients do not depend on how the train batch is cut or laid out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import PlainEngine, actor_of, checkpoint_of, mixed_prompts, rollouts_of, text_prompts
 
 from lightrft_visual.algorithms.loss_terms import LossTerm, aggregate
+from lightrft_visual.algorithms.policy_losses import ppo_loss
 from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.vl import AlgorithmConfig
-from lightrft_visual.errors import RolloutError
+from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.batch_plan import MicroBatch
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule, collate
@@ -183,6 +185,23 @@ def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
         found[name] = metrics.reduce()
     for name in ("entropy_answer", "entropy_drawing", "loss_answer", "loss_drawing"):
         assert found["apart"][name] == pytest.approx(found["together"][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_metric_of_a_policy_loss_with_the_name_of_a_later_one_is_refused(tmp_path, monkeypatch, parts):
+    def mine(inputs, config):
+        return replace(ppo_loss(inputs, config), metrics={"grad_norm": inputs.log_probs})
+
+    monkeypatch.setattr(registry.policy_losses, "_entries", {**registry.policy_losses._entries})
+    registry.policy_losses.register("mine")(mine)
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig(policy_loss="mine")
+    buffer = filled(checkpoint, 2, info={"loss_part": torch.tensor([0.0, 1.0, 0.0])})
+    batch = planned(buffer, config, *[6] * (parts - 1))
+    metrics = MetricsAccumulator()
+    PolicyUpdate(PlainEngine(actor_of(checkpoint)), config, RULE).step(buffer, batch, 0.0, metrics, True)
+    metrics.add("grad_norm", 1.0)
+    with pytest.raises(ConfigError, match="policy_loss mine gives grad_norm, a metric that there is"):
+        metrics.reduce()
 
 
 @pytest.mark.parametrize("coefs", [(0.3, None), (0.3, 0.0), (0.0, 0.2)])
