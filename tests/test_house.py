@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2416, "experience": 3172, "config": 4975, "runtime": 5903, "data": 3393,
-    "models": 5949, "rollout": 5352, "rewards": 4403, "algorithms": 1832, "trainer": 7541, "observe": 3559,
+    "": 2416, "experience": 3172, "config": 4981, "runtime": 5903, "data": 3395,
+    "models": 5949, "rollout": 5356, "rewards": 4403, "algorithms": 1832, "trainer": 7541, "observe": 3559,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -14,6 +14,7 @@ A file of your own adds to it and is named by `--plugins my_file.py`::
 Entries of the package name their code as 'module:attribute', which is imported on first use: nothing here loads torch.
 """
 
+import os
 from typing import Any
 
 from . import kinds
@@ -68,14 +69,14 @@ def checkpoint_folder(model: Any, name: str, task: str) -> str:
         name: of a built-in model; a hub name or a folder stays as it is.
         task: prompt_data of the run.
     """
-    return checkpoint_resolvers.load(name)(model, name, task) if name in checkpoint_resolvers else name
+    return os.fspath(checkpoint_resolvers.load(name)(model, name, task)) if name in checkpoint_resolvers else name
 
 
 def pipeline_folder(name: str, family: str = "auto") -> str:
     """The same of a diffusion pipeline."""
     if name not in checkpoint_resolvers or checkpoint_resolvers[name].pipeline is None:
         return name
-    return load_target(checkpoint_resolvers[name].pipeline)(name, family)
+    return os.fspath(load_target(checkpoint_resolvers[name].pipeline)(name, family))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
