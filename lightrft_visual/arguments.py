@@ -22,7 +22,7 @@ from .config.kinds import check_hooks
 from .config.leaves import names_of
 from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
-from .errors import ConfigError, DataError, did_you_mean
+from .errors import ConfigError, DataError
 from .given import give, source_of, unique_name
 from .runtime.hub import FILES, is_hub_name, load_data_set
 from .runtime.presence import ranks_started
@@ -247,10 +247,8 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
             return "remote", reward, reward
         if reward.endswith(SUFFIXES):
             raise ConfigError(f"reward {reward!r}: a recipe says all rewards: give it alone")
-        if reward not in registry.scorers and "/" not in reward and not os.path.exists(reward):
-            known = did_you_mean(reward, registry.scorers.names())
-            raise ConfigError(f"reward {reward!r} is neither a scorer nor a folder{known}")
-        return ("rule" if reward in registry.scorers else "model"), reward, reward
+        model = reward not in registry.scorers and ("/" in reward or os.path.exists(reward))
+        return ("model" if model else "rule"), reward, reward  # a name that nobody knows yet may be of a plugin
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(reward, torch.nn.Module):
         return "model", give(type(reward).__name__, reward), ""

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from .config import registry
-from .config.recipes import yaml_value
+from .config.recipes import load_plugins, yaml_value
 from .errors import ConfigError
 
 
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kwargs", action="append", default=[], metavar="[NAME.]KEY=VALUE", help="scorer settings; repeat"
     )
+    parser.add_argument("--plugins", help="files or modules that register scorers of your own; comma-separated")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
     parser.add_argument("--token_env", help="environment variable with the bearer token that clients must send")
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, least in (("max_batch", 1), ("max_wait", 0), ("max_body_mb", 1)):
             if not least <= (given := getattr(arguments, name)) < math.inf:
                 raise ConfigError(f"--{name} is {given}; give a number of at least {least}")
+        load_plugins(arguments.plugins)
         _ = registry.scorers[arguments.scorer]  # names are checked before torch is loaded
         from .rewards.remote.client import token_from_env
         from .rewards.remote.server import ServerSettings, serve

@@ -163,7 +163,7 @@ def test_settings_of_python_types_reach_the_configuration(tmp_path):
         ({"reward_funcs": ["exact"], "reward_weights": 0.5}, "reward_weights is 0.5: give a list"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"reward_funcs": {"mine": score}}, "functions are given as a list, with reward_weights"),
-        ({"reward_funcs": "exakt"}, "reward 'exakt' is neither a scorer nor a folder; did you mean 'exact'"),
+        ({"reward_funcs": "exakt"}, "there is no scorer named 'exakt'; did you mean 'exact'"),
         ({"reward_funcs": {"exact": 1.0}, "reward_weights": [2.0]}, "a mapping or a recipe has weights of its own"),
         ({"reward_weights": [1.0]}, "reward_weights are those of reward_funcs: give the rewards too"),
         ({"tools": [3]}, "tools has a int: give functions"),

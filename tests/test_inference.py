@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lightrft_visual import DiffusionDPOTrainer, FlowGRPOTrainer, GRPOTrainer, given, inference
-from lightrft_visual.config import recipes
+from lightrft_visual.config import recipes, registry
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.drawing_prompts import DrawPrompts
@@ -176,6 +176,19 @@ def test_plugins_of_the_run_are_there_in_its_evaluation(tmp_path):
     plugin.touch()
     trainer = GRPOTrainer("org/model", "exact", ROWS, plugins=plugin, output_dir=tmp_path / "run")
     assert configured(left_by(trainer)).plugins == str(plugin)
+
+
+def test_a_scorer_of_a_plugin_is_found_by_its_name_alone_in_a_run_and_in_its_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    plugin = tmp_path / "choices.py"
+    plugin.write_text(
+        "from lightrft_visual.config import registry\nregistry.scorers.register('brev')(lambda completions: 1)"
+    )
+    trainer = GRPOTrainer("org/model", ["brev", "exact"], ROWS, plugins=plugin, output_dir=tmp_path / "run")
+    assert trainer.config.reward.components == {"brev": 1.0, "exact": 1.0}
+    registry.scorers.remove("brev")
+    monkeypatch.setattr(recipes, "_files", {})
+    assert configured(left_by(trainer), rewards="brev").reward.components == {"brev": 1.0}
 
 
 def test_plugins_of_the_run_are_loaded_before_its_pipeline_which_may_be_of_a_family_of_theirs(tmp_path, monkeypatch):

@@ -220,11 +220,14 @@ def policy_loss(
     inputs = _checked(inputs, config)
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
-    token_loss = registry.policy_losses[config.policy_loss].load()(inputs, config)
+    token_loss, named = (
+        registry.policy_losses[config.policy_loss].load()(inputs, config),
+        f"policy_loss {config.policy_loss}",
+    )
     if not isinstance(token_loss, TokenLoss):
-        raise ConfigError(f"policy_loss {config.policy_loss} gave a {type(token_loss).__name__}, not a TokenLoss")
+        raise ConfigError(f"{named} gave a {type(token_loss).__name__}, not a TokenLoss")
     for each in (token_loss.values, token_loss.clipped):
-        of_shape(each, mask.shape, f"policy_loss {config.policy_loss}")
+        of_shape(each, mask.shape, named)
     values = token_loss.values
     if registry.tis_modes[config.tis_mode].corrects:
         weight, cut = importance_weights(inputs, config)
@@ -232,14 +235,10 @@ def policy_loss(
         outputs.metrics["tis_weight"] = token_mean(weight, mask, denominators)
         outputs.metrics["tis_clip_frac"] = token_mean(cut.float(), mask, denominators)
     kept, masked = _kept_tokens(inputs, config, denominators)
-    outputs.metrics.update(masked)
     values = values if kept is None else torch.where(kept, values, torch.zeros_like(values))
     outputs.loss = aggregate(values, mask, mode, denominators)
     outputs.metrics["policy_loss"] = outputs.loss.detach()
     outputs.metrics["clip_frac"] = token_mean(token_loss.clipped.float(), mask, denominators)
-    for name, numbers in token_loss.metrics.items():
-        own = of_shape(numbers, mask.shape, f"policy_loss {config.policy_loss}: the metric {name}")
-        outputs.metrics[name] = token_mean(own.detach().float(), mask, denominators)
     if config.use_kl_loss:
         estimate = compute_approx_kl(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator)
         if registry.kl_estimators[config.kl_estimator].weighted:
@@ -247,12 +246,21 @@ def policy_loss(
         kl_loss = aggregate(estimate, mask, mode, denominators)
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
+    own = {
+        name: token_mean(
+            of_shape(numbers, mask.shape, f"{named}: the metric {name}").detach().float(), mask, denominators
+        )
+        for name, numbers in token_loss.metrics.items()
+    }
+    given: list[tuple[str, Mapping[str, T]]] = [("a policy mask", masked), (named, own)]
     for term in terms_of(config):
         share, metrics = added(term, inputs, mode, denominators)
-        if taken := metrics.keys() & {*outputs.metrics, "loss", *registry.rollout_metrics.names()}:
-            told = f"{type(term).__name__}.share gives {', '.join(sorted(taken))}, metrics that there are"
-            raise ConfigError(f"{told}: give them other names")
         outputs.loss = outputs.loss + share
+        given.append((f"{type(term).__name__}.share", metrics))
+    for giver, metrics in given:
+        if taken := metrics.keys() & {*outputs.metrics, *outputs.maxima, "loss", *registry.rollout_metrics.names()}:
+            told = f"{giver} gives {', '.join(sorted(taken))}, metrics that there are"
+            raise ConfigError(f"{told}: give them other names")
         outputs.metrics.update(metrics)
     outputs.metrics["loss"] = outputs.loss.detach()
     return outputs

@@ -256,6 +256,11 @@ class Task(Choice):
     training_reward: str | None = field(default=None, repr=False)
     preset: str | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if not (self.reward is None or isinstance(self.reward, str) and (self.reward[:1] == "{" or ":" in self.reward)):
+            told = 'a recipe as text, such as \'{"*": [["rule", "exact", 1.0]]}\', or its module:attribute'
+            raise ConfigError(f"built-in task {self.name!r}: reward is {self.reward!r}; give {told}")
+
     def own_reward(self) -> str | None:
         """The recipe itself."""
         return self.reward if self.reward is None or self.reward.startswith("{") else load_target(self.reward)

@@ -244,8 +244,11 @@ def merge(
             wrong.append(error)
     wrong += _masked(tree)
     if wrong:
-        plugins = OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False)  # which may add names
-        raise together(sum(_wrong_sections(tree, sources, None if plugins else files), wrong))
+        try:
+            load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))  # which may add names
+        except ConfigError as error:
+            raise together([*wrong, error]) from error
+        raise together(sum(_wrong_sections(tree, sources, files), wrong))
     return tree, sources
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import registry
 from ..config.kinds import RowForm
 from ..config.vl import DataConfig
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from .media import ANY_KIND, looks_like_media
 
 MEDIA_COLUMNS = {
@@ -89,6 +89,8 @@ def _forms(names: tuple[str, ...]) -> list[tuple[RowForm, Finder]]:
 
 
 def _apply(raw: Mapping[str, Any], config: DataConfig, name: str, content: Content) -> Reading:
+    if not isinstance(content, Content):
+        raise ConfigError(f"the form of data rows {name!r} gave a {type(content).__name__}, not a Content or None")
     columns = {key: value for key, value in raw.items() if key not in content.consumed}
     columns[config.input_key] = content.prompt
     return Reading(columns, content.reference, content.label, name, content)

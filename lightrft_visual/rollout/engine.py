@@ -76,7 +76,11 @@ def build_engine(config: RunConfig, checkpoint: Checkpoint, actor: TrainEngine) 
         checkpoint: that the engine starts from.
         actor: which is trained; its weights are sent, or sampled from.
     """
-    return registry.engines.load(config.rollout.engine_type)(config, checkpoint, actor)
+    name = config.rollout.engine_type
+    engine = registry.engines.load(name)(config, checkpoint, actor)
+    if not hasattr(engine, "generate"):
+        raise ConfigError(f"rollout engine {name!r} is a {type(engine).__name__}; it must be a RolloutEngine")
+    return engine
 
 
 def engine_in_words(config: RunConfig, checkpoint: Checkpoint) -> str:

@@ -7,6 +7,7 @@ registration, with the same calls on every rank, so a hook may use collectives.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -227,7 +228,9 @@ class Hooks:
         self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
         self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
-        others = [each.name for each in registry.hooks if not each.shipped and parts.kind not in each.kinds]
+        of_vl = () if parts.kind == "vl" else (registry.loss_terms, registry.policy_masks, registry.rollout_metrics)
+        entries = *(each for each in registry.hooks if parts.kind not in each.kinds), *itertools.chain(*of_vl)
+        others = [each.name for each in entries if not each.shipped]
         if others:
             logger.warning("of another kind of run than %s, and not built: %s", parts.kind, ", ".join(others))
         _tell_of_silent([*(hook for shipped, hook in made if not shipped), *callbacks], parts.config)

@@ -1,5 +1,6 @@
 """Functions and loss terms that others register: what is no term, or no tensor of the right shape, is said by name."""
 
+
 import pytest
 import torch
 
@@ -153,3 +154,22 @@ def test_a_choice_that_is_asked_for_by_a_setting_that_is_not_there_is_refused_by
     mine(kind, lambda *given: None, **needs)
     with pytest.raises(ConfigError, match="'mine' is asked for by 'my_mask', which is no setting of the algorithm"):
         AlgorithmConfig()
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "approx_kl", "ratio_max_dev", "kl_loss", "loss", "response_length"])
+def test_a_metric_of_a_policy_loss_with_the_name_of_another_is_refused(mine, name):
+    mine("policy_losses", lambda inputs, config: TokenLoss(inputs.log_probs, MASK, {name: WHOLE}))
+    with pytest.raises(ConfigError, match=f"policy_loss mine gives {name}, metrics that there are"):
+        loss(policy_loss="mine", use_kl_loss=True, kl_estimator="k2")
+
+
+def test_a_policy_mask_whose_share_has_the_name_of_another_metric_is_refused(monkeypatch):
+    monkeypatch.setattr(registry.policy_masks, "_entries", {})
+    registry.policy_masks.register("clip")(lambda inputs, config: MASK)
+    with pytest.raises(ConfigError, match="a policy mask gives clip_frac, metrics that there are"):
+        loss()
+
+
+def test_a_rollout_metric_of_the_packages_name_is_refused_where_it_is_registered():
+    with pytest.raises(ConfigError, match="rollout metric 'response_length' is registered already"):
+        registry.rollout_metrics.register("response_length", about="mine")(lambda experience: None)

@@ -73,6 +73,17 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path, text, message):
         config("--plugins", str(file))
 
 
+def test_an_unknown_setting_beside_a_plugins_choice_is_told_alone(plugin):
+    with pytest.raises(ConfigError, match=r"^unknown setting 'my_power'.*$"):
+        config("--plugins", str(plugin), "--policy_loss", "mine_loss", "--my_power", "2")
+
+
+def test_a_plugin_that_fails_is_told_beside_an_unknown_setting(tmp_path):
+    (tmp_path / "mine.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"2 settings are wrong:\n.*'my_power'(.|\n)*mine.py fails on import"):
+        config("--plugins", str(tmp_path / "mine.py"), "--policy_loss", "mine_loss", "--my_power", "2")
+
+
 def takes_nothing_of_a_group(self):
     """`group_rewards` of an estimator, without its argument."""
 

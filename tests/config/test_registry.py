@@ -97,6 +97,21 @@ def test_a_fact_of_a_diffusion_algorithm_that_is_none_is_refused_where_it_is_reg
     assert "own" not in registry.diffusion_algorithms
 
 
+@pytest.mark.parametrize("reward", ["exact", {"*": [["rule", "exact", 1.0]]}])
+@pytest.mark.parametrize("kind", ["tasks", "drawing_tasks"])
+def test_a_tasks_reward_that_is_no_recipe_as_text_is_refused_where_it_is_registered(kind, reward):
+    with pytest.raises(ConfigError, match="task 'own': reward is .*exact.*; give a recipe as text, such as"):
+        getattr(registry, kind).register("own", reward=reward)(lambda config: None)
+    assert "own" not in getattr(registry, kind)
+
+
+def test_a_resolver_may_give_the_folder_as_a_path(monkeypatch):
+    monkeypatch.setattr(registry.checkpoint_resolvers, "_entries", {})
+    own = registry.checkpoint_resolvers.register("own", pipeline=lambda name, family: Path("pipeline"))
+    own(lambda model, name, task: Path("folder"))
+    assert registry.checkpoint_folder(None, "own", "task") == "folder"
+
+
 def test_code_in_c_that_does_not_say_what_it_takes_is_registered():
     import torch
 

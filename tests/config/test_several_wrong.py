@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.given_files import missing_files, refused_resume
 from lightrft_visual.config.load import config_or_exit, parse_run
@@ -86,8 +87,10 @@ def test_wrong_settings_and_missing_files_are_said_in_one_error(wrong, capsys):
     assert "does not exist" not in capsys.readouterr().err
 
 
-def test_wrong_settings_beside_a_plug_in_the_names_that_it_adds_are_not_said_to_be_wrong(tmp_path):
-    (tmp_path / "mine.py").write_text("from lightrft_visual.config import registry\n")
+def test_wrong_settings_beside_a_plug_in_the_names_that_it_adds_are_not_said_to_be_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    text = "from lightrft_visual.config import registry\nregistry.scorers.register('mine')(lambda completions: 1)\n"
+    (tmp_path / "mine.py").write_text(text)
     argv = ["--plugins", str(tmp_path / "mine.py"), "--components.mine", "1", "--top_q", "7"]
     with pytest.raises(ConfigError) as found:
         parse_run(argv=argv, files=missing_files)

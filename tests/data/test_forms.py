@@ -7,7 +7,9 @@ import pytest
 import row_files
 from row_files import parts, roles
 
+from lightrft_visual.config import registry
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
+from lightrft_visual.data.forms import _forms
 from lightrft_visual.data.rows import _say_unread
 from lightrft_visual.errors import ConfigError, DataError
 
@@ -52,6 +54,16 @@ def test_openai_messages(read, png):
 def test_answer_that_is_no_list_of_parts_stays_as_it_is(read, answer):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
     assert [row.reference for row in read("chat.jsonl", [{"messages": messages}])] == [answer]
+
+
+@pytest.mark.parametrize("settings", [{}, {"data_format": "own"}])
+@pytest.mark.parametrize("found", ["a red cube", {"prompt": "a red cube"}])
+def test_a_form_that_gives_something_else_than_content_is_named(read, monkeypatch, found, settings):
+    monkeypatch.setattr(registry.row_forms, "_entries", {})
+    _forms.cache_clear()
+    registry.row_forms.register("own")(lambda raw: found)
+    with pytest.raises(ConfigError, match=f"the form of data rows 'own' gave a {type(found).__name__}, not a Content"):
+        read("a.jsonl", [{"asked": "a red cube"}], **settings)
 
 
 def test_a_form_that_is_named_is_required_of_every_row(read):

@@ -8,7 +8,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import Completion, SamplingSettings
-from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage, check_engine, engine_in_words
+from lightrft_visual.rollout.engine import RolloutEngine, RolloutStage, build_engine, check_engine, engine_in_words
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 
 
@@ -32,6 +32,12 @@ def writer():
     registry.engines.register("writer", about="writes text")(lambda config, checkpoint, actor: None)
     yield "writer"
     registry.engines.remove("writer")
+
+
+def test_an_engine_that_is_none_is_named(writer):
+    config = parse_run(RunConfig, ["--engine_type", writer]).config
+    with pytest.raises(ConfigError, match="rollout engine 'writer' is a NoneType; it must be a RolloutEngine"):
+        build_engine(config, None, None)
 
 
 @pytest.mark.plugin("unified")

@@ -217,6 +217,18 @@ def test_a_hook_without_kinds_follows_rollouts_and_is_told_of_in_other_runs(monk
     assert ("not built: own" in caplog.text) == (not built)
 
 
+@pytest.mark.parametrize("name", ["loss_terms", "policy_masks", "rollout_metrics"])
+@pytest.mark.parametrize("kind", ["vl", "diffusion", "sft"])
+def test_what_vision_language_runs_alone_read_is_told_of_in_other_runs(monkeypatch, caplog, name, kind):
+    kept = getattr(registry, name)
+    monkeypatch.setattr(kept, "_entries", dict(kept._entries))
+    kept.register("own", about="")(lambda *given: None)
+    monkeypatch.setattr(registry.hooks, "_entries", {})
+    Hooks().build(SimpleNamespace(kind=kind, config=None))
+    told = f"of another kind of run than {kind}, and not built: own"
+    assert caplog.messages == ([] if kind == "vl" else [told])
+
+
 @pytest.mark.parametrize("shipped", [True, False])
 def test_only_hooks_of_a_plugin_are_asked_whether_the_run_calls_them(monkeypatch, caplog, shipped):
     kept = registry.Registry("hook", kinds.Hook, "parts")

@@ -188,7 +188,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if s.tells_experts:
-        if "enable_return_routed_experts" not in known:
+        if on_cpu or "enable_return_routed_experts" not in known:  # 0.26 gives zeros on a CPU
             raise ConfigError("routing_replay rollout: this vLLM cannot say which experts it chose; use old")
         if s.tensor_parallel_size > 1 and not s.own_ranks:  # the others' schedulers fail at the first token
             raise ConfigError("routing_replay rollout: with engine_tp_size vLLM tells one rank alone; use old")

@@ -15,6 +15,7 @@ from reward_rollouts import make_samples
 from reward_servers import closed_port, serving
 
 from lightrft_visual import serve_reward
+from lightrft_visual.config import registry
 from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.data.video import MAX_FRAMES
 from lightrft_visual.errors import ConfigError, DataError, RewardError
@@ -129,6 +130,18 @@ def test_mistakes_on_the_command_line_are_one_line(arguments, words, capsys, mon
     assert serve_reward.main(arguments) == 2
     assert words in capsys.readouterr().err
     assert serve_reward.parse_settings(["a=1e-1", "b=2"]) == {"a": 0.1, "b": 2}
+
+
+def test_a_scorer_that_a_plugin_registers_is_served(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    (tmp_path / "mine.py").write_text(
+        "from lightrft_visual.config import registry\n"
+        "registry.scorers.register('brev')(lambda completions: [float(len(text)) for text in completions])\n"
+    )
+    served = []
+    monkeypatch.setattr("lightrft_visual.rewards.remote.server.serve", lambda scorer, *rest: served.append(scorer))
+    assert serve_reward.main(["--plugins", str(tmp_path / "mine.py"), "--scorer", "brev"]) == 0
+    assert post(create_app(served[0]), {"queries": ["abc"]}).json() == {"rewards": [3.0]}
 
 
 def nested(levels):
