@@ -257,7 +257,7 @@ def policy_loss(
         share, metrics = added(term, inputs, mode, denominators)
         outputs.loss = outputs.loss + share
         given.append((f"{type(term).__name__}.share", metrics))
-    for giver, metrics in given:
+    for giver, metrics in (each for each in given if each[1]):
         if taken := metrics.keys() & {*outputs.metrics, *outputs.maxima, "loss", *registry.rollout_metrics.names()}:
             told = f"{giver} gives {', '.join(sorted(taken))}, metrics that there are"
             raise ConfigError(f"{told}: give them other names")

@@ -38,7 +38,7 @@ hooks = Registry("hook", kinds.Hook, "parts")
 loss_terms = Registry("term of the policy loss", kinds.LossTerm, "config")
 policy_masks = Registry("mask of the policy loss", kinds.PolicyMask, "inputs, config")
 # A function of an Experience to values (B) or (B, A), whose mean is a column in metrics.csv, or to (values, mask),
-# or to None where a run has no such number.
+# or to None where a run has no such number. Those of the package are in trainer/vl/updates.py.
 rollout_metrics = Registry("rollout metric", Choice, "experience")
 # A function of its settings (differentiable_kwargs) to a `rewards.differentiable.PixelReward`.
 differentiable_rewards = Registry("differentiable reward", kinds.Reward)
@@ -164,18 +164,6 @@ for _name, _about, _kinds in (  # in the order in which they follow a step
     ("context_parallel", "`sp_size`: ranks share the tokens of one forward of the denoiser", _draws),
 ):
     entry(_name, f"{_name}:build", _about, kinds=_kinds)
-
-entry = rollout_metrics.below(f"{PACKAGE}.trainer.vl")
-for _name, _about in (
-    ("reward_invalid_share", "share of samples without a usable reward"), ("response_length", "tokens of a response"),
-    ("truncated_share", "share of responses cut at generate_max_len"), ("kl", "KL to the reference, per token"),
-    ("entropy", "of the token distribution, nats"), ("teacher_kl", "KL(policy || teacher) per sampled token"),
-    ("advantage_abs", "size of the advantages"), ("shaped_reward", "reward after penalty, norm and clip"),
-    ("comparable", "share of samples in groups of two valid ones or more"), ("overlong_penalty", "for length"),
-    ("advantage_clip_frac", "share of advantages beyond advantage_clip"),
-    ("reward_clipped", "share of rewards beyond reward_clip"),
-):  # fmt: skip
-    entry(_name, f"updates:ROLLOUT.{_name}", _about)
 
 entry = aggregations.below(ALGORITHMS)
 entry("token-mean", "loss_terms:token_mean", "every token counts alike (DAPO)")

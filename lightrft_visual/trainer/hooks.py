@@ -228,7 +228,7 @@ class Hooks:
         self._hooks += [each for each in (*(hook for _, hook in made), *callbacks) if each is not None]
         self._hooks.sort(key=lambda hook: getattr(hook, "last", False))
         check_hooks(self._hooks)
-        of_vl = () if parts.kind == "vl" else (registry.loss_terms, registry.policy_masks, registry.rollout_metrics)
+        of_vl = () if parts.kind == "vl" else (registry.loss_terms, registry.policy_masks)
         entries = *(each for each in registry.hooks if parts.kind not in each.kinds), *itertools.chain(*of_vl)
         others = [each.name for each in entries if not each.shipped]
         if others:

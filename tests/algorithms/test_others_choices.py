@@ -1,6 +1,5 @@
 """Functions and loss terms that others register: what is no term, or no tensor of the right shape, is said by name."""
 
-
 import pytest
 import torch
 
@@ -168,8 +167,3 @@ def test_a_policy_mask_whose_share_has_the_name_of_another_metric_is_refused(mon
     registry.policy_masks.register("clip")(lambda inputs, config: MASK)
     with pytest.raises(ConfigError, match="a policy mask gives clip_frac, metrics that there are"):
         loss()
-
-
-def test_a_rollout_metric_of_the_packages_name_is_refused_where_it_is_registered():
-    with pytest.raises(ConfigError, match="rollout metric 'response_length' is registered already"):
-        registry.rollout_metrics.register("response_length", about="mine")(lambda experience: None)

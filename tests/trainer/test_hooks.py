@@ -217,7 +217,7 @@ def test_a_hook_without_kinds_follows_rollouts_and_is_told_of_in_other_runs(monk
     assert ("not built: own" in caplog.text) == (not built)
 
 
-@pytest.mark.parametrize("name", ["loss_terms", "policy_masks", "rollout_metrics"])
+@pytest.mark.parametrize("name", ["loss_terms", "policy_masks"])
 @pytest.mark.parametrize("kind", ["vl", "diffusion", "sft"])
 def test_what_vision_language_runs_alone_read_is_told_of_in_other_runs(monkeypatch, caplog, name, kind):
     kept = getattr(registry, name)

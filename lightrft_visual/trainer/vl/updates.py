@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Self
 
 import torch
@@ -435,20 +434,23 @@ def _of_actions(name: str, experience: Experience, less: str = "") -> tuple[T, T
     return None if values is None or other is None else (values - other, experience.action_mask)
 
 
-ROLLOUT = SimpleNamespace(  # the package's own metrics: values of one micro-batch, by the names in the registry
-    reward_invalid_share=lambda e: (~e.valid.bool()).float(),
-    response_length=partial(_of_info, "response_length"),
-    truncated_share=partial(_of_info, "truncated"),
-    kl=partial(_of_actions, "kl"),
-    entropy=partial(_of_actions, "action_entropy"),
-    teacher_kl=partial(_of_actions, "action_log_probs", less="teacher_log_probs"),
-    advantage_abs=lambda e: (e.advantages.abs(), e.action_mask),
-    comparable=partial(_of_info, "comparable"),
-    shaped_reward=partial(_of_info, "shaped_reward", usable=True),
-    advantage_clip_frac=partial(_of_info, "advantage_clip_frac"),
-    overlong_penalty=partial(_of_info, "overlong_penalty", usable=True),
-    reward_clipped=partial(_of_info, "reward_clipped", usable=True),
-)
+_teacher_kl = partial(_of_actions, "action_log_probs", less="teacher_log_probs")
+# name -> what it is, and its values of one micro-batch; a plugin's stand beside them in the registry.
+for _name, _about, _read in (
+    ("reward_invalid_share", "share of samples without a usable reward", lambda e: (~e.valid.bool()).float()),
+    ("response_length", "tokens of a response", partial(_of_info, "response_length")),
+    ("truncated_share", "share of responses cut at generate_max_len", partial(_of_info, "truncated")),
+    ("kl", "KL to the reference, per token", partial(_of_actions, "kl")),
+    ("entropy", "of the token distribution, nats", partial(_of_actions, "action_entropy")),
+    ("teacher_kl", "KL(policy || teacher) per sampled token", _teacher_kl),
+    ("advantage_abs", "size of the advantages", lambda e: (e.advantages.abs(), e.action_mask)),
+    ("comparable", "share of samples in groups of two valid ones or more", partial(_of_info, "comparable")),
+    ("shaped_reward", "reward after penalty, norm and clip", partial(_of_info, "shaped_reward", usable=True)),
+    ("advantage_clip_frac", "share of advantages beyond advantage_clip", partial(_of_info, "advantage_clip_frac")),
+    ("overlong_penalty", "for length", partial(_of_info, "overlong_penalty", usable=True)),
+    ("reward_clipped", "share of rewards beyond reward_clip", partial(_of_info, "reward_clipped", usable=True)),
+):
+    registry.rollout_metrics.register(_name, _about)(_read)
 
 
 def add_rollout_metrics(
