@@ -78,12 +78,21 @@ class ObservationRenderer:
         for role in roles:
             self._style_of(role)
 
-    def added(self, observation: Observation, what: str) -> Added:
-        """Its tokens behind an answer that has ended. Raises EnvironmentFailure for what no model could be shown."""
+    def added(self, observation: Observation, what: str, last: str = "") -> Added:
+        """Its tokens behind an answer that has ended.
+
+        Args:
+            observation: that the model is shown.
+            what: for errors.
+            last: the end token that the answer was sampled with.
+
+        Raises:
+            EnvironmentFailure: for what no model could be shown.
+        """
         messages = [self._checked(message) for message in observation.messages]
         try:
             style = self._style_of(*(message["role"] for message in messages))
-            text = self._behind(self._shortened(messages), style)
+            text = self._behind(self._shortened(messages), style, last=last)
             added = Added(*self.data.difference(text, observation.images, observation.videos, what))
             images, videos = _kept(added.images, observation.images), _kept(added.videos, observation.videos)
             return replace(added, images=images, videos=videos)
@@ -185,28 +194,27 @@ class ObservationRenderer:
             errors = []
             for style in styles:
                 try:
-                    self._check_shown(messages, style)
-                    self._styles[roles] = style
-                    break
+                    if self._is_shown(messages, style):
+                        self._styles[roles] = style
+                        break
                 except ConfigError as error:
                     errors.append(error)
             else:
-                raise errors[0]
-        return self._styles[roles]
-
-    def _check_shown(self, messages: list[Message], style: _Style) -> None:
-        thinks = "think" in str(self.model_input.chat_template) and not style.called
-        for answer in _ANSWERS if thinks else _ANSWERS[:1]:
-            behind = self._behind(messages, style, answer)
-            if behind.count(_SEEN) < len(messages) or any(map(behind.count, _PRINTED)):
-                roles = ", ".join(message["role"] for message in messages)
-                raise ConfigError(
-                    f"the chat template leaves out messages that follow an answer (of role {roles}): the "
+                left_out = ConfigError(
+                    f"the chat template leaves out messages that follow an answer (of role {', '.join(roles)}): the "
                     "model would not see what the environment replied. Use a template that writes them, or other roles"
                 )
+                raise errors[0] if errors else left_out
+        return self._styles[roles]
 
-    def _behind(self, messages: list[Message], style: _Style, answer: str = _MARK) -> str:
-        """The text from behind the end of an answer to where the next one begins."""
+    def _is_shown(self, messages: list[Message], style: _Style) -> bool:
+        thinks = "think" in str(self.model_input.chat_template) and not style.called
+        texts = [self._behind(messages, style, answer) for answer in (_ANSWERS if thinks else _ANSWERS[:1])]
+        return all(text.count(_SEEN) >= len(messages) and not any(map(text.count, _PRINTED)) for text in texts)
+
+    def _behind(self, messages: list[Message], style: _Style, answer: str = _MARK, last: str = "") -> str:
+        """The text from behind the end of an answer to where the next one begins; empty where a template takes no
+        calls and is to show messages behind some."""
         given: Message = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
         if style.called:
             tools = [message for message in messages if message["role"] == "tool"]
@@ -217,6 +225,8 @@ class ObservationRenderer:
         if style.as_text:
             conversation = [{**m, "content": _text_of(m)} if _is_text(m) else m for m in conversation]
         earlier, whole = self._render(conversation[:2]), self._render(conversation, generation=True)
+        if style.called and _MARK not in earlier:
+            return ""
         kept = answer in earlier and answer in whole  # what a template puts before an answer does not matter
         if _MARK not in earlier or not (kept or whole.startswith(earlier)):
             role = messages[0]["role"]
@@ -232,7 +242,9 @@ class ObservationRenderer:
                 raise ConfigError("the chat template writes none of the model's end tokens behind an answer with calls")
             behind = behind[min(ends) :]
         end = next((token for token in self.end_tokens if behind.startswith(token)), "")
-        return behind[len(end) :]
+        # One that opens the next turn is the template's own, unless it was sampled.
+        opens = style.called or not ended.startswith(end)
+        return behind if opens and last not in ("", end) else behind[len(end) :]
 
     def _render(self, messages: list[Message], generation: bool = False, tools: list | None = None) -> str:
         if not isinstance(self.model_input, ProcessorMixin):

@@ -293,8 +293,9 @@ class _Round:
 
     def _observed(self, conversation: Conversation, observation: Observation) -> bool:
         """Whether there is room for it and an answer."""
-        renderer = self.stage.renderer
-        added = renderer.added(observation, f"turn {conversation.turns} of prompt {conversation.prompt.group_id}")
+        renderer, what = self.stage.renderer, f"turn {conversation.turns} of prompt {conversation.prompt.group_id}"
+        last = self.stage.data_processor.tokenizer.convert_ids_to_tokens(conversation.token_ids[-1])
+        added = renderer.added(observation, what, last)
         renderer.check_media(conversation.prompt, conversation.episode, added)
         if len(conversation.token_ids) + len(added.token_ids) >= self.stage.limits.max_tokens:
             return False

@@ -34,6 +34,10 @@ PYTHON_TAG = "<|python_tag|>"
 LIST_BEGIN, LIST_END = "<|tool_call_start|>", "<|tool_call_end|>"
 MISTRAL = "[TOOL_CALLS]"
 TURN_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>", "</s>")
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,), "null": (type(None),),
+}  # fmt: skip
 SHOWN = 80  # characters of a malformed call in its error
 MOST_CALLS = 64  # of one response; the rest of a text without end is not read
 READ_AGAIN = 16  # lengths of a text that are read for objects that do not end
@@ -163,15 +167,15 @@ def _parse_llama(text: str) -> Iterator[ToolCall]:
 def _parse_mistral(text: str) -> Iterator[ToolCall]:
     for asked in text.split(MISTRAL)[1:]:
         name, found, given = asked.partition("[ARGS]")
-        if not found:
-            yield from list(_parse_objects(asked)) or [_malformed(asked, f"what follows {MISTRAL} is no call")]
-            continue
         try:
-            arguments, _ = json.JSONDecoder().raw_decode(given.lstrip())
+            value, _ = json.JSONDecoder().raw_decode((given if found else asked).lstrip())
         except (ValueError, RecursionError) as error:
-            yield _malformed(given, f"not valid JSON ({_short(error)})")
-        else:
-            yield _call_of({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": arguments})
+            yield _malformed(asked, f"not valid JSON ({_short(error)})")
+            continue
+        if found:
+            value = {"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}
+        for each in value if isinstance(value, list) else [value]:
+            yield from map(_call_of, _unwrapped(each))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,8 +249,17 @@ def _value(text: str, hint: Mapping[str, Any]) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    is_text = hint.get("type") == "string" and not (value is None and hint.get("nullable"))
-    return text if is_text and not isinstance(value, str) else value
+    types = _types(hint)
+    fits = any(type(value) in JSON_TYPES.get(each, ()) for each in types)
+    return text if "string" in types and not fits else value
+
+
+def _types(hint: Mapping[str, Any]) -> set[str]:
+    """Those that a JSON schema names: one, a list, or those of its choices."""
+    named = hint.get("type") or []
+    found = {named} if isinstance(named, str) else set(named)
+    choices = [each for key in ("anyOf", "oneOf") for each in hint.get(key) or []]
+    return found.union({"null"} if hint.get("nullable") else (), *map(_types, choices))
 
 
 def _parse_gemma(text: str) -> Iterator[ToolCall]:
@@ -289,10 +302,12 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
     try:
         asked = ast.parse(text, mode="eval").body
         for call in asked.elts if isinstance(asked, ast.List) else [asked]:
-            if not isinstance(call, ast.Call) or call.args:
+            if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
                 yield _malformed(text, "no call with named arguments")
                 return
-            arguments = {str(each.arg): ast.literal_eval(_JsonNames().visit(each.value)) for each in call.keywords}
+            named = {each.arg: each.value for each in call.keywords}
+            arguments = {str(arg): ast.literal_eval(_JsonNames().visit(value)) for arg, value in named.items()}
+            json.dumps(arguments)  # TypeError for a set, for bytes and the like
             yield ToolCall(ast.unparse(call.func).removesuffix(".call"), arguments, None)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         yield _malformed(text, "no call as Python writes one")

@@ -467,8 +467,29 @@ def test_a_template_that_shows_tools_behind_calls_alone_needs_an_end_token_there
     own = copy.copy(rig.checkpoint.processor)
     own.chat_template = BEHIND_CALLS
     data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    with pytest.raises(ConfigError, match="leaves out messages that follow an answer .of role tool."):
+    with pytest.raises(ConfigError, match="writes none of the model's end tokens behind an answer with calls"):
         ObservationRenderer(data, ["<|im_end|>"], roles=("tool",))
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "shown"),
+    [
+        (BEHIND_CALLS, "<answers>", "[zoom: four]"), (BEHIND_CALLS, "<|im_end|>", "<answers>[zoom: four]"),
+        (AS_TEXT, "<|im_end|>", "\n<|im_start|>tool\n(four)<|im_end|>\n<|im_start|>assistant\n"),
+        (AS_TEXT, "<|endoftext|>", "\n<|im_start|>tool\n(four)<|im_end|>\n<|im_start|>assistant\n"),
+        (AS_TEXT.replace("<|im_end|>\n", "").replace("<|im_start|>", "<|im_end|>"), "<|endoftext|>",
+         "<|im_end|>tool\n(four)<|im_end|>assistant\n"),
+        (AS_TEXT.replace("<|im_end|>\n", "").replace("<|im_start|>", "<|im_end|>"), "<|im_end|>",
+         "tool\n(four)<|im_end|>assistant\n"),
+    ],
+)  # fmt: skip
+def test_an_end_token_that_opens_the_next_turn_is_written_unless_it_was_sampled(rig, template, last, shown):
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = template
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    renderer = ObservationRenderer(data, ["<|endoftext|>", "<|im_end|>", "<answers>"], roles=("tool",))
+    told = {"role": "tool", "name": "zoom", "content": "four"}
+    assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it", last).token_ids) == shown
 
 
 def test_what_a_template_puts_before_an_answer_that_came_last_does_not_matter(rig):

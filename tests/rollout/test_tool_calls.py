@@ -110,6 +110,10 @@ def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
             "mistral", [("zoom", {"box": [1]}), ("look", {})],
         ),
         (
+            '[TOOL_CALLS] [{"name": "look"}, {"name": "zoom", "arguments": {"box": [1]}}]</s>',
+            "mistral", [("look", {}), ("zoom", {"box": [1]})],
+        ),
+        (
             "<|tool_call_start|>[zoom(box=[1, 2], why='a', deep={'on': true, 'x': null}), look()]<|tool_call_end|>",
             "pythonic", [("zoom", {"box": [1, 2], "why": "a", "deep": {"on": True, "x": None}}), ("look", {})],
         ),
@@ -120,6 +124,22 @@ def test_calls_are_read_as_glm_gemma_mistral_and_lfm_write_them(text, form, call
     for each in (form, "auto"):
         assert [(call.name, call.arguments) for call in parse_tool_calls(text, each, tools)] == calls
     assert all(call.error is None for call in parse_tool_calls(text, form, tools))
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "value"),
+    [
+        ({"type": "string"}, "12", "12"), ({"type": "string", "nullable": True}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"), ({"type": ["string", "null"]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "array"]}, "[1]", [1]), ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
+        ({"type": ["string", "integer"]}, "true", "true"), ({"type": "integer"}, "12", 12), ({}, "12", 12),
+    ],
+)  # fmt: skip
+def test_argument_without_quotes_is_of_the_types_that_its_schema_names(hint, written, value):
+    tools = [{"name": "f", "parameters": {"properties": {"x": hint}}}]
+    text = f"<tool_call>f<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>"
+    assert parse_tool_calls(text, "glm", tools) == [ToolCall("f", {"x": value}, None)]
 
 
 @pytest.mark.parametrize("around", ["<tool_call>{}</tool_call>", "<|python_tag|>{}", "{}"])
@@ -155,7 +175,8 @@ def test_calls_as_servers_of_openai_write_them_are_read(around):
         "<tool_call>zoom\n<arg_key>x</arg_key>", "<|tool_call>call:zoom{x:1}", "<|tool_call>zoom{}<tool_call|>",
         "<|tool_call>call:zoom{x:y}<tool_call|>", '<|tool_call>call:zoom{x:<|"|>y}<tool_call|>', "[TOOL_CALLS]zoom",
         "[TOOL_CALLS]zoom[ARGS]{", "[TOOL_CALLS][ARGS]{}", "<|tool_call_start|>[zoom(1)]<|tool_call_end|>",
-        "<|tool_call_start|>[zoom(x=y)]<|tool_call_end|>", "<|tool_call_start|>zoom",
+        "<|tool_call_start|>[zoom(x=y)]<|tool_call_end|>", "<|tool_call_start|>[zoom(**{'x': 1})]<|tool_call_end|>",
+        "<|tool_call_start|>[zoom(x={1, 2})]<|tool_call_end|>", "<|tool_call_start|>[zoom(x=b'y')]<|tool_call_end|>", "<|tool_call_start|>zoom",
     ],
 )  # fmt: skip
 def test_malformed_call_is_one_call_with_an_error(text):
