@@ -176,7 +176,8 @@ def test_calls_as_servers_of_openai_write_them_are_read(around):
         "<|tool_call>call:zoom{x:y}<tool_call|>", '<|tool_call>call:zoom{x:<|"|>y}<tool_call|>', "[TOOL_CALLS]zoom",
         "[TOOL_CALLS]zoom[ARGS]{", "[TOOL_CALLS][ARGS]{}", "<|tool_call_start|>[zoom(1)]<|tool_call_end|>",
         "<|tool_call_start|>[zoom(x=y)]<|tool_call_end|>", "<|tool_call_start|>[zoom(**{'x': 1})]<|tool_call_end|>",
-        "<|tool_call_start|>[zoom(x={1, 2})]<|tool_call_end|>", "<|tool_call_start|>[zoom(x=b'y')]<|tool_call_end|>", "<|tool_call_start|>zoom",
+        "<|tool_call_start|>[zoom(x={1, 2})]<|tool_call_end|>", "<|tool_call_start|>[zoom(x=b'y')]<|tool_call_end|>",
+        "<|tool_call_start|>zoom",
     ],
 )  # fmt: skip
 def test_malformed_call_is_one_call_with_an_error(text):
