@@ -72,6 +72,8 @@ class VLSettings(TypedDict, total=False):
     """a column that is true in rows to be answered by an image. Default: 'draw'."""
     apply_chat_template: bool
     """prompts are messages of the model's chat template. Default: True."""
+    chat_template_kwargs: dict[str, Any]
+    """what it reads besides, such as enable_thinking. Default: {}."""
     system_prompt: str | None
     """put before each prompt that has none."""
     image_root: StrPath | None
@@ -1022,6 +1024,8 @@ class SFTSettings(TypedDict, total=False):
     """column of the right answer, for rewards. Default: 'reference'."""
     apply_chat_template: bool
     """prompts are messages of the model's chat template. Default: True."""
+    chat_template_kwargs: dict[str, Any]
+    """what it reads besides, such as enable_thinking. Default: {}."""
     system_prompt: str | None
     """put before each prompt that has none."""
     image_root: StrPath | None

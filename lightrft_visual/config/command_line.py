@@ -57,7 +57,7 @@ def _check_text(argv: list[str]) -> None:
 
 def _read_argument(line: CommandLine, token: str, last: str, tokens: deque[str], names: Names) -> str:
     """One argument, and the values that follow it, into `line`; returns the setting's name. last: the one before."""
-    name, equals, value = token.removeprefix("--").partition("=")
+    name, equals, value = token.removeprefix("--").lstrip("+").partition("=")  # Hydra's +name=value adds one
     if not equals and not token.startswith("--"):
         before = f"; a value of several words, such as that of --{last}, stands in quotes" if last else ""
         raise ConfigError(f"unexpected argument {token!r}: settings are written --name value or name=value{before}")
@@ -117,7 +117,7 @@ def _value(tokens: deque[str], flag: str, wanted: str) -> str:
 
 
 def _is_setting(token: str) -> bool:
-    return token.startswith("--") or re.match(r"/?[A-Za-z_][\w./-]*=", token) is not None
+    return token.startswith("--") or re.match(r"\+{0,2}/?[A-Za-z_][\w./-]*=", token) is not None
 
 
 USAGE = """\

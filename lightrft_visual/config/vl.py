@@ -130,6 +130,7 @@ class DataConfig(Section):
     label_key: str = "label"  # column that names the recipe of a sample's rewards
     draw_key: str = "draw"  # a column that is true in rows to be answered by an image
     apply_chat_template: bool = True  # prompts are messages of the model's chat template
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # what it reads besides, such as enable_thinking
     system_prompt: str | None = None  # put before each prompt that has none
     image_root: str | None = None  # folder that relative image paths start from; default: the data file's folder
     data_format: Annotated[str, registered(registry.row_forms, "auto", "plain")] = (

@@ -16,6 +16,7 @@ from .rows import PromptRow
 
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
+OWN_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 @cache
@@ -168,6 +169,16 @@ def render_prompt(
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
 
 
+def check_template_kwargs(model_input: ModelInput, config: DataConfig) -> None:
+    """Raise ConfigError for a name of chat_template_kwargs that the chat template does not read."""
+    template = str(model_input.chat_template or "") if config.apply_chat_template else ""
+    for name in config.chat_template_kwargs:
+        if name in OWN_KWARGS:
+            raise ConfigError(f"chat_template_kwargs: {name} is set by the run itself")
+        if re.search(rf"\b{re.escape(name)}\b", template) is None:
+            raise ConfigError(f"chat_template_kwargs: the model's chat template reads no {name}")
+
+
 def caption_of(row: PromptRow) -> str | None:
     """What a row that asks for an image wants drawn: the text of its last message."""
     if not row.draw or isinstance(row.prompt, str):
@@ -189,7 +200,7 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
     if model_input.chat_template is None:
         raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
     messages = messages_of(row, config)
-    arguments = {"tools": list(tools)} if tools else {}
+    arguments = {**config.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
     if not isinstance(model_input, ProcessorMixin):
         messages = [_flat(message, row.source) for message in messages]
     try:

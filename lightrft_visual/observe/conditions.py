@@ -24,7 +24,7 @@ SETTINGS = {
     ),
     "data": (
         "eval_data", "eval_split", "max_eval_samples", "data_format", "system_prompt", "apply_chat_template",
-        "min_pixels", "max_pixels",
+        "chat_template_kwargs", "min_pixels", "max_pixels",
     ),
     "episodes": (
         "environment", "tools", "max_turns", "max_episode_tokens", "observation_max_tokens", "on_environment_error",

@@ -5,7 +5,7 @@ stay as they were sampled, whatever text they decode to.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -54,9 +54,9 @@ class ObservationRenderer:
 
     data: makes tokens and reads media. end_tokens: texts of the tokens that end an answer. most_tokens: of an
     observation's text; what is longer is cut in the middle. most_media: images and videos of an episode, by kind.
-    roles: that observations have, each checked here; others are at their first message. tools: their schemas. Raises
-    ConfigError where the template leaves an observation out, or changes what stands before it, so that earlier turns
-    would not be those that were sampled.
+    roles: that observations have, each checked here; others are at their first message. tools: their schemas.
+    template_kwargs: what else the chat template reads. Raises ConfigError where the template leaves an observation out,
+    or changes what stands before it, so that earlier turns would not be those that were sampled.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class ObservationRenderer:
         most_media: dict[str, int] | None = None,
         roles: Sequence[str] = ("user",),
         tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.data, self.end_tokens, self.most_tokens = data, tuple(end_tokens), most_tokens
-        self.most_media, self.tools = most_media or {}, list(tools)
+        self.most_media, self.tools, self.template_kwargs = most_media or {}, list(tools), dict(template_kwargs or {})
         self.model_input = data.processor or data.tokenizer
         self._reserved = data.family.reserved(self.model_input)
         if self.model_input.chat_template is None:
@@ -250,7 +251,7 @@ class ObservationRenderer:
         if not isinstance(self.model_input, ProcessorMixin):
             messages = [{**each, "content": _text_of(each)} for each in messages]
         tools = self.tools if tools is None else tools
-        arguments: dict[str, Any] = {"tools": tools} if tools else {}
+        arguments: dict[str, Any] = {**self.template_kwargs, **({"tools": tools} if tools else {})}
         try:
             return self.model_input.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **arguments

@@ -130,7 +130,7 @@ def test_aliases_set_the_field_they_name() -> None:
     aliases = [(name, NAMES.leaves[paths[0]]) for name, paths in NAMES.aliases.items() if len(paths) == 1]
     assert aliases
     for alias, leaf in aliases:
-        value = {"bool": "false", "number": "3", "text": "x", "list": "1"}[leaf.kind]
+        value = {"bool": "false", "number": "3", "text": "x", "list": "1", "mapping": "{a: 1}"}[leaf.kind]
         assert given_by(f"--{alias}", value) == given_by(f"{alias}={value}") == ([(leaf, "")], value)
 
 

@@ -205,3 +205,10 @@ class TestSizesOfUpdates:
         argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8"]
         train = parse_run(RunConfig, argv, preset=None).config.train
         assert (train.micro_train_batch_size, train.train_batch_size) == (4, 32)
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_hydras_plus_before_a_setting_of_verl_is_read(plus: str) -> None:
+    argv = ["--reward_fn", "a.py:f", f"{plus}data.apply_chat_template_kwargs.enable_thinking=False", f"{plus}seed=3"]
+    config = parse_run(RunConfig, argv).config
+    assert config.data.chat_template_kwargs == {"enable_thinking": False} and config.train.seed == 3

@@ -17,7 +17,7 @@ from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
-from lightrft_visual.data.rendering import render_prompt
+from lightrft_visual.data.rendering import check_template_kwargs, render_prompt
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
@@ -189,6 +189,25 @@ def test_rendering_follows_the_chat_template(jsonl, processor, tokenizer):
     third.prompt.insert(0, {"role": "system", "content": [{"type": "text", "text": "mine"}]})
     own = render_prompt(third, processor, brief)
     assert "mine" in own and "brief" not in own
+
+
+def test_chat_template_reads_what_it_is_given_besides_and_a_name_that_it_does_not_read_is_refused():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if enable_thinking else '<answer>' }}"
+    )
+    row = PromptRow([{"role": "user", "content": [{"type": "text", "text": "what?"}]}])
+    for given, end in (
+        ({}, "<answer>"),
+        ({"enable_thinking": True}, "<think>"),
+        ({"enable_thinking": False}, "<answer>"),
+    ):
+        config = DataConfig(chat_template_kwargs=given)
+        check_template_kwargs(tokenizer, config)
+        assert render_prompt(row, tokenizer, config) == f"what?{end}"
+    for name, told in ("enable_think", "reads no enable_think"), ("messages", "messages is set by the run itself"):
+        with pytest.raises(ConfigError, match=told):
+            check_template_kwargs(tokenizer, DataConfig(chat_template_kwargs={name: True}))
 
 
 def lengths(dataset, processor):

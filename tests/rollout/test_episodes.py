@@ -492,6 +492,16 @@ def test_an_end_token_that_opens_the_next_turn_is_written_unless_it_was_sampled(
     assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it", last).token_ids) == shown
 
 
+def test_observations_are_shown_by_a_template_with_what_it_reads_besides(rig):
+    own = copy.copy(rig.checkpoint.tokenizer)
+    own.chat_template = AS_TEXT.replace("assistant\n{% endif", "assistant\n{{ 'so' if enable_thinking }}{% endif")
+    data = MultimodalDataProcessor(own, None, 100)
+    for given, end in (True, "so"), (False, ""):
+        renderer = ObservationRenderer(data, ["<|im_end|>"], template_kwargs={"enable_thinking": given})
+        shown = own.decode(renderer.added(Observation.of("and now?"), "it").token_ids)
+        assert shown == f"\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n{end}"
+
+
 def test_what_a_template_puts_before_an_answer_that_came_last_does_not_matter(rig):
     """Qwen3's writes empty thoughts there."""
     own = copy.copy(rig.checkpoint.tokenizer)

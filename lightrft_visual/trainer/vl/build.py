@@ -17,6 +17,7 @@ from ...config.sft import SFTRunConfig
 from ...config.shared import RewardConfig
 from ...config.vl import DataConfig, RunConfig, mixing_probabilities
 from ...data.prompts import PromptDataset, RowChecks
+from ...data.rendering import check_template_kwargs
 from ...data.sampler import PromptSampler, PromptSupply, epoch_quotas
 from ...data.validation import EvaluationRows
 from ...errors import ConfigError
@@ -192,6 +193,7 @@ def open_model(config: C) -> tuple[C, Checkpoint]:
     collectives.barrier()
     _resolve_names(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
+    check_template_kwargs(checkpoint.processor or checkpoint.tokenizer, config.data)
     for name in OWN_RATES:
         frozen = name == "vision_learning_rate" and config.model.freeze_prefix.lower() == "true"
         if getattr(config.train, name) is not None and (frozen or not checkpoint.vision):

@@ -97,6 +97,7 @@ def _renderer(
         {"images": rollout.limit_mm_image_per_prompt, "videos": rollout.limit_mm_video_per_prompt},
         roles,
         tools,
+        config.data.chat_template_kwargs,
     )
 
 
