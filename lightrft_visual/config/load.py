@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, MissingMandatoryValue, OmegaConfBaseException
 
-from ..errors import ConfigError, refused_as, writable
+from ..errors import ConfigError, nearest, refused_as, writable
 from ..runtime.files import Escaped, compose_yaml
 from ..runtime.masking import MASK, MASKED_VALUE, holds_secret, mask_text, mask_urls, masked_names, names_secret
 from ..runtime.start_up import open_closed_streams
@@ -32,7 +32,7 @@ from .command_line import NULL_WORDS, help_text, parse_command_line
 from .constraints import parts_of, together
 from .given_files import missing_files, refused_resume
 from .leaves import COMMAND_LINE, KEYWORD, Leaf, Names, Setting, names_of
-from .recipes import LayerReader, load_plugins, plugins_in, yaml_value
+from .recipes import REFERENCE, LayerReader, load_plugins, plugins_in, yaml_value
 from .shared import EMBEDDED, REWARDS
 from .spellings import COMMA_LISTS, ONE_OF_THESE, PATHS, SWITCHES, UNSET_WORDS, VL_PRESET, Preset
 from .vl import RunConfig
@@ -116,9 +116,9 @@ def parse_run(
     reader.check_swaps(line.swaps)
     notes = [f"{each.name} ({each.origin}): {names.needless(each)}" for each in chosen if names.needless(each)]
     try:
-        return ParsedRun(build(tree, sources), line.dry_run, sources, tuple(notes))
+        return ParsedRun(_build(names, tree, sources), line.dry_run, sources, tuple(notes))
     except ConfigError as error:  # of the first wrong section, or of what several say
-        found, missing = _wrong_sections(tree, sources, files)
+        found, missing = _wrong_sections(names, tree, sources, files)
         raise together([*(found or [error]), *missing]) from None
 
 
@@ -128,7 +128,7 @@ def _preset(reader: LayerReader, preset: Preset, tree: DictConfig, sources: Mapp
     try:
         return reader.read(preset if isinstance(preset, str) else preset(tree))
     except (ConfigError, OmegaConfBaseException):
-        build(tree, sources)
+        _build(reader.names, tree, sources)
         raise
 
 
@@ -248,7 +248,7 @@ def merge(
             load_plugins(OmegaConf.select(tree, "plugins", throw_on_resolution_failure=False))  # which may add names
         except ConfigError as error:
             raise together([*wrong, error]) from error
-        raise together(sum(_wrong_sections(tree, sources, files), wrong))
+        raise together(sum(_wrong_sections(names, tree, sources, files), wrong))
     return tree, sources
 
 
@@ -279,7 +279,7 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
 
 
 def _wrong_sections(
-    tree: DictConfig, sources: dict[str, str], files: Files
+    names: Names, tree: DictConfig, sources: dict[str, str], files: Files
 ) -> tuple[list[ConfigError], list[ConfigError]]:
     """What sections say by themselves of the values that were set, and what those that are right name and is not
     there."""
@@ -287,7 +287,7 @@ def _wrong_sections(
     for section in (str(each) for each in tree if isinstance(tree[each], DictConfig)):
         own = {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")}
         try:
-            setattr(right, section, build(tree[section], own))
+            setattr(right, section, _build(names, tree[section], own))
         except ConfigError as error:
             found += [error] if own else []
     return found, [ConfigError(line) for line in (files(right) if files else ())]
@@ -327,7 +327,15 @@ def _assign(tree: DictConfig, path: str, leaf: Leaf, value: Any, origin: str) ->
         if leaf.name in SWITCHES:
             raise ConfigError(f"{path} ({origin}) takes true or false, or nothing: {SWITCHES[leaf.name]}") from None
         shown = "null" if value is None else repr(value)
-        raise ConfigError(f"{path} is {shown} ({origin}); it takes: {leaf.type_name}") from error
+        raise ConfigError(f"{path} is {shown} ({origin}){_instead(leaf, path != leaf.path, error)}") from error
+
+
+def _instead(leaf: Leaf, inside: bool, error: Exception) -> str:
+    """What to write instead of a leaf's value that cannot be read, or of that of one key inside it."""
+    if isinstance(error, GrammarParseError):
+        return f"; {REFERENCE}"
+    takes = get_args(leaf.hint)[-1].__name__ if inside else leaf.type_name
+    return f"{', not YAML' if isinstance(error, yaml.YAMLError) else ''}; it takes: {takes}"
 
 
 def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
@@ -343,7 +351,7 @@ def _read(leaf: Leaf, inside: str, value: Any, origin: str) -> Any:
     if inside and origin != COMMAND_LINE:
         return value
     if inside or leaf.kind in ("mapping", "any"):
-        return _parse(value, leaf, origin) if isinstance(value, str) else value
+        return _parse(value, leaf, inside, origin) if isinstance(value, str) else value
     if leaf.kind == "list":
         return _as_list(value, leaf, origin)
     return value
@@ -390,27 +398,39 @@ def _as_list(value: Any, leaf: Leaf, origin: str) -> Any:
     if not isinstance(value, str):
         return value if value is None or isinstance(value, list) else [value]
     if value.startswith("["):
-        return _parse(value, leaf, origin)
+        return _parse(value, leaf, "", origin)
     return [item.strip() for item in value.split(",") if item.strip()]
 
 
-def _parse(text: str, leaf: Leaf, origin: str) -> Any:
+def _parse(text: str, leaf: Leaf, inside: str, origin: str) -> Any:
     try:
         return yaml_value(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{leaf.path} is {text!r} ({origin}), not YAML; it takes: {leaf.type_name}") from error
+    except (yaml.YAMLError, GrammarParseError) as error:
+        path = ".".join(filter(None, (leaf.path, inside)))
+        raise ConfigError(f"{path} is {text!r} ({origin}){_instead(leaf, bool(inside), error)}") from error
 
 
-def build(tree: DictConfig, sources: Mapping[str, str]) -> Any:
+def _build(names: Names, tree: DictConfig, sources: Mapping[str, str]) -> Any:
     """Turn a tree into the schema's dataclasses, which runs their checks. Raises ConfigError with the origins."""
     try:
         return OmegaConf.to_object(tree)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value ({MISSING}); it must be given") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(_unresolved(names, sources, error)) from error
     except ConfigError as error:
         raise together([ConfigError(_with_origins(text, sources)) for text in parts_of(error)]) from error
+
+
+def _unresolved(names: Names, sources: Mapping[str, str], error: OmegaConfBaseException) -> str:
+    """What ${...} of a value fails at, where the value was written, and what may be meant."""
+    key, told = str(error.full_key), str(error).splitlines()[0]
+    if missing := re.match("Interpolation key '(.+?)' not found", told):
+        found = [".".join(filter(None, (leaf.path, inside))) for leaf, inside in names.find(missing[1])]
+        near = found[0] if found else nearest(missing[1], names.leaves)
+        told += f"; did you mean '${{{near}}}'?" if near not in (None, missing[1]) else ""
+    around = [path for path in sources if key.startswith(path) and key[len(path) :][:1] in ("", ".", "[")]
+    return f"{key} ({sources[max(around, key=len)]}): {told}" if around else f"{key}: {told}"
 
 
 def _with_origins(text: str, sources: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
 
 from ..errors import ConfigError, nearest, refused_as
 from ..runtime.files import compose_yaml
@@ -34,6 +35,7 @@ from .leaves import COMMAND_LINE, Names, Setting
 SUFFIXES = (".yaml", ".yml", ".json")
 OVERRIDE = "override "
 NO_LAYER = ("None", "null")
+REFERENCE = r"a setting's value is written ${section.name}, and text with ${ as \${"
 
 
 @dataclass
@@ -144,13 +146,16 @@ def load_yaml(file: Path, change: Callable[[str], str] = str) -> tuple[dict, dic
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
             raise ConfigError(f"{show(file)}{line}: {error.problem}") from error
+        except GrammarParseError as error:
+            line = f":{lines[error.full_key]}" if error.full_key in lines else ""
+            raise ConfigError(f"{show(file)}{line}: {error.full_key}: {REFERENCE}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{show(file)}: a config is a mapping of settings, found a {type(values).__name__}")
     return {str(key): value for key, value in values.items()}, lines
 
 
 def yaml_value(text: str) -> Any:
-    """The value of a text as it would stand in a recipe, 1e-3 a number as well. Raises yaml.YAMLError."""
+    """The value of a text as in a recipe, 1e-3 a number too. Raises yaml.YAMLError or OmegaConf's GrammarParseError."""
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
 
 

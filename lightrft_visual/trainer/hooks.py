@@ -127,7 +127,8 @@ class StepHook:
         return buffer
 
     def on_train_batch(self, batch: Any) -> Any:
-        """The micro-batches of one optimizer step, whose samples are counted already; those of images on the host."""
+        """One optimizer step, whose samples are counted already: a `TrainBatch` of `trainer.vl.updates`, whose
+        micro-batches are positions in the buffer; in diffusion runs a list of `ExperienceDiffusion` on the host."""
         return batch
 
     def on_update(self, result: Any) -> None:

@@ -58,8 +58,9 @@ def attributes_read() -> frozenset[str]:
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)
 def test_every_leaf_is_read_somewhere(root) -> None:
     read = attributes_read()
-    unread = sorted(leaf.path for leaf in names_of(root.schema).leaves.values() if leaf.name not in read)
-    assert not set(unread) - set(FOLDED) - LOADER, f"accepted but never read: {', '.join(unread)}"
+    unread = {leaf.path for leaf in names_of(root.schema).leaves.values() if leaf.name not in read}
+    wrong = sorted(unread - FOLDED.keys() - LOADER)
+    assert not wrong, f"accepted but never read: {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.kind)

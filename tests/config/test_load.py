@@ -501,7 +501,7 @@ def test_short_names_of_several_fields_are_refused() -> None:
         (["--prompt_data", "\udcff\udcfe"], r"the argument '\\udcff\\udcfe' is not text in UTF-8"),
         (["--\udcff", "1"], "is not text in UTF-8"),
         (["--output_dir", "${x}"], "Interpolation key 'x' not found"),
-        (["--prompt_data", "${x}"], "data.prompt_data: Interpolation key 'x' not found"),
+        (["--prompt_data", "${x}"], "data.prompt_data (command line): Interpolation key 'x' not found"),
     ],
 )
 def test_words_that_no_setting_or_file_can_have_are_refused_by_name(argv: list[str], words: str) -> None:
@@ -509,6 +509,52 @@ def test_words_that_no_setting_or_file_can_have_are_refused_by_name(argv: list[s
         told = refused(*argv, **preset)
         told.encode()
         assert words in told
+
+
+TEXT = r"a setting's value is written ${section.name}, and text with ${ as \${"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--run_name", "${seed}"],
+            "output.run_name (command line): Interpolation key 'seed' not found; did you mean '${train.seed}'?",
+        ),
+        (["--run_name", "${train.sede}"], "not found; did you mean '${train.seed}'?"),
+        (
+            ["--reward.kwargs.mine", '{"key": ["${lr}"]}'],
+            "reward.kwargs.mine.key[0] (command line): Interpolation key 'lr' not found; did you mean "
+            "'${train.actor_learning_rate}'?",
+        ),
+        (["--run_name", "${weight}"], "output.run_name (command line): Interpolation key 'weight' not found"),
+        (["--run_name", "${train.seed"], f"output.run_name is '${{train.seed' (command line); {TEXT}"),
+        (
+            ["--reward.components.ocr", "${train.seed"],
+            f"reward.components.ocr is '${{train.seed' (command line); {TEXT}",
+        ),
+        (["--reward.components.ocr", "true x"], "reward.components.ocr is 'true x' (command line); it takes: float"),
+        (["--reward.components.ocr", "[1"], "reward.components.ocr is '[1' (command line), not YAML; it takes: float"),
+    ],
+)
+def test_a_reference_or_a_value_of_a_key_that_is_wrong_is_told_with_its_place_and_what_would_do(
+    argv: list[str], words: str
+) -> None:
+    assert words in refused(*argv)
+
+
+def test_a_reference_of_a_recipe_that_is_wrong_is_told_with_its_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output:\n  run_name: ${seed}\n")
+    told = refused("--config", str(recipe))
+    assert "recipe.yaml:2): Interpolation key 'seed' not found; did you mean '${train.seed}'?" in told
+    recipe.write_text("output:\n  run_name: ${train.seed\n")
+    assert f"recipe.yaml:2: output.run_name: {TEXT}" in refused("--config", str(recipe))
+
+
+def test_a_reference_without_its_end_is_refused_where_a_program_gives_it() -> None:
+    told = refused(settings={"reward.kwargs": {"mine": ["${train.seed"]}})
+    assert f"reward.kwargs is {{'mine': ['${{train.seed']}} (keyword argument); {TEXT}" in told
 
 
 BOMB = "".join(

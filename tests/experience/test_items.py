@@ -364,13 +364,12 @@ def test_what_is_no_batch_is_refused(given, told):
 
 # --- every tensor moves --------------------------------------------------------------------------------------------
 
+SHAPES = {Kind.TOKENS: (5,), Kind.ACTIONS: (2,), Kind.NUMBERS: (2,), Kind.SAMPLE: ()}  # of text_item()
 EVERY_TENSOR = {
-    **{name: torch.ones(2) for name in ("kl", "action_entropy", "rollout_log_probs", "teacher_log_probs")},
-    **{name: torch.tensor(1) for name in ("group_id", "sample_id", "policy_version")},
-    "token_versions": torch.ones(2, dtype=torch.long),
-    "valid": torch.tensor(True),
-    "info": {"reward": 1.0, "metrics": {"format": torch.tensor(1.0)}, "parts": torch.ones(2), "kind": "count"},
-}
+    name: torch.ones(SHAPES[spec.kind])
+    for name, spec in replay_fields(BufferItem).items()
+    if spec.kind in SHAPES and getattr(text_item(), name) is None
+} | {"info": {"reward": 1.0, "metrics": {"format": torch.tensor(1.0)}, "parts": torch.ones(2), "kind": "count"}}
 
 
 def tensors_of(batch) -> list[torch.Tensor]:

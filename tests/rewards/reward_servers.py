@@ -46,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             **dict.fromkeys(("good", "slow", "together"), {"rewards": scores, "components": {"detail": scores}}),
             "openrlhf": {"rewards": scores, "scores": [1.0] * size, "extra_logs": {"length": [3.0] * size}},
             "short": {"rewards": scores[:-1]},
+            "shapeless": {"rewards": scores, "components": {"detail": [*scores, 0.0]}},
             "huge": {"rewards": [1e30] * size},
             "strings": {"rewards": ["0.5"] * size},
             "failed": {"rewards": [None] * size, "failed": list(range(size))},

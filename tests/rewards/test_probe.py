@@ -24,7 +24,7 @@ FUNCTIONS = {
     "leaves": ("raise SystemExit(0)", "called sys.exit(0)"),
     "sparse": ("return torch.ones(1).to_sparse()", "returned a Tensor that cannot be read"),
 }
-SERVERS = {"404": "HTTP 404", "short": "0 scores for 1 samples"}
+SERVERS = {"404": "HTTP 404", "short": "0 scores for 1 samples", "shapeless": "'detail' has 2 values for 1 samples"}
 DATA = [SimpleNamespace(label=label) for label in ("a", "a", "b")]
 
 

@@ -132,15 +132,23 @@ def _problem(entry: Any) -> str | None:
 
 
 def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
-    """`components` of our wire, `extra_logs` of OpenRLHF's. Numbers that are none become NaN; they do not count."""
+    """`components` of our wire, `extra_logs` of OpenRLHF's: one number a sample, or one for all. Numbers that are none
+    become NaN; they do not count. Other shapes are BadReply, but texts and the like in `extra_logs` are left out."""
     for group in ("components", "extra_logs"):
-        named = reply.get(group)
-        for name, entries in list(named.items())[:MAX_EXTRAS] if isinstance(named, Mapping) else ():
-            if isinstance(entries, list) and len(entries) == len(scores.values):
+        ours, named = group == "components", reply.get(group)
+        if ours and not isinstance(named, Mapping | None):
+            raise BadReply('"components" of the reply is no object')
+        for name, given in list(named.items())[:MAX_EXTRAS] if isinstance(named, Mapping) else ():
+            entries = [given] * len(scores.values) if isinstance(given, int | float) else given
+            listed = isinstance(entries, list)
+            if listed and len(entries) == len(scores.values):
                 broken = [_problem(e) is not None for e in entries]
                 usable = [math.nan if bad or e is None else float(e) for e, bad in zip(entries, broken)]
                 scores.extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
                 scores.broken[metric_name(name)] = torch.tensor(broken, dtype=torch.bool)
+            elif entries is not None and (ours or (listed and any(isinstance(e, int | float) for e in entries))):
+                told = f"{len(entries) if listed else 'no list of'} values for {len(scores.values)} samples"
+                raise BadReply(f"component {metric_name(name)!r} has {told}")
 
 
 def decode_request(body: Any, max_samples: int, max_images: int, max_pixels: int = MAX_PIXELS) -> RewardBatch:

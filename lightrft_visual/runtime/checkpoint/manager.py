@@ -40,7 +40,6 @@ from .manifest import (
 
 logger = logging.getLogger(__name__)
 
-
 PREFIX = "checkpoint-"
 NUMBERED = re.compile(rf"{PREFIX}(\d+)$")
 REPLACED = ".replaced-"
@@ -473,7 +472,8 @@ def _named(resume_from: str, root: Path) -> Iterator[tuple[Path, dict[str, Any],
         raise CheckpointError("resume_from is empty; name a checkpoint or a run's folder, or write auto")
     folder = root if resume_from == "auto" else _of_this_step(Path(resume_from))
     manager = CheckpointManager(folder)
-    if resume_from != "auto" and not manager._present():  # no folder of checkpoints in any state
+    of_a_run = folder.is_dir() and not folder.name.startswith(PREFIX) and not (folder / MANIFEST).exists()
+    if resume_from != "auto" and not of_a_run and not manager._present():  # no folder of checkpoints in any state
         content = read_manifest(folder)
         check_sizes(folder, content)
         if not content["resumable"]:

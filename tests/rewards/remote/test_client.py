@@ -22,6 +22,7 @@ from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Call, batch_from_media
 from lightrft_visual.rewards.imaging import decode_image
 from lightrft_visual.rewards.remote.client import WRITTEN_AHEAD, RemoteClient, RemoteReward, check_url
+from lightrft_visual.rewards.remote.wire import BadReply, decode_reply
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.runtime.masking import shown_url
 
@@ -405,6 +406,28 @@ def test_a_bad_reply_costs_its_own_request_only(kind, monkeypatch, caplog):
         result = run(f"r={server.base}/any", outputs, reward_retries=1, reward_concurrency=2)
     assert result.valid.tolist() == [True, False, True, True, True] and words in caplog.text
     assert result.metrics["reward/r/failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        ({"components": {"length": [6.0]}}, "component 'length' has 1 values for 2 samples"),
+        ({"components": {"length": "long"}}, "component 'length' has no list of values for 2 samples"),
+        ({"components": [6.0, 6.0]}, '"components" of the reply is no object'),
+        ({"extra_logs": {"length": [6.0] * 3}}, "component 'length' has 3 values for 2 samples"),
+    ],
+)
+def test_a_component_of_another_shape_makes_the_reply_unusable(extras, words):
+    with pytest.raises(BadReply, match=f"^{words}$"):
+        decode_reply({"rewards": [1.0, 2.0], **extras}, 2)
+
+
+def test_one_number_for_all_is_every_samples_and_what_is_no_number_of_a_log_is_left_out():
+    logs = {"size": 3, "reason": "long", "reasons": ["long"], "more": {"a": 1}, "nothing": None, "kept": [1.0, 2.0]}
+    for others in (logs, None, ["long"]):
+        reply = {"rewards": [1.0, 2.0], "components": {"length": 6.0, "absent": None}, "extra_logs": others}
+        extras = {name: values.tolist() for name, values in decode_reply(reply, 2).extras.items()}
+        assert extras == {"length": [6, 6]} | ({"size": [3, 3], "kept": [1, 2]} if others is logs else {})
 
 
 def test_names_of_components_fit_into_any_file(monkeypatch):

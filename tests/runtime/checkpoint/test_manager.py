@@ -184,6 +184,9 @@ def test_nothing_to_resume_from_is_an_error(tmp_path):
         resolve_resume(str(tmp_path / "checkpoint-000003"), tmp_path)
     with pytest.raises(CheckpointError, match="no such checkpoint folder; auto takes the newest"):
         resolve_resume(str(tmp_path / "elsewhere"), tmp_path)
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no complete checkpoint in .*run .a run saves some with save_steps"):
+        resolve_resume(str(tmp_path / "run"), tmp_path)
 
 
 def test_a_runs_folder_means_its_newest_checkpoint_whatever_the_hint_says(tmp_path):
