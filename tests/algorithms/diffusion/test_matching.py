@@ -29,7 +29,7 @@ class Answers:
     def __init__(self, count, prediction="flow"):
         self.own = normal(count, *SHAPE, seed=11).requires_grad_(True)
         self.kept = {"base": normal(count, *SHAPE, seed=12), "old": normal(count, *SHAPE, seed=13)}
-        self.prediction, self.weights, self.asked = prediction, "own", []
+        self.family, self.weights, self.asked = SimpleNamespace(prediction=prediction), "own", []
 
     def __call__(self, latents, timesteps, conditions, guidance_scale):
         self.asked.append(latents)

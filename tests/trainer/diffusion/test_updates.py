@@ -93,7 +93,7 @@ def test_means_of_a_reward_update_are_over_its_valid_samples():
     sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
     sampling = SimpleNamespace(
         remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
-        model=SimpleNamespace(starting_scale=lambda sigma: 1.0),
+        model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
         batch=lambda part, *rest: SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2)),
     )  # fmt: skip
     engine, metrics = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None), MetricsAccumulator()
