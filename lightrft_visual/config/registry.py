@@ -175,7 +175,7 @@ entry = kl_estimators.below(ALGORITHMS)
 entry("k1", "kl:k1", "log ratio: unbiased; as a loss its gradient averages 0", as_loss=False)
 entry("k2", "kl:k2", "half its square: as a loss on-policy its gradient is the KL's")
 entry("k3", "kl:k3", "ratio - 1 - log ratio: unbiased and never negative")
-entry("k3_unbiased", "kl:k3_unbiased", "k3; as a loss weighed by policy / old policy", weighted=True)
+entry("k3_unbiased", "kl:k3", "k3; as a loss weighed by policy / old policy", weighted=True)
 
 entry = tis_modes.below(ALGORITHMS)
 entry("off", None, "no correction", corrects=False)
