@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2434, "experience": 3172, "config": 4983, "runtime": 5902, "data": 3406,
+    "": 2434, "experience": 3172, "config": 4983, "runtime": 5908, "data": 3406,
     "models": 5929, "rollout": 5369, "rewards": 4400, "algorithms": 1846, "trainer": 7568, "observe": 3540,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
