@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2434, "experience": 3172, "config": 5015, "runtime": 5902, "data": 3417,
-    "models": 5949, "rollout": 5412, "rewards": 4411, "algorithms": 1849, "trainer": 7577, "observe": 3540,
+    "": 2434, "experience": 3172, "config": 5009, "runtime": 5908, "data": 3417,
+    "models": 5929, "rollout": 5398, "rewards": 4408, "algorithms": 1846, "trainer": 7572, "observe": 3540,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

@@ -48,18 +48,13 @@ def k2(log_probs: T, ref_log_probs: T) -> T:
 
 
 def k3(log_probs: T, ref_log_probs: T) -> T:
-    """q/p - 1 - log(q/p): unbiased and never negative; log(q/p) is clamped from above at K3_MAX_LOG_RATIO."""
+    """q/p - 1 - log(q/p): unbiased and never negative; log(q/p) is clamped from above at K3_MAX_LOG_RATIO.
+
+    `k3_unbiased` is the same; the KL loss weighs it by policy / old policy (DeepSeek-V3.2, arXiv 2512.02556). So its
+    gradient is that of KL(policy || reference) for tokens of an older policy too.
+    """
     log_ratio = (ref_log_probs - log_probs).clamp(max=K3_MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
-
-
-def k3_unbiased(log_probs: T, ref_log_probs: T) -> T:
-    """k3, which the KL loss weighs by policy / old policy (DeepSeek-V3.2, arXiv 2512.02556); in a reward it is k3.
-
-    With that weight the gradient is that of KL(policy || reference) for tokens of an older policy too: the weight times
-    log(policy / reference) at each token.
-    """
-    return k3(log_probs, ref_log_probs)
 
 
 def compute_approx_kl(log_probs: T, ref_log_probs: T, kind: str = "k1") -> T:

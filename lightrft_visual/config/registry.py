@@ -175,7 +175,7 @@ entry = kl_estimators.below(ALGORITHMS)
 entry("k1", "kl:k1", "log ratio: unbiased; as a loss its gradient averages 0", as_loss=False)
 entry("k2", "kl:k2", "half its square: as a loss on-policy its gradient is the KL's")
 entry("k3", "kl:k3", "ratio - 1 - log ratio: unbiased and never negative")
-entry("k3_unbiased", "kl:k3_unbiased", "k3; as a loss weighed by policy / old policy", weighted=True)
+entry("k3_unbiased", "kl:k3", "k3; as a loss weighed by policy / old policy", weighted=True)
 
 entry = tis_modes.below(ALGORITHMS)
 entry("off", None, "no correction", corrects=False)
@@ -382,17 +382,11 @@ entry = scorers.below(PLUGINS)
 _faces = ("reference_image", "face_image")
 entry("face_similarity", "face.scorer:FaceSimilarity", "the face of a reference image", image_columns=_faces)
 entry("geometry3k", "compat.graders:Geometry3K", "Geometry3K as EasyR1 or verl (`grader`) grades it, by mathruler")
-entry(
-    "shape_match", "embedded.scorers.shape_match:ShapeMatch",
-    "the embedded captions: colour, shape, coverage, background",
-)  # fmt: skip
-entry(
-    "shape_judge", "embedded.scorers.judge_scorer:ShapeJudgeScorer",
-    "the embedded captions, by a classifier; for measuring",
-)  # fmt: skip
+entry("shape_match", "embedded.shape_match:ShapeMatch", "the embedded captions: colour, shape, coverage, background")
+entry("shape_judge", "embedded.shape_judge:ShapeJudgeScorer", "the embedded captions, by a classifier; for measuring")
 
 entry = differentiable_rewards.below(PLUGINS)
-entry("shape_match", "embedded.scorers.shape_match:EmbeddedShapeMatch", "the embedded captions")
+entry("shape_match", "embedded.shape_match:EmbeddedShapeMatch", "the embedded captions")
 entry("face_similarity", "face.reward:face_similarity", "the face of the first frame", image_columns=_faces)
 
 

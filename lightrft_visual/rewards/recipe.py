@@ -25,6 +25,7 @@ from ..config.given_files import missing_function
 from ..config.recipes import SUFFIXES, load_yaml, yaml_value
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean, refused_as
+from ..given import unique_name
 from ..runtime.files import compose_yaml
 from ..runtime.masking import MASK, masked_names
 
@@ -187,11 +188,7 @@ def _with_distinct_names(entries: dict[str, list[RecipeEntry]]) -> dict[str, lis
     names: dict[tuple, str] = {}
     for entry in (e for listed in entries.values() for e in listed):
         if entry.identity not in names:
-            name, count = entry.name, 1
-            while name in names.values():
-                count += 1
-                name = f"{entry.name}_{count}"
-            names[entry.identity] = name
+            names[entry.identity] = unique_name(entry.name, names.values())
     return {label: [replace(e, name=names[e.identity]) for e in listed] for label, listed in entries.items()}
 
 

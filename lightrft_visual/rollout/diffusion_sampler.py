@@ -5,9 +5,11 @@ was drawn in. Latents, trajectory and log-probs are fp32 (fp64 latents stay fp64
 log-probs exactly.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +27,9 @@ from ..experience.diffusion_sampling import (
 from ..models.diffusion.layers import flow_match_schedule, stock_flow_match_schedule, upcast
 from ..runtime.host_copies import pinned, to_device
 from ..runtime.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from ..models.diffusion.families.base import DiffusionFamily
 
 T = torch.Tensor
 
@@ -192,36 +197,17 @@ FLOW_RULES = {"sde": "flow_grpo", "sde_reflow": "reflow", "dance": "dance", "cps
 class VelocityModel(Protocol):
     """What the sampler asks of a model; `lightrft_visual.models.diffusion.policy.DiffusionPolicy` is one.
 
-    prediction: 'flow' (velocity) or 'epsilon' (noise, DDIM). flow_shift: the shift that its scheduler applies.
-    starting_scale: what unit noise is multiplied by to be the latents at the first sigma.
+    family: says what it predicts, its schedule, its shift and the scale of its first latents.
     """
 
-    prediction: str
+    family: DiffusionFamily
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
         """What it predicts, (B, …).
 
-        Args:
-            latents: (B, …).
-            timesteps: (B).
-            conditions: {name: (B, …)}.
-            guidance_scale: 1 for none.
+        Args: as of `DiffusionFamily.velocity`.
         """
         ...
-
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Timesteps (K) and sigmas (K) of the model's own scheduler.
-
-        Args:
-            num_steps: K.
-            latent_shape: of a sample, by which some schedulers shift.
-            flow_shift: the shift in its place; None for the scheduler's own.
-        """
-        ...
-
-    def flow_shift(self, latent_shape: tuple[int, ...]) -> float: ...
-
-    def starting_scale(self, sigma: float) -> float: ...
 
 
 def sample_generators(
@@ -307,14 +293,14 @@ class DiffusionSampler:
             timesteps = sigmas * TRAIN_TIMESTEPS if config.timesteps is None else torch.tensor(config.timesteps)
             return timesteps.float(), sigmas.float()
         if config.scheduler != "model_default":
-            shift = model.flow_shift(latent_shape) if config.flow_shift is None else config.flow_shift
+            shift = model.family.flow_shift(latent_shape) if config.flow_shift is None else config.flow_shift
             steps = flow_match_schedule if config.scheduler == "flow_match_euler" else stock_flow_match_schedule
             return steps(config.num_steps, shift)
-        return model.default_schedule(config.num_steps, latent_shape, config.flow_shift)
+        return model.family.default_schedule(config.num_steps, latent_shape, config.flow_shift)
 
     def rule(self, model: VelocityModel) -> str | None:
         """Name of the stochastic step rule for the model; None for flow-matching Euler steps."""
-        if model.prediction == "flow":
+        if model.family.prediction == "flow":
             return FLOW_RULES.get(self.config.trajectory)
         config = self.config
         if config.trajectory not in ("ode", "sde") or config.scheduler != "model_default" or config.given is not None:
@@ -352,7 +338,7 @@ class DiffusionSampler:
         timesteps, sigmas = self.schedule(model, batch.latent_shape)
         if timesteps.shape != sigmas.shape:
             raise ConfigError(f"the schedule has {len(timesteps)} timesteps and {len(sigmas)} sigmas")
-        x = self._starting_noise(batch, generators) * model.starting_scale(float(sigmas[0]))
+        x = self._starting_noise(batch, generators) * model.family.starting_scale(float(sigmas[0]))
         closed = torch.cat([sigmas, sigmas.new_zeros(1)])
         stochastic = self.stochastic_steps(window)
         path, log_probs, means, kept = [x], [], [], []

@@ -15,6 +15,19 @@ SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 @contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of the environment has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
 def without_shared_memory() -> Iterator[None]:
     """Inside, `deepspeed.init_distributed` starts without its collectives over shared memory.
 
@@ -109,15 +122,8 @@ def without_compiled_functions() -> Iterator[None]:
     torch reads the variable when the decorator is applied, so what the trainer compiles later is compiled.
     Versions: vLLM 0.26 to 0.32, torch 2.11 to 2.13.
     """
-    name = "TORCHDYNAMO_DISABLE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with variable("TORCHDYNAMO_DISABLE", "1"):
         yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 @contextmanager

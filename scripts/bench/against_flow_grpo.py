@@ -45,7 +45,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from lightrft_visual.plugins.embedded.captions import embedded_prompts
 from lightrft_visual.plugins.embedded.resolve import embedded_folder
-from lightrft_visual.plugins.embedded.scorers.shape_match import ShapeMatch
+from lightrft_visual.plugins.embedded.shape_match import ShapeMatch
 from lightrft_visual.runtime.files import cache_root
 
 T = torch.Tensor

@@ -92,7 +92,7 @@ class Comparison:
 
         self.asked, self.work, self.ours = asked, work, asked.ours.split()
         self.theirs = other_python(asked.env)
-        self.model = str(embedded_checkpoint(WarmUp(), report=lambda text: None))
+        self.model = str(embedded_checkpoint(WarmUp()))
         self.data = Path(embedded_task().train)
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "50000"}

@@ -143,12 +143,12 @@ def seconds_of(steps: list[dict[str, float]]) -> dict[str, float]:
 
 def child(shape: str, folder: Path) -> dict[str, Any]:
     """One run: its plan, the largest resident memory and the seconds of each phase."""
-    from lightrft_visual.plugins.memory_plan.check import plan_of
+    from lightrft_visual.plugins.memory_plan.check import Planner
     from lightrft_visual.plugins.memory_plan.process import cpu
     from lightrft_visual.runtime.files import read_jsonl
 
     config, build = prepared(shape, folder)
-    plan = plan_of(config, cpu(1), 1, 1)
+    plan = Planner(cpu(1), 1, 1).plan(config)
     baseline, sampler = resident(), Sampler()
     sampler.start()
     trainer = build(config)
@@ -169,7 +169,7 @@ def child(shape: str, folder: Path) -> dict[str, Any]:
         "planned": {phase.name: plan.needed(phase)[0][1] - program for phase in plan.phases},
         "measured": sampler.peaks,
         "seconds": seconds_of(steps[1:]),
-        "planned_seconds": {phase.name: phase.seconds for phase in plan_of(config, cpu(1), 1, 1).phases},
+        "planned_seconds": {phase.name: phase.seconds for phase in Planner(cpu(1), 1, 1).plan(config).phases},
     }
 
 
@@ -297,7 +297,7 @@ def on_the_card() -> None:
     from lightrft_visual.config.diffusion import DiffusionRunConfig
     from lightrft_visual.config.load import parse_run
     from lightrft_visual.config.vl import RunConfig
-    from lightrft_visual.plugins.memory_plan.check import named_device, plan_of
+    from lightrft_visual.plugins.memory_plan.check import Planner, named_device
 
     print(TITLES)
     with tempfile.TemporaryDirectory() as folder:
@@ -306,7 +306,7 @@ def on_the_card() -> None:
             given = f"--pretrain {models[run.model]} {run.settings}"
             words = f"{given} --plan_device {run.card} --plan_world_size 1".split()
             config = parse_run(RunConfig if run.model == "vl" else DiffusionRunConfig, words).config
-            plan = plan_of(config, *named_device(config))
+            plan = Planner(*named_device(config)).plan(config)
             planned = {phase.name: phase.seconds for phase in plan.phases} | {"peak": torch_peak(plan) / 2**30}
             notes = {
                 phase: "; ".join(["calibrates"] * (phase in run.calibrates) + [run.said] * bool(run.said))

@@ -23,15 +23,15 @@ from lightrft_visual.runtime.files import read_jsonl  # noqa: E402
 
 def noted_plans() -> list:
     """The plans that runs of this process make from now on, before they load anything."""
-    from lightrft_visual.plugins.memory_plan import check
+    from lightrft_visual.plugins.memory_plan.check import Planner
 
-    plans, make = [], check.plan_of
+    plans, make = [], Planner.plan
 
-    def noted(config, *arguments, **options):
-        plans.append((make(config, *arguments, **options), lambda: make(config, *arguments, **options), config))
+    def noted(planner: Planner, config: Any) -> Any:
+        plans.append((make(planner, config), lambda: make(planner, config), config))
         return plans[-1][0]
 
-    check.plan_of = noted
+    Planner.plan = noted
     return plans
 
 

@@ -1,6 +1,7 @@
 """The sampler against models whose answer is known."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_g
 class Gaussian:
     """Data N(m, s²): v = E[noise - data | x], in closed form."""
 
-    prediction = "flow"
+    family = SimpleNamespace(
+        prediction="flow",
+        default_schedule=lambda num_steps, latent_shape, flow_shift: flow_match_schedule(num_steps, flow_shift or 1.0),
+        flow_shift=lambda latent_shape: 3.0,
+        starting_scale=lambda sigma: 1.0,
+    )
 
     def __init__(self, mean=0.5, std=0.8):
         self.mean, self.std = mean, std
@@ -25,15 +31,6 @@ class Gaussian:
         variance = (1 - sigma) ** 2 * self.std**2 + sigma**2
         centred = (latents - (1 - sigma) * self.mean) / variance
         return sigma * centred - (self.mean + (1 - sigma) * self.std**2 * centred)
-
-    def default_schedule(self, num_steps, latent_shape, flow_shift):
-        return flow_match_schedule(num_steps, flow_shift or 1.0)
-
-    def flow_shift(self, latent_shape):
-        return 3.0
-
-    def starting_scale(self, sigma):
-        return 1.0
 
 
 def batch(count=4, shape=(2, 4, 4), **extra):

@@ -10,8 +10,7 @@ from ...rollout.diffusion_sampler import FLOW_RULES
 from .awm import AWM
 from .crd import CenteredReward
 from .ddpo import DDPO, DPOK
-from .dgpo import group_preference
-from .diffusion_dpo import pair_preference
+from .diffusion_dpo import PAIR
 from .flow_dppo import FlowDPPO
 from .flow_grpo import FlowGRPO
 from .nft import DiffusionNFT
@@ -112,16 +111,19 @@ def rwr(config: DiffusionRunConfig) -> RewardWeighted:
 
 def dgpo(config: DiffusionRunConfig) -> GroupPreference:
     """DGPO's loss on the groups of prompts."""
-    algorithm, size = config.algorithm, config.sampling.n_samples_per_prompt
-    return group_preference(
-        algorithm.dpo_beta, size, algorithm.dpo_reference, algorithm.beta, training_guidance(config)
-    )
+    return _preference(config, config.sampling.n_samples_per_prompt, 1 / config.algorithm.dpo_beta)
 
 
 def diffusion_dpo(config: DiffusionRunConfig) -> GroupPreference:
     """Diffusion-DPO's loss on pairs."""
+    return _preference(config, PAIR, 1.0)
+
+
+def _preference(config: DiffusionRunConfig, size: int, scale: float) -> GroupPreference:
     algorithm = config.algorithm
-    return pair_preference(algorithm.dpo_beta, algorithm.dpo_reference, algorithm.beta, training_guidance(config))
+    return GroupPreference(
+        algorithm.dpo_beta, size, scale, algorithm.dpo_reference, algorithm.beta, training_guidance(config)
+    )
 
 
 def crd(config: DiffusionRunConfig) -> CenteredReward:

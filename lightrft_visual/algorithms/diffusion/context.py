@@ -144,7 +144,7 @@ def asked(
         shared: samples of one group get the same noise.
     """
     noise = forward_noise(context.seed, batch, shared)
-    mixed, target = add_noise(batch.data, noise, batch.sigma, context.policy.prediction)
+    mixed, target = add_noise(batch.data, noise, batch.sigma, context.policy.family.prediction)
     return (mixed, batch.timesteps, batch.conditions, guidance_scale), target
 
 

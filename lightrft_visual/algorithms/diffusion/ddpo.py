@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..loss_terms import LossOutputs
-from .context import LossContext, summed
+from ...rollout.diffusion_sampler import Step
+from .context import LossContext
 from .denoising_batch import DenoisingBatch
-from .flow_grpo import FlowGRPO, largest_drift, log_ratio
+from .flow_grpo import FlowGRPO
 
 T = torch.Tensor
 
@@ -26,9 +26,6 @@ class DPOK(DDPO):
 
     beta: float = 0.01
 
-    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """-A log p + beta KL, summed over valid rows / denominator."""
-        step = self.step(context, batch)
-        losses = -batch.advantages * step.log_prob
-        maxima = {"logp_diff_max": largest_drift(log_ratio(step.log_prob, batch.log_probs).detach(), batch.valid)}
-        return summed(losses, batch.valid, denominator, {}, self.kl(context, batch, step), self.beta, maxima)
+    def surrogate(self, context: LossContext, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
+        """-A log p, without metrics of its own."""
+        return -batch.advantages * step.log_prob, {}

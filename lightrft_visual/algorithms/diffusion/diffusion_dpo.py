@@ -1,31 +1,12 @@
-"""Diffusion-DPO (arXiv 2311.12908): pairs of a preferred and another image of one prompt, from rollouts or a file.
-
-The loss of `preference.py` with G = 2 and A = 1, -1: -log sigmoid(-beta / 2 (Delta_preferred - Delta_other)), errors
-averaged over latent dimensions, as in its authors' code. Their paper writes beta T omega for the present factor.
-"""
+"""The pairs of Diffusion-DPO (its loss: `preference.py`): a preferred and another image of one prompt."""
 
 import torch
 
 from ...runtime.collectives import all_gather_object, rank
 from .advantages import group_metrics
-from .preference import GroupPreference
 
 T = torch.Tensor
 PAIR = 2
-
-
-def pair_preference(
-    beta: float, reference: str = "base", kl_beta: float = 0.0, guidance_scale: float = 1.0
-) -> GroupPreference:
-    """Diffusion-DPO's loss.
-
-    Args:
-        beta: as of `GroupPreference`, as what follows.
-        reference: what the pair's errors are compared with, 'base' or 'old'.
-        kl_beta: weight of the KL.
-        guidance_scale: of the training forward.
-    """
-    return GroupPreference(beta, PAIR, 1.0, reference, kl_beta, guidance_scale)
 
 
 def ranked_pairs(rewards: T, group_id: T, valid: T) -> tuple[T, T]:

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import ConfigError
 from ...rollout.diffusion_sampler import Step
-from .context import weighted_mean
+from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, gaussian_kl, ratio_means
 
@@ -24,7 +24,7 @@ class FlowDPPO(FlowGRPO):
 
     threshold: float = 1e-5
 
-    def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
+    def surrogate(self, context: LossContext, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """See the class; ConfigError when the rollout kept no step means."""
         if batch.rollout_means is None:
             raise ConfigError("Flow-DPPO compares step means: sample with keep_means")

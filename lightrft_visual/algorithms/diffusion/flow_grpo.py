@@ -96,15 +96,16 @@ class FlowGRPO(DiffusionLoss):
         drift = log_ratio(step.log_prob, batch.log_probs)
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
-        losses, means = self.surrogate(raw, step, batch)
+        losses, means = self.surrogate(context, raw, step, batch)
         maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
         kl, weights = self.kl(context, batch, step), self.step_weights(batch)
         return summed(losses * weights, batch.valid, denominator, means, kl, self.beta * weights, maxima)
 
-    def surrogate(self, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
+    def surrogate(self, context: LossContext, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """(M) losses without the KL, and their metrics: ratios clipped on the advantage's side.
 
         Args:
+            context: of the update.
             raw: (M) log ratios.
             step: what the policy says of the steps now.
             batch: M samples, each at one step.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..loss_terms import LossOutputs
-from .context import LossContext, summed, weighted_mean
+from ...rollout.diffusion_sampler import Step
+from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
-from .flow_grpo import FlowGRPO, gaussian_kl, largest_drift, log_ratio
+from .flow_grpo import FlowGRPO, gaussian_kl
 
 T = torch.Tensor
 
@@ -21,24 +21,11 @@ class OnPolicyDistillation(FlowGRPO):
     """KL(policy's step || teacher's step) of each stochastic step, averaged over latent dimensions, plus beta times
     that to the reference."""
 
-    def loss(self, context: LossContext, batch: DenoisingBatch, denominator: float | T) -> LossOutputs:
-        """Sum over valid samples / denominator.
-
-        Args:
-            context: with the teacher.
-            batch: of the policy's own rollout.
-            denominator: that of the update.
-
-        Raises:
-            ValueError: without a teacher.
-        """
+    def surrogate(self, context: LossContext, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
+        """The KL to the teacher's steps. Raises ValueError without a teacher in the context."""
         if context.teacher is None:
             raise ValueError("DiffusionOPD needs a teacher in the context")
-        step = self.step(context, batch)
         with torch.no_grad():
             taught = self.replay(context.teacher, batch).mean
         losses = gaussian_kl(step.mean, taught, step.std, batch.sigma_next - batch.sigma, self.kl_form)
-        means = {"teacher_kl": weighted_mean(losses.detach(), batch.valid)}
-        drift = log_ratio(step.log_prob, batch.log_probs).detach()
-        maxima = {"logp_diff_max": largest_drift(drift, batch.valid)}
-        return summed(losses, batch.valid, denominator, means, self.kl(context, batch, step), self.beta, maxima)
+        return losses, {"teacher_kl": weighted_mean(losses.detach(), batch.valid)}

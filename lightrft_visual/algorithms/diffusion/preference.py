@@ -7,6 +7,13 @@ A that say which samples are preferred (+) and which are not (-), a group of G s
     gradient of the loss = sigmoid(S) beta / G sum_i A_i (gradient of |v - u_i|²)
 
 The gradient is a sum over samples, once S is known: a group need not lie in one forward pass, nor on one rank.
+
+DGPO (arXiv 2510.08425): A are the advantages of a prompt's group, which sum to 0, so that the partition function
+cancels. No policy gradient, so rollouts are plain ODE samples. The loss is divided by beta, as its authors scale it:
+beta sharpens the sigmoid only, and kl_beta keeps its published values.
+
+Diffusion-DPO (arXiv 2311.12908): G = 2 and A = 1, -1: -log sigmoid(-beta / 2 (Delta_preferred - Delta_other)), errors
+averaged over latent dimensions, as in its authors' code. Their paper writes beta T omega for the present factor.
 """
 
 from collections import Counter, defaultdict

@@ -122,11 +122,6 @@ class DiffusionPolicy(nn.Module):
             return cls(adapter(pipeline, text_length or saved_text_length(path)), lora, trainable)
 
     @property
-    def prediction(self) -> str:
-        """What the model predicts: flow (a velocity) or epsilon (noise)."""
-        return self.family.prediction
-
-    @property
     def device(self) -> torch.device:
         """Of the denoisers' weights."""
         return self.family.device
@@ -145,21 +140,6 @@ class DiffusionPolicy(nn.Module):
         Args: as of `DiffusionFamily.velocity`.
         """
         return self(latents, timesteps, conditions, guidance_scale)
-
-    def default_schedule(self, num_steps: int, latent_shape: tuple[int, ...], flow_shift: float | None) -> tuple[T, T]:
-        """Timesteps (K) and sigmas (K) of the model's own scheduler.
-
-        Args: as of `DiffusionFamily.default_schedule`.
-        """
-        return self.family.default_schedule(num_steps, latent_shape, flow_shift)
-
-    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
-        """The shift that the model's own scheduler applies."""
-        return self.family.flow_shift(latent_shape)
-
-    def starting_scale(self, sigma: float) -> float:
-        """What unit noise is multiplied by to be the latents at the first sigma."""
-        return self.family.starting_scale(sigma)
 
     def move_to(self, device: torch.device) -> None:
         """Put the denoisers on the device. Text encoders and VAE, which may be larger, come there for their turns."""

@@ -1,8 +1,8 @@
 """Drawn shapes with captions: the images that the embedded diffusion model learns, and the templates of its scorer.
 
 Everything is a differentiable function of tensors: an image is rendered from signed distances (negative inside), so
-the same code draws training images, fits templates in `scorers/shape_match.py` and gives Reward FL a
-gradient. Coordinates are in units of the image's side: x to the right, y down, both in 0..1.
+the same code draws training images, fits templates in `shape_match.py` and gives Reward FL a gradient.
+Coordinates are in units of the image's side: x to the right, y down, both in 0..1.
 """
 
 import math

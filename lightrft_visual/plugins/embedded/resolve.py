@@ -1,6 +1,5 @@
 """What the name `embedded` stands for: folders of tiny models, built at their first use."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ...runtime.files import cache_folder
 
 # By name, as transformers loads in seconds: of `models.tiny.vlm.TINY_FAMILIES`, those that see and those that draw.
 VISION_FAMILIES, DRAWING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), ("janus",)
-logger = logging.getLogger(__name__)
 
 
 def place_questions(config: RunConfig) -> None:
@@ -59,7 +57,7 @@ def resolve_checkpoint(model: ModelConfig, name: str, task: str) -> str:
     from .warmup import embedded_checkpoint, warm_up_of
 
     settings = warm_up_of(task, family=model.embedded_family)
-    return str(embedded_checkpoint(settings, report=logger.info))
+    return str(embedded_checkpoint(settings))
 
 
 def checkpoint_shape(model: ModelConfig, task: str) -> Any:

@@ -77,20 +77,18 @@ def source_of(task: str) -> TaskSource:
     return SOURCES.get(task, questions.SOURCE)
 
 
-def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print) -> Path:
+def embedded_checkpoint(settings: WarmUp, root: Path | None = None) -> Path:
     """The warmed-up checkpoint folder; built within half a minute on two cores when the cache does not hold it.
 
     Args:
         settings: of the warm-up, by which the folder is named.
         root: of the cache; None: `cache_folder()`.
-        report: called with one line of text before it is built.
     """
     source = source_of(settings.task)
     key = key_of(asdict(settings) | {"version": CACHE_VERSION, "questions": source.version})[:12]
     root = root or cache_folder()
 
     def build(folder: Path) -> None:
-        report(f"building the embedded {settings.family} model by supervised steps, once; takes less than a minute")
         build_tiny_checkpoint(
             folder,
             settings.family,
@@ -102,7 +100,8 @@ def embedded_checkpoint(settings: WarmUp, root: Path | None = None, report=print
         if settings.max_steps:
             warm_up(folder, embedded_task(root, settings.task), settings)
 
-    return built_once(root / "models" / f"{settings.family}-{key}", build)
+    told = f"building the embedded {settings.family} model by supervised steps, once; takes less than a minute"
+    return built_once(root / "models" / f"{settings.family}-{key}", build, told)
 
 
 def warm_up(folder: Path, task: EmbeddedTask, settings: WarmUp) -> list[float]:

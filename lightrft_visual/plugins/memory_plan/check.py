@@ -32,19 +32,16 @@ def check_fits(config: AnyConfig) -> None:
     Raises ConfigError with the plan where weights, gradients and optimizer states alone do not fit, or by `--plan
     refuse` where anything does not; never by `--plan force`.
     """
-    ranks, local = started()
-    device = present(local)
-    if not (_chooses_checkpointing(config, device) or config.plan.sizes_micro_batches(device.on_cpu)):
-        _check(config, device, ranks, local, {})
+    planner = Planner.here()
+    if not (planner.chooses_checkpointing(config) or planner.chooses_sizes(config)):
+        _check(config, planner)
 
 
-def _check(config: AnyConfig, device: Device, ranks: int, local: int, made: "Planners") -> None:
+def _check(config: AnyConfig, planner: "Planner") -> None:
     try:
-        plan = plan_of(config, device, ranks, local, online=True, made=made)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("%s", why_not(error))
+        plan = planner.plan(config)
+    except Unplanned as error:
+        logger.warning("%s", error)
         return
     if plan is None:
         logger.info("%s", unknown(config))
@@ -59,11 +56,6 @@ def _check(config: AnyConfig, device: Device, ranks: int, local: int, made: "Pla
 def refuses(settings: PlanConfig, plan: Plan) -> bool:
     """Whether a run that does not fit is not started."""
     return settings.plan == "refuse" or (settings.plan == "warn" and not plan.possible)
-
-
-def why_not(error: Exception) -> str:
-    """What is said where a plan failed."""
-    return f"no plan of this run could be made: {type(error).__name__}: {error}"
 
 
 def unknown(config: AnyConfig) -> str:
@@ -98,165 +90,167 @@ def started() -> tuple[int, int]:
     return ranks_started(), ranks_on_host()
 
 
-Planner = Callable[[AnyConfig], Plan] | None
-Planners = dict[str, Planner]  # of one run, by its gradient_checkpointing
-
-
-def plan_of(
-    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
-) -> Plan | None:
-    """The plan of a run on a device; None where the shape of its model is not known, or its workers share the host.
-
-    Args:
-        config: of the run.
-        device: of each rank.
-        ranks: of the run.
-        local: those of a host.
-        online: the hub may be asked.
-        made: planners of this run, to be used again: a large model takes seconds to be put on meta tensors.
-    """
-    planned = _planner_of(config, device, ranks, local, online, made)
-    return None if planned is None else planned(config)
-
-
-def _planner_of(
-    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
-) -> Planner:
-    """What plans this run and others of the same model, which is put on meta tensors once; None as `plan_of`."""
-    made, how = {} if made is None else made, config.model.gradient_checkpointing
-    if how not in made:
-        made[how] = _planner(deepcopy(config), device, ranks, local, online)
-    return made[how]
-
-
-def _planner(config: AnyConfig, device: Device, ranks: int, local: int, online: bool) -> Planner:
-    if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
-        return None
-    if isinstance(config, DiffusionRunConfig):
-        from .diffusion import Computed, DiffusionPlanner
-        from .pipelines import pipeline_policy
-
-        policy = pipeline_policy(config)
-        if policy is None:
-            return None
-        computed = Computed(config, policy)
-        return lambda each: DiffusionPlanner(each, computed, device, ranks, local).plan()
-    from .vl import VLPlanner
-    from .vl_shape import VLShape
-
-    model = language_model(config.model, online, config.data.prompt_data)
-    if model is None:
-        return None
-    shape = VLShape(config, model)
-    return lambda each: VLPlanner(each, shape, device, ranks, local).plan()
-
-
 C = TypeVar("C")
 Size = tuple[str, str]  # section and name of a setting
 CHECKPOINTING = (NONE, ATTENTION, FULL)  # by how much runs again; what runs least again holds most
 FILLED, FILLED_HOST = 0.9, 0.5  # of the memory that the plan may fill; on the host others want some too
 
 
-def chosen_sizes(
-    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
-) -> dict[Size, int]:
-    """The largest micro-batch sizes, of rollouts first, whose plan fills at most `FILLED` of the device, by setting.
+class Unplanned(Exception):
+    """No plan could be made: the model is built otherwise than those planned so far."""
 
-    The least is what is given, and 1 for a size at its default, whoever gave it. Sizes are that times a power of two,
-    and at most what a rank has in a step. {} where the run cannot be planned. What depends on no size, such as an
-    engine's share, does not count.
 
-    Args: as of `plan_of`.
+class Planner:
+    """Plans a run on a device, and others of the same model, which takes seconds to be put on meta tensors.
+
+    device: of each rank. ranks: of the run. local: those of a host. online: the hub may be asked.
     """
-    trial = deepcopy(config)
-    planned = _planner_of(config, device, ranks, local, online, made)
-    if planned is None:
-        return {}
-    limits = _limits(config, ranks)
-    for section, name in limits:
-        settings = getattr(trial, section)
-        if getattr(settings, name) == getattr(type(settings)(), name):
-            setattr(settings, name, 1)
-    least = planned(trial)
-    sizes: dict[Size, int] = {}
-    for (section, name), most in limits.items():
-        settings = getattr(trial, section)
-        options = [getattr(settings, name)]
-        while options[-1] < most:
-            options.append(min(2 * options[-1], most))
-        low, high = 0, len(options) - 1
-        while low < high:  # the largest that fits: memory grows with each
-            middle = (low + high + 1) // 2
-            setattr(settings, name, options[middle])
-            fits = _fits(planned(trial), least)
-            low, high = (middle, high) if fits else (low, middle - 1)
-        sizes[section, name] = options[low]
-        setattr(settings, name, options[low])
-    return sizes
+
+    def __init__(self, device: Device, ranks: int, local: int, online: bool = False) -> None:
+        self.device, self.ranks, self.local, self.online = device, ranks, local, online
+        self._made: dict[str, Callable[[AnyConfig], Plan] | None] = {}  # by gradient_checkpointing
+
+    @classmethod
+    def here(cls) -> "Planner":
+        """Of the ranks that are started, on the device that is here."""
+        ranks, local = started()
+        return cls(present(local), ranks, local, online=True)
+
+    def plan(self, config: AnyConfig) -> Plan | None:
+        """The plan; None where the shape of the run's model is not known, or its workers share the host.
+
+        Raises ConfigError for a model that cannot be checkpointed as the run asks for, and Unplanned.
+        """
+        how = config.model.gradient_checkpointing
+        try:
+            if how not in self._made:
+                self._made[how] = self._of_model(deepcopy(config))
+            planned = self._made[how]
+            return None if planned is None else planned(config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise Unplanned(f"no plan of this run could be made: {type(error).__name__}: {error}") from error
+
+    def _of_model(self, config: AnyConfig) -> Callable[[AnyConfig], Plan] | None:
+        device, ranks, local = self.device, self.ranks, self.local
+        if config.distributed.split and (device.on_cpu or isinstance(config, DiffusionRunConfig)):
+            return None
+        if isinstance(config, DiffusionRunConfig):
+            from .diffusion import Computed, DiffusionPlanner
+            from .pipelines import pipeline_policy
+
+            policy = pipeline_policy(config)
+            if policy is None:
+                return None
+            computed = Computed(config, policy)
+            return lambda each: DiffusionPlanner(each, computed, device, ranks, local).plan()
+        from .vl import VLPlanner
+        from .vl_shape import VLShape
+
+        model = language_model(config.model, self.online, config.data.prompt_data)
+        if model is None:
+            return None
+        shape = VLShape(config, model)
+        return lambda each: VLPlanner(each, shape, device, ranks, local).plan()
+
+    def chooses_checkpointing(self, config: AnyConfig) -> bool:
+        """Whether gradient_checkpointing is left to the plan."""
+        return config.model.gradient_checkpointing == AUTO and not self.device.on_cpu
+
+    def chooses_sizes(self, config: AnyConfig) -> bool:
+        """Whether micro-batch sizes are left to the plan."""
+        return config.plan.sizes_micro_batches(self.device.on_cpu)
+
+    def sizes(self, config: AnyConfig) -> dict[Size, int]:
+        """By setting the largest micro-batch sizes, of rollouts first, whose plan fills at most `FILLED` of the device.
+
+        The least is what is given, and 1 for a size at its default, whoever gave it. Sizes are that times a power of
+        two, and at most what a rank has in a step. {} where the run cannot be planned. What depends on no size, such as
+        an engine's share, does not count.
+        """
+        trial, limits = deepcopy(config), self.limits(config)
+        for section, name in limits:
+            settings = getattr(trial, section)
+            if getattr(settings, name) == getattr(type(settings)(), name):
+                setattr(settings, name, 1)
+        least = self.plan(trial)
+        if least is None:
+            return {}
+        sizes: dict[Size, int] = {}
+        for (section, name), most in limits.items():
+            settings = getattr(trial, section)
+            options = [getattr(settings, name)]
+            while options[-1] < most:
+                options.append(min(2 * options[-1], most))
+            low, high = 0, len(options) - 1
+            while low < high:  # the largest that fits: memory grows with each
+                middle = (low + high + 1) // 2
+                setattr(settings, name, options[middle])
+                low, high = (middle, high) if _fits(self.plan(trial), least) else (low, middle - 1)
+            sizes[section, name] = options[low]
+            setattr(settings, name, options[low])
+        return sizes
+
+    def limits(self, config: AnyConfig) -> dict[Size, int]:
+        """The sizes to choose, and more than which a rank has no use for."""
+        own = max(1, ceil(config.train.train_batch_size / self.ranks))
+        if isinstance(config, DiffusionRunConfig):
+            if config.algorithm.entry.trains_on == "reward":  # its rollout is its training
+                return {("train", "micro_train_batch_size"): own}
+            sampling = config.sampling
+            drawn = ceil(sampling.rollout_batch_size * sampling.n_samples_per_prompt / self.ranks)
+            return {
+                ("sampling", "micro_rollout_batch_size"): drawn,
+                ("train", "micro_train_batch_size"): own,
+                ("train", "steps_per_forward"): trained_steps(config),
+            }
+        samples = ceil(config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt / self.ranks)
+        return {("rollout", "micro_rollout_batch_size"): samples, ("train", "micro_train_batch_size"): own}
+
+    def checkpointing(self, config: AnyConfig) -> str:
+        """For gradient_checkpointing auto the first of none, attention and full whose plan fills at most `FILLED` of
+        the device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned.
+
+        Where the plan chooses sizes too, and they would stay small, it is the next one, if the whole step of a rank
+        fits with it and is quicker by the plan.
+        """
+        trial = deepcopy(config)
+
+        def planned(how: str) -> Plan | None:
+            trial.model.gradient_checkpointing = how
+            with suppress(ConfigError):  # of a model that cannot be checkpointed so
+                return self.plan(trial)
+            return None
+
+        least = planned(FULL)
+        if least is None:
+            return FULL if planned(NONE) is None else NONE
+        options = [NONE] if getattr(config.model, "attn_implementation", "") == "eager" else [NONE, ATTENTION]
+        fitting = [how for how in options if _fits(planned(how), least)] + [FULL]
+        if len(fitting) == 1 or not self.chooses_sizes(config):
+            return fitting[0]
+        trial.model.gradient_checkpointing = fitting[0]
+        sizes, whole = self.sizes(trial), self.limits(config)
+        if sizes == whole:
+            return fitting[0]
+        _set(trial, whole)
+        other = planned(fitting[1])
+        _set(trial, sizes)
+        first = planned(fitting[0])
+        quicker = other is not None and _fits(other, least) and first is not None and other.seconds < first.seconds
+        return fitting[quicker]
 
 
-def _limits(config: AnyConfig, ranks: int) -> dict[Size, int]:
-    """The settings to choose, and more than which a rank has no use for."""
-    own = max(1, ceil(config.train.train_batch_size / ranks))
-    if isinstance(config, DiffusionRunConfig):
-        if config.algorithm.entry.trains_on == "reward":  # its rollout is its training
-            return {("train", "micro_train_batch_size"): own}
-        sampling = config.sampling
-        drawn = ceil(sampling.rollout_batch_size * sampling.n_samples_per_prompt / ranks)
-        return {
-            ("sampling", "micro_rollout_batch_size"): drawn,
-            ("train", "micro_train_batch_size"): own,
-            ("train", "steps_per_forward"): trained_steps(config),
-        }
-    samples = ceil(config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt / ranks)
-    return {("rollout", "micro_rollout_batch_size"): samples, ("train", "micro_train_batch_size"): own}
-
-
-def _fits(plan: Plan, least: Plan) -> bool:
+def _fits(plan: Plan | None, least: Plan) -> bool:
+    if plan is None:
+        return False
     share = FILLED_HOST if plan.device.on_cpu else FILLED
     return all(
         needed <= max(share * limit, before)
         for phase, smallest in zip(plan.phases, least.phases)
         for (_, needed, limit), (_, before, _) in zip(plan.needed(phase), least.needed(smallest))
     )
-
-
-def chosen_checkpointing(
-    config: AnyConfig, device: Device, ranks: int, local: int, online: bool = False, made: Planners | None = None
-) -> str:
-    """For gradient_checkpointing auto the first of none, attention and full whose plan fills at most `FILLED` of the
-    device, with the micro-batch sizes that are given; full where none does, or where the run cannot be planned.
-
-    Where the plan chooses sizes too, and they would stay small, it is the next one, if the whole step of a rank fits
-    with it and is quicker by the plan.
-
-    Args: as of `plan_of`.
-    """
-    trial, made = deepcopy(config), {} if made is None else made
-
-    def planned(how: str) -> Plan | None:
-        trial.model.gradient_checkpointing = how
-        with suppress(ConfigError):  # of a model that cannot be checkpointed so
-            return plan_of(trial, device, ranks, local, online, made)
-        return None
-
-    least = planned(FULL)
-    if least is None:
-        return FULL if planned(NONE) is None else NONE
-    options = [NONE] if getattr(config.model, "attn_implementation", "") == "eager" else [NONE, ATTENTION]
-    fitting = [how for how in options if (plan := planned(how)) is not None and _fits(plan, least)] + [FULL]
-    if len(fitting) == 1 or not config.plan.sizes_micro_batches(device.on_cpu):
-        return fitting[0]
-    trial.model.gradient_checkpointing = fitting[0]
-    sizes, whole = chosen_sizes(trial, device, ranks, local, online, made), _limits(config, ranks)
-    if sizes == whole:
-        return fitting[0]
-    _set(trial, whole)
-    other = planned(fitting[1])
-    _set(trial, sizes)
-    first = planned(fitting[0])
-    quicker = other is not None and _fits(other, least) and first is not None and other.seconds < first.seconds
-    return fitting[quicker]
 
 
 def use_choices(config: AnyConfig) -> None:
@@ -268,50 +262,36 @@ def use_choices(config: AnyConfig) -> None:
         largest = collectives.all_reduce_max(torch.tensor(values, dtype=torch.float64))
         return [int(value) for value in largest.tolist()]
 
-    ranks, local = started()
-    device, made = present(local), Planners()
-    for line in _choose(config, device, ranks, local, online=True, made=made, most=most):
+    planner = Planner.here()
+    for line in _choose(config, planner, most):
         if collectives.is_rank_0():
             logger.info("%s", line)
-    _check(config, device, ranks, local, made)
-
-
-def _chooses_checkpointing(config: AnyConfig, device: Device) -> bool:
-    return config.model.gradient_checkpointing == AUTO and not device.on_cpu
+    _check(config, planner)
 
 
 def _choose(
-    config: AnyConfig,
-    device: Device,
-    ranks: int,
-    local: int,
-    online: bool = False,
-    made: Planners | None = None,
-    most: Callable[[list[int]], list[int]] = lambda values: values,
+    config: AnyConfig, planner: Planner, most: Callable[[list[int]], list[int]] = lambda values: values
 ) -> Iterator[str]:
-    """Put what is left to the plan into the configuration; each choice in a line. made: as in `plan_of`. most: of the
-    ranks' numbers, as the one with the least room decides."""
-    run = (config, device, ranks, local, online, {} if made is None else made)
-    if _chooses_checkpointing(config, device):
-        own = CHECKPOINTING.index(_chosen(chosen_checkpointing, FULL, *run))
+    """Put what is left to the plan into the configuration; each choice in a line. most: of the ranks' numbers, as the
+    one with the least room decides."""
+    if planner.chooses_checkpointing(config):
+        own = CHECKPOINTING.index(_chosen(planner.checkpointing, FULL, config))
         config.model.gradient_checkpointing = CHECKPOINTING[most([own])[0]]
         yield f"gradient_checkpointing auto: {config.model.gradient_checkpointing}"
-    if config.plan.sizes_micro_batches(device.on_cpu):
-        sizes = {(section, name): getattr(getattr(config, section), name) for section, name in _limits(config, ranks)}
-        sizes |= _chosen(chosen_sizes, {}, *run)
+    if planner.chooses_sizes(config):
+        sizes = {(section, name): getattr(getattr(config, section), name) for section, name in planner.limits(config)}
+        sizes |= _chosen(planner.sizes, {}, config)
         sizes = dict(zip(sizes, (-value for value in most([-value for value in sizes.values()]))))
         _set(config, sizes)
         yield f"auto_micro_batches: {', '.join(f'{name} {value}' for (_, name), value in sizes.items())}"
 
 
-def _chosen(choose: Callable[..., C], otherwise: C, *run: object) -> C:
-    """What is chosen for a device; `otherwise`, with a warning, where no plan can be made."""
+def _chosen(choose: Callable[[AnyConfig], C], otherwise: C, config: AnyConfig) -> C:
+    """What is chosen for a run; `otherwise`, with a warning, where no plan can be made."""
     try:
-        return choose(*run)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a model that is built otherwise than those planned so far
-        logger.warning("%s", why_not(error))
+        return choose(config)
+    except Unplanned as error:
+        logger.warning("%s", error)
         return otherwise
 
 
@@ -325,15 +305,11 @@ def dry_run(config: AnyConfig) -> tuple[str, int]:
 
     The checkpointing and the micro-batch sizes that the run would choose are put into `config`.
     """
-    device, ranks, local = named_device(config)
-    made: Planners = {}
+    planner = Planner(*named_device(config))
     try:
-        chosen = list(_choose(config, device, ranks, local, made=made))
-        plan = plan_of(config, device, ranks, local, made=made)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a model that is built otherwise than those planned so far
-        return why_not(error), 0
+        chosen, plan = list(_choose(config, planner)), planner.plan(config)
+    except Unplanned as error:
+        return str(error), 0
     if plan is None:
         return unknown(config), 0
     refused = config.plan.plan_device is not None and not plan.fits and config.plan.plan != "force"

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...runtime.host_memory import SHARED_MEMORY
+from ...runtime.vendor_patches import variable
 
 OBJECT_STORE_BYTES = 256 * 2**20  # of a cluster started here, where shared memory is scarce
 ROOMY = 12 * 2**30  # bytes of shared memory, of which Ray takes what it needs: what models draw is gigabytes a step
@@ -90,19 +91,6 @@ def _kept_from_hangups() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Inside, a variable of the environment has this value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def check_reachable(needed_for: str) -> None:

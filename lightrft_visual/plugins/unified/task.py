@@ -8,7 +8,6 @@ pair itself was held out (captions of a colour and a shape alone), a model learn
 """
 
 import json
-import logging
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ..embedded.drawn_shapes import placed_captions
 from ..embedded.task import HELD_OUT, TaskFolder
 from ..embedded.warmup import embedded_task
 
-logger = logging.getLogger(__name__)
 VERSION = 5  # of the rows and of the split
 EVAL_ROWS = 240  # of each kind
 
@@ -65,7 +63,7 @@ def checkpoint(model: ModelConfig) -> str:
     """The folder of the embedded Janus, built at its first use."""
     from .tiny_janus import UnifiedWarmUp, embedded_janus  # with transformers
 
-    return str(embedded_janus(UnifiedWarmUp(), report=logger.info))
+    return str(embedded_janus(UnifiedWarmUp()))
 
 
 def place(config: RunConfig) -> None:

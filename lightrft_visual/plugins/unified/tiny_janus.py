@@ -75,25 +75,23 @@ class UnifiedWarmUp:
     version: int = 6
 
 
-def embedded_janus(settings: UnifiedWarmUp | None = None, report=print) -> Path:
+def embedded_janus(settings: UnifiedWarmUp | None = None) -> Path:
     """The warmed-up checkpoint folder; built within four minutes on two cores when the cache does not hold it.
 
-    Args:
-        settings: of the warm-up; default: those of `UnifiedWarmUp`.
-        report: called with a line where it is built.
+    settings: of the warm-up; default: those of `UnifiedWarmUp`.
     """
     settings, root = settings or UnifiedWarmUp(), cache_folder()
     versions = {"questions": questions.VERSION, "descriptions": descriptions.VERSION}
     key = key_of(asdict(settings) | versions)[:12]
 
     def build(folder: Path) -> None:
-        report("building the embedded model that sees and draws by supervised steps, once; takes up to four minutes")
         build_tiny_checkpoint(
             folder, "janus", texts=vocabulary(), tie_embeddings=settings.tie_embeddings, seed=settings.seed
         )
         warm_up(folder, embedded_task(root), settings)
 
-    return built_once(root / "models" / f"janus-{key}", build)
+    told = "building the embedded model that sees and draws by supervised steps, once; takes up to four minutes"
+    return built_once(root / "models" / f"janus-{key}", build, told)
 
 
 def vocabulary() -> list[str]:

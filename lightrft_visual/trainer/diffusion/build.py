@@ -380,7 +380,7 @@ def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set
     if len(policy.denoisers) == 1:
         raise ConfigError(ONE_NETWORK)
     first, end = (round(TRAIN_TIMESTEPS * share) for share in between)
-    noise, _ = policy.default_schedule(TRAIN_TIMESTEPS, shape, s.flow_shift)
+    noise, _ = policy.family.default_schedule(TRAIN_TIMESTEPS, shape, s.flow_shift)
     chosen = policy.family.serving(noise[first:end])
     if serving.isdisjoint(chosen):
         raise ConfigError(

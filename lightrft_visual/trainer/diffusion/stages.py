@@ -139,9 +139,7 @@ class TrainedVelocity:
     """What the sampler asks of a model, answered through the training engine, so that ZeRO's hooks run."""
 
     def __init__(self, engine: Callable[..., T], policy: DiffusionPolicy):
-        self.policy, self.prediction, self.velocity = policy, policy.prediction, engine
-        self.flow_shift, self.default_schedule = policy.flow_shift, policy.default_schedule
-        self.starting_scale = policy.starting_scale
+        self.policy, self.family, self.velocity = policy, policy.family, engine
 
 
 @dataclass

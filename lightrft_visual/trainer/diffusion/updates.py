@@ -254,7 +254,7 @@ class RewardUpdate:
             conditions = self.sampling.conditions(part)
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
-            noise = noise * self.sampling.model.starting_scale(float(schedule[1][0]))
+            noise = noise * self.sampling.model.family.starting_scale(float(schedule[1][0]))
             reward = partial(self._differentiable, part, drawn)
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...config import registry
+from ...config.sft import SFTRunConfig
 from ...config.vl import RunConfig
 from ...errors import ConfigError
 from ...models.loading import Checkpoint
@@ -101,7 +102,7 @@ def _renderer(
     )
 
 
-def data_processor(config: RunConfig, checkpoint: Checkpoint) -> MultimodalDataProcessor:
+def data_processor(config: RunConfig | SFTRunConfig, checkpoint: Checkpoint) -> MultimodalDataProcessor:
     """What makes tokens and patches of the run's prompts."""
     return MultimodalDataProcessor(
         checkpoint.tokenizer,

@@ -23,7 +23,6 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...experience.rollouts import PromptBatch, Rollout, ScoringRule, collate
 from ...experience.types import Experience, ExperienceVL, ModelInputs
 from ...models.loading import Checkpoint
-from ...rollout.multimodal import MultimodalDataProcessor
 from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model
 from ...runtime.files import FolderLock
@@ -35,6 +34,7 @@ from ..loop import Evaluated, LoopSettings, PolicyTrainer, RunParts
 from ..run_state import check_output
 from ..start import check_update, folders_held, open_run, refused_data_listed, start_strategy
 from .build import datasets_of, load_actor, model_of, open_model, prompt_schedule, prove
+from .episodes import data_processor
 from .parts import PromptSource, export_actor, prompt_batch
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,7 @@ class ResponseEncoder:
 
     def __init__(self, checkpoint: Checkpoint, config: SFTRunConfig) -> None:
         self.checkpoint, self.config = checkpoint, config
-        data, longest = config.data, config.rollout.prompt_max_len
-        self.processor = MultimodalDataProcessor(
-            checkpoint.tokenizer, checkpoint.processor, longest, allow_remote=data.allow_remote_media,
-            max_image_pixels=data.max_image_pixels,
-        )  # fmt: skip
+        self.processor = data_processor(config, checkpoint)
 
     def batch(self, samples: list[PromptRow], ids: torch.Tensor) -> PromptBatch:
         """Rendered prompts with their responses as references."""

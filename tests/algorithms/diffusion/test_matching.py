@@ -10,10 +10,9 @@ import torch
 from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
 from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise, asked, forward_noise, squared_error
 from lightrft_visual.algorithms.diffusion.crd import CenteredReward
-from lightrft_visual.algorithms.diffusion.dgpo import group_preference
-from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference, ranked_pairs
+from lightrft_visual.algorithms.diffusion.diffusion_dpo import PAIR, ranked_pairs
 from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT
-from lightrft_visual.algorithms.diffusion.preference import sums_of_groups
+from lightrft_visual.algorithms.diffusion.preference import GroupPreference, sums_of_groups
 from lightrft_visual.algorithms.diffusion.rwr import RewardWeighted
 
 SHAPE = (3, 2, 2)
@@ -29,7 +28,7 @@ class Answers:
     def __init__(self, count, prediction="flow"):
         self.own = normal(count, *SHAPE, seed=11).requires_grad_(True)
         self.kept = {"base": normal(count, *SHAPE, seed=12), "old": normal(count, *SHAPE, seed=13)}
-        self.prediction, self.weights, self.asked = prediction, "own", []
+        self.family, self.weights, self.asked = SimpleNamespace(prediction=prediction), "own", []
 
     def __call__(self, latents, timesteps, conditions, guidance_scale):
         self.asked.append(latents)
@@ -180,7 +179,7 @@ def test_dgpo_is_the_papers_loss_and_gradient(prediction, against):
     policy = Answers(6, prediction)
     batch = rows([1.0, -0.25, -0.75, 2.0, -1.5, -0.5], groups=[4, 4, 4, 2, 2, 2])
     context = policy.context()
-    found = group_preference(3.0, 3, against).loss(context, batch, 6.0).loss
+    found = GroupPreference(3.0, 3, 1 / 3.0, against).loss(context, batch, 6.0).loss
     expected = group_loss(policy, context, batch, 3.0, 3, against) / 3.0
     assert gradient_where_equal(found, expected, policy).abs().max() > 1e-3
 
@@ -190,7 +189,7 @@ def test_diffusion_dpo_is_the_authors_form(prediction):
     """-log sigmoid(-beta / 2 (model difference - reference difference)) of mean squared errors."""
     policy, batch = Answers(4, prediction), rows([1.0, -1.0, -1.0, 1.0], groups=[0, 0, 1, 1])
     context = policy.context()
-    found = pair_preference(5.0, kl_beta=0.5).loss(context, batch, 4.0)
+    found = GroupPreference(5.0, PAIR, kl_beta=0.5).loss(context, batch, 4.0)
     target = asked(context, batch, 1.0, shared=True)[1]
 
     def error(v):
@@ -236,7 +235,7 @@ def test_crd_is_the_authors_form(prediction):
     assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
 
 
-@pytest.mark.parametrize("loss", [group_preference(4.0, 3), CenteredReward()], ids=["dgpo", "crd"])
+@pytest.mark.parametrize("loss", [GroupPreference(4.0, 3, 1 / 4.0), CenteredReward()], ids=["dgpo", "crd"])
 def test_a_group_that_is_cut_gives_the_same_gradient(loss):
     """By the sums of whole groups; the reference of preferences is not asked again."""
     preference = not isinstance(loss, CenteredReward)
@@ -258,9 +257,9 @@ def test_a_group_that_is_cut_gives_the_same_gradient(loss):
 def test_invalid_samples_pull_nothing():
     policy, batch = Answers(2), rows([1.0, -1.0], groups=[0, 0], valid=[True, False])
     context = policy.context()
-    pair_preference(5.0).loss(context, batch, 1.0).loss.backward()
+    GroupPreference(5.0, PAIR).loss(context, batch, 1.0).loss.backward()
     assert policy.own.grad[0].abs().max() > 0 and not policy.own.grad[1].any()
-    assert pair_preference(5.0).terms(context, batch)[1] == 0
+    assert GroupPreference(5.0, PAIR).terms(context, batch)[1] == 0
 
 
 def test_pairs_are_the_best_with_the_worst():

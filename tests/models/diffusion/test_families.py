@@ -347,9 +347,9 @@ def test_timesteps_are_those_of_the_stock_pipeline_whatever_its_scheduler_shifts
 
 def test_the_cosmos_ode_matches_the_stock_pipeline_from_its_first_noise_on():
     policy, start = policy_of("cosmos", lora=0), torch.randn(1, 16, 1, 4, 4)
-    timesteps, sigmas = policy.default_schedule(4, start.shape[1:], None)
+    timesteps, sigmas = policy.family.default_schedule(4, start.shape[1:], None)
     assert sigmas[0].item() == pytest.approx(80 / 81)
-    conditions, x = policy.encode_prompts(PROMPTS[:1], "a dog"), start * policy.starting_scale(float(sigmas[0]))
+    conditions, x = policy.encode_prompts(PROMPTS[:1], "a dog"), start * policy.family.starting_scale(float(sigmas[0]))
     for step in range(3):  # the pipeline ends at its smallest sigma, ours goes on to 0
         x = euler_step(x, velocities(policy, x, timesteps[step], conditions, 3.0), sigmas[step], sigmas[step + 1])
     settings = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 5, "guidance_scale": 2.0}
@@ -391,7 +391,7 @@ def test_each_step_of_ltx23_is_the_stock_pipelines_where_it_keeps_sound_out():
         guidance_scale=1.0, modality_scale=0.0, stg_scale=0.0, guidance_rescale=0.0, audio_guidance_scale=1.0,
         audio_modality_scale=2.0, audio_stg_scale=0.0, audio_guidance_rescale=0.0,
     )  # fmt: skip
-    timesteps, sigmas = policy.default_schedule(3, start.shape[1:], None)
+    timesteps, sigmas = policy.family.default_schedule(3, start.shape[1:], None)
     conditions, x = policy.encode_prompts(PROMPTS), start
     assert torch.equal(timesteps, torch.stack([timestep for timestep, _ in steps]))
     for (timestep, latents), velocity, sigma, end in zip(steps, theirs, sigmas, [*sigmas[1:], 0.0], strict=True):
@@ -464,7 +464,7 @@ def test_texts_are_kept_by_their_own_lengths():
 
 def test_the_ddim_ode_matches_the_stock_scheduler_up_to_its_last_step():
     policy = policy_of("sd15", lora=0)
-    timesteps, sigmas = policy.default_schedule(5, (4, 16, 16), None)
+    timesteps, sigmas = policy.family.default_schedule(5, (4, 16, 16), None)
     scheduler = policy.family.pipeline.scheduler
     scheduler.set_timesteps(5)
     assert timesteps.tolist() == scheduler.timesteps.tolist()

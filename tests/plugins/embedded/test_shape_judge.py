@@ -17,14 +17,15 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
     placed_captions,
     random_images,
 )
-from lightrft_visual.plugins.embedded.scorers.judge_scorer import ShapeJudgeScorer, judge_images
-from lightrft_visual.plugins.embedded.scorers.shape_match import shape_match
 from lightrft_visual.plugins.embedded.shape_judge import (
+    ShapeJudgeScorer,
     embedded_judge,
     judge_file,
+    judge_images,
     kinds_of,
     no_drawings,
 )
+from lightrft_visual.plugins.embedded.shape_match import shape_match
 
 
 def clean(repeats: int = 8, seed: int = 3) -> tuple[torch.Tensor, list[str]]:

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import ConfigError
+from lightrft_visual.plugins.embedded import shape_match as shape_match_module
 from lightrft_visual.plugins.embedded.drawn_shapes import (
     all_captions,
     colour_table,
@@ -15,8 +16,7 @@ from lightrft_visual.plugins.embedded.drawn_shapes import (
     placed_captions,
     random_images,
 )
-from lightrft_visual.plugins.embedded.scorers import shape_match as shape_match_module
-from lightrft_visual.plugins.embedded.scorers.shape_match import ShapeMatch, pixels_of, shape_match
+from lightrft_visual.plugins.embedded.shape_match import ShapeMatch, pixels_of, shape_match
 
 CAPTIONS = all_captions()
 TEXTS = [caption.text for caption in CAPTIONS]

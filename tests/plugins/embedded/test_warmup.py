@@ -45,7 +45,7 @@ def test_steps_end_at_the_loss_or_at_the_limit(folder, cache_root, settings, ste
 
 def test_another_warm_up_or_other_questions_make_another_checkpoint(tmp_path, monkeypatch):
     def build(**settings):
-        return embedded_checkpoint(WarmUp(max_steps=0, **settings), tmp_path, report=lambda text: None)
+        return embedded_checkpoint(WarmUp(max_steps=0, **settings), tmp_path)
 
     first = build()
     assert build() == first and build(until_loss=0.1) != first

@@ -92,7 +92,7 @@ def test_the_stock_pipeline_opens_the_folder_and_the_policy_reads_it_as_a_ddim_m
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline("a red circle", num_inference_steps=2, guidance_scale=1.0).images[0].size == (32, 32)
     policy = DiffusionPolicy.from_pretrained(str(folder), family="sd15")
-    assert policy.prediction == "epsilon"
+    assert policy.family.prediction == "epsilon"
     assert policy.encode_prompts(["a red circle"])["context"].shape == (1, TEXT_LENGTH, SD15.text_width)
     assert not adapter_of(str(folder)).takes_first_frame
 

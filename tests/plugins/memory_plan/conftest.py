@@ -18,20 +18,20 @@ def made_plans(monkeypatch) -> Callable[..., None]:
     `kept[how]`, by gradient checkpointing. A step takes `seconds[how]`, and `call` more for each micro-batch."""
 
     def make(kept: dict[str, float], seconds: dict[str, float] | None = None, call: float = 1.0) -> None:
-        def planner(config, device, ranks, local, online):
+        def of_model(planner, config):
             how = config.model.gradient_checkpointing
 
             def plan(each) -> Plan:
                 weights, size = Item("policy: weights", 5 * UNIT), each.train.micro_train_batch_size
                 scored = Item("forwards", each.rollout.micro_rollout_batch_size * 0.2 * UNIT)
                 trained = Item("activations", size * kept[how] * UNIT)
-                lasts = (seconds or {}).get(how, 0.0) + call * ceil(each.train.train_batch_size / ranks / size)
+                lasts = (seconds or {}).get(how, 0.0) + call * ceil(each.train.train_batch_size / planner.ranks / size)
                 moments = [("load", (), 0.0), ("score", (scored,), 0.0), ("train", (trained,), lasts)]
                 phases = tuple(Phase(name, (weights, *items), time) for name, items, time in moments)
-                return Plan("a model", device, ranks, local, phases)
+                return Plan("a model", planner.device, planner.ranks, planner.local, phases)
 
             return plan
 
-        monkeypatch.setattr(check, "_planner", planner)
+        monkeypatch.setattr(check.Planner, "_of_model", of_model)
 
     return make

@@ -60,7 +60,7 @@ def test_a_drawing_model_keeps_more_than_in_full_and_less_than_without():
 def test_auto_is_the_first_that_leaves_a_tenth_of_the_card_free(made_plans, size, how):
     made_plans({"none": 40, "attention": 10, "full": 1})
     config = config_of("--micro_train_batch_size", str(size), "--auto_micro_batches", "false")
-    assert check.chosen_checkpointing(config, CARD, 8, 8) == how and config.model.gradient_checkpointing == "auto"
+    assert check.Planner(CARD, 8, 8).checkpointing(config) == how and config.model.gradient_checkpointing == "auto"
 
 
 @pytest.mark.parametrize("call,how", [(1.0, "attention"), (0.1, "none")])
@@ -68,18 +68,18 @@ def test_auto_leaves_what_fits_for_what_lets_a_whole_step_be_one_micro_batch_whe
     """128 samples of a step: four forwards of 32, or one in which attention's results alone are kept."""
     made_plans({"none": 2, "attention": 0.5, "full": 0.1}, {"none": 10, "attention": 12, "full": 14}, call)
     config = config_of("--train_batch_size", "1024", "--micro_train_batch_size", "1")
-    assert check.chosen_checkpointing(config, CARD, 8, 8) == how
+    assert check.Planner(CARD, 8, 8).checkpointing(config) == how
 
 
 def test_auto_skips_attention_that_cannot_be_kept(made_plans):
     made_plans({"none": 40, "attention": 10, "full": 1})
     eager = config_of("--micro_train_batch_size", "4", "--attn_implementation", "eager")
-    assert check.chosen_checkpointing(eager, CARD, 8, 8) == "full"
+    assert check.Planner(CARD, 8, 8).checkpointing(eager) == "full"
 
 
 def test_auto_is_full_where_there_is_no_plan():
     unknown = parse_run(RunConfig, ["--pretrain", "someone/unheard-of", "--gradient_checkpointing", "auto"]).config
-    assert check.chosen_checkpointing(unknown, CARD, 1, 1) == "full"
+    assert check.Planner(CARD, 1, 1).checkpointing(unknown) == "full"
 
 
 @pytest.mark.plugin("embedded")
@@ -117,12 +117,12 @@ def test_without_a_plan_auto_is_full_on_a_card_and_none_on_the_cpu(monkeypatch, 
 
 @pytest.mark.plugin("embedded")
 def test_a_model_without_checkpointing_is_trained_without(monkeypatch):
-    planned = check.plan_of
+    planned = check.Planner._of_model
 
-    def refused(config, *rest, **more):
+    def refused(planner, config):
         if config.model.gradient_checkpointing != "none":
             raise ConfigError("this model has none")
-        return planned(config, *rest, **more)
+        return planned(planner, config)
 
-    monkeypatch.setattr(check, "plan_of", refused)
-    assert check.chosen_checkpointing(parse_run(RunConfig, []).config, CARD, 1, 1) == "none"
+    monkeypatch.setattr(check.Planner, "_of_model", refused)
+    assert check.Planner(CARD, 1, 1).checkpointing(parse_run(RunConfig, []).config) == "none"

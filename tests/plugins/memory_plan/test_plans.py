@@ -34,7 +34,7 @@ CARD = DEVICES["h100-80gb"]
 
 def plan_of(*settings: str, schema: type = RunConfig) -> Plan | None:
     config = parse_run(schema, [*settings]).config
-    return check.plan_of(config, *check.named_device(config))
+    return check.Planner(*check.named_device(config)).plan(config)
 
 
 def held(plan: Plan, phase: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ PLANNED = [name for name in EXPERIMENTS if "wan" not in name]
 def test_a_recipe_fits_on_the_hardware_that_it_names(name: str) -> None:
     config = parsed(name).config
     assert config.plan.plan_device in DEVICES and config.plan.plan_world_size
-    plan = check.plan_of(config, *check.named_device(config))
+    plan = check.Planner(*check.named_device(config)).plan(config)
     assert plan.fits, plan.text()
     assert [phase.name for phase in plan.phases] == ["load", "generate", "score", "train", "sync"]
 
@@ -263,7 +263,7 @@ def test_weights_gradients_and_states_that_do_not_fit_are_refused_unless_forced(
 
 
 def test_a_model_that_cannot_be_planned_does_not_stop_its_run(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(check, "plan_of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(check.Planner, "_of_model", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING):
         check.check_fits(RunConfig())
     assert "no plan of this run could be made: ZeroDivisionError" in caplog.text
@@ -274,7 +274,7 @@ def test_graphs_of_the_rollout_are_counted_until_they_have_served() -> None:
 
     def held(*more: str, item: str = "graphs of the rollout") -> dict[str, float]:
         config = parse_run(DiffusionRunConfig, [*argv, *more], preset=DIFFUSION_PRESET).config
-        plan = check.plan_of(config, DEVICES["h100-80gb"], 1, 1)
+        plan = check.Planner(DEVICES["h100-80gb"], 1, 1).plan(config)
         return {phase.name: sum(each.bytes for each in phase.items if each.name == item) for phase in plan.phases}
 
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ def held(tmp_path_factory) -> Callable[[list[str]], list[dict[str, tuple[str, fl
     def planned(argv: list[str]) -> list[dict[str, tuple[str, float]]]:
         given = ["--pretrain", str(model), *DRAWING, *argv]
         config = parse_run(DiffusionRunConfig, given, preset=DIFFUSION_PRESET).config
-        plan = check.plan_of(config, *check.named_device(config))
+        plan = check.Planner(*check.named_device(config)).plan(config)
         return [{item.name: (item.where, item.bytes) for item in phase.items} for phase in plan.phases]
 
     return planned
@@ -106,7 +106,7 @@ def test_a_drawing_runs_own_reward_model_is_divided_where_weights_are(held, clas
 def test_a_vision_language_run_counts_scorers_too() -> None:
     flags = "--pretrain Qwen/Qwen2.5-VL-3B-Instruct --bf16 --plan_device h100-80gb --components.clip_score 1.0"
     config = parse_run(RunConfig, flags.split()).config
-    plan = check.plan_of(config, *check.named_device(config))
+    plan = check.Planner(*check.named_device(config)).plan(config)
     assert {item.name: item.bytes for item in plan.phases[1].items}[NAMED.format("clip_score")] == CLIP
 
 

@@ -37,7 +37,7 @@ def test_the_largest_that_leaves_a_tenth_of_the_card_free(made_plans, kept, give
     argv = [] if given is None else ["--micro_train_batch_size", str(given)]
     config = config_of(*argv, "--micro_rollout_batch_size", "1")
     size = config.train.micro_train_batch_size
-    found = sizes.chosen_sizes(config, replace(CARD, memory=memory * CARD.memory), 8, 8)
+    found = sizes.Planner(replace(CARD, memory=memory * CARD.memory), 8, 8).sizes(config)
     assert found[TRAIN] == chosen and (memory < 1 or found[ROLLOUT] == 128)
     assert config.train.micro_train_batch_size == size > (2 if given is None else 0)  # only looked at
 
@@ -47,7 +47,7 @@ def test_denoising_steps_are_put_together_where_samples_leave_room() -> None:
     least = "--micro_train_batch_size 2 --micro_rollout_batch_size 2 --steps_per_forward 1"
     argv = f"--diffusion_algorithm flow_grpo {batch} {least}".split()
     config = parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config
-    found = sizes.chosen_sizes(config, CARD, 1, 1)
+    found = sizes.Planner(CARD, 1, 1).sizes(config)
     assert {name: value for (_, name), value in found.items()} == {
         "micro_rollout_batch_size": 8, "micro_train_batch_size": 8, "steps_per_forward": 5,
     }  # fmt: skip

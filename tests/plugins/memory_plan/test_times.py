@@ -130,7 +130,7 @@ def test_small_micro_batches_and_an_engine_without_graphs_take_longer() -> None:
 
     def seconds(*more: str) -> dict[str, float]:
         config = parse_run(RunConfig, [*argv.split(), *more]).config
-        return {phase.name: phase.seconds for phase in check.plan_of(config, CARD, 1, 1).phases}
+        return {phase.name: phase.seconds for phase in check.Planner(CARD, 1, 1).plan(config).phases}
 
     small, large = (seconds("--micro_train_batch_size", size) for size in ("8", "32"))
     assert small["train"] > 1.5 * large["train"]

@@ -13,7 +13,7 @@ from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.actor import Actor
 from lightrft_visual.plugins.embedded.drawn_shapes import COLOURS, PLACES, SHAPES, ShapeCaption, held_out, parse_caption
-from lightrft_visual.plugins.embedded.scorers.shape_match import shape_match
+from lightrft_visual.plugins.embedded.shape_match import shape_match
 from lightrft_visual.plugins.embedded.task import SupervisedPair
 from lightrft_visual.plugins.embedded.warmup import embedded_task
 from lightrft_visual.plugins.unified.task import unified_task

@@ -9,9 +9,10 @@ import torch
 from lightrft_visual.algorithms.diffusion.context import LossContext, weighted_mean
 from lightrft_visual.algorithms.diffusion.ddpo import DPOK
 from lightrft_visual.algorithms.diffusion.denoising_batch import experience_of
-from lightrft_visual.algorithms.diffusion.diffusion_dpo import pair_preference
+from lightrft_visual.algorithms.diffusion.diffusion_dpo import PAIR
 from lightrft_visual.algorithms.diffusion.flow_dppo import FlowDPPO
 from lightrft_visual.algorithms.diffusion.flow_grpo import FlowGRPO
+from lightrft_visual.algorithms.diffusion.preference import GroupPreference
 from lightrft_visual.algorithms.diffusion.reward_fl import DifferentiableScore
 from lightrft_visual.algorithms.loss_terms import LossOutputs
 from lightrft_visual.config import registry
@@ -93,7 +94,7 @@ def test_means_of_a_reward_update_are_over_its_valid_samples():
     sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
     sampling = SimpleNamespace(
         remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
-        model=SimpleNamespace(starting_scale=lambda sigma: 1.0),
+        model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
         batch=lambda part, *rest: SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2)),
     )  # fmt: skip
     engine, metrics = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None), MetricsAccumulator()
@@ -201,7 +202,7 @@ def test_samples_of_no_advantage_are_in_no_metric_of_preferences_with_or_without
     drawing, found = policy(), []
     for skip in (False, True):
         metrics = MetricsAccumulator()
-        _, engine = trained(drawing, [1.0, 0.0, -1.0, 0.0, 0.0, 0.0], skip, 1, pair_preference(50.0), metrics)
+        _, engine = trained(drawing, [1.0, 0.0, -1.0, 0.0, 0.0, 0.0], skip, 1, GroupPreference(50.0, PAIR), metrics)
         found.append((engine.samples, metrics.reduce()))
     (every, whole), (some, part) = found
     assert some < every

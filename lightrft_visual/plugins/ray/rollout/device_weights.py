@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from ....config.placement import AUTO, ResourcesConfig
 from ....errors import ConfigError, RolloutError
 from ....rollout.weight_sync import BUCKET_BYTES, WeightsRefused, cut
-from ..cluster import variable
+from ....runtime.vendor_patches import variable
 
 T = torch.Tensor
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....errors import ConfigError
-from ..drawn_shapes import BACKGROUND, PLACED_SHIFT, colour_table, parse_caption, shape_masks
+from ...errors import ConfigError
+from .drawn_shapes import BACKGROUND, PLACED_SHIFT, colour_table, parse_caption, shape_masks
 
 T = torch.Tensor
 PIXELS_AT_ONCE = 2**18  # 256 images of 32 pixels a side: templates of all shapes are drawn for each
