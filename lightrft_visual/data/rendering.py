@@ -1,7 +1,9 @@
 """Prompts as text: a model's chat template, and how its processor handles images and videos in it."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, ClassVar
@@ -11,9 +13,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig
 from ..errors import ConfigError, DataError, reason_of
+from ..runtime.collectives import is_rank_0
 from .media import Video
 from .rows import PromptRow
 
+logger = logging.getLogger(__name__)
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
 
@@ -175,12 +179,61 @@ def caption_of(row: PromptRow) -> str | None:
     return "".join(part["text"] for part in row.prompt[-1]["content"] if part["type"] == "text")
 
 
-def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]]:
-    """The messages that a prompt is rendered of, the system prompt among them."""
+def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]] | None:
+    """The messages that a prompt is rendered of, the system prompt among them; None where it is a whole text."""
+    if not config.apply_chat_template:
+        return None
     messages = [dict(message) for message in row.prompt]
     if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
     return messages
+
+
+def render_answer(
+    answer: str,
+    prompt: str,
+    messages: Sequence[dict[str, Any]] | None,
+    model_input: ModelInput,
+    ends: Mapping[str, int],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[str, int]:
+    """What a model is to write behind a prompt, and the id of the end token behind it.
+
+    It is the answer as the chat template writes it there, thoughts that the prompt has opened closed, up to its first
+    end token. Where the template does not write it whole behind the prompt, it is the answer as it stands.
+
+    Args:
+        answer: a text.
+        prompt: as `render_prompt` has it.
+        messages: that it was rendered of; None: no chat template was.
+        model_input: which has the chat template.
+        ends: ids of the end tokens by their text, first the one for where the template writes none.
+        tools: as of `render_prompt`.
+    """
+    end = next(iter(ends.values()))
+    if messages is None:
+        return answer, end
+    said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    with suppress(DataError):
+        whole = _templated([*messages, said], "", model_input, tools)
+        behind = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        stops = [(behind.index(text), -len(text), own) for text, own in ends.items() if text and text in behind]
+        stop, _, end_here = min(stops, default=(len(behind.rstrip()), 0, end))
+        written, asked, own = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
+        if own in written and written.rindex(own) + len(own) > len(asked):
+            return behind[:stop], end_here
+    _say_as_it_stands()
+    return answer, end
+
+
+@cache
+def _say_as_it_stands() -> None:
+    """Once, on rank 0."""
+    if is_rank_0():
+        told = (
+            "the chat template does not write every answer whole behind its prompt: such ones are trained as they stand"
+        )
+        logger.warning(told)
 
 
 def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -188,15 +241,26 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
         return row.prompt
     if model_input.chat_template is None:
         raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
-    messages = messages_of(row, config)
-    arguments = {"tools": list(tools)} if tools else {}
+    return _templated(messages_of(row, config), row.source, model_input, tools, add_generation_prompt=True)
+
+
+def _templated(
+    messages: Sequence[dict[str, Any]],
+    source: str,
+    model_input: ModelInput,
+    tools: Sequence[Mapping[str, Any]],
+    **arguments: Any,
+) -> str:
+    if tools:
+        arguments["tools"] = list(tools)
     if not isinstance(model_input, ProcessorMixin):
-        messages = [_flat(message, row.source) for message in messages]
+        messages = [_flat(message, source) for message in messages]
     try:
-        return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+        return model_input.apply_chat_template(messages, tokenize=False, **arguments)
     except Exception as error:  # a template is a program: `{{ 1 / 0 }}`
-        text = f"{row.source}: the chat template refuses the prompt: {reason_of(error)}"
-        raise DataError(text, "chat template") from error
+        raise DataError(
+            f"{source}: the chat template refuses the prompt: {reason_of(error)}", "chat template"
+        ) from error
 
 
 def _flat(message: dict[str, Any], source: str) -> dict[str, Any]:

@@ -335,7 +335,7 @@ class _Round:
         own = self.conversations[key]
         ids, log_probs = own.token_ids, own.log_probs
         if not ids:  # it failed before anything was sampled: a token that no one trains on
-            eos = self.stage.data_processor.tokenizer.eos_token_id
+            eos = self.stage.data_processor.tokenizer.convert_tokens_to_ids(self.stage.renderer.end_tokens[0])
             ids, log_probs, own.episode.turn_ids = [eos], [0.0], [-1]
         return Rollout(
             own.prompt,

@@ -13,11 +13,12 @@ from PIL import Image
 from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
+import lightrft_visual.data.rendering as rendering
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
-from lightrft_visual.data.rendering import render_prompt
+from lightrft_visual.data.rendering import messages_of, render_answer, render_prompt
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
@@ -189,6 +190,76 @@ def test_rendering_follows_the_chat_template(jsonl, processor, tokenizer):
     third.prompt.insert(0, {"role": "system", "content": [{"type": "text", "text": "mine"}]})
     own = render_prompt(third, processor, brief)
     assert "mine" in own and "brief" not in own
+
+
+ASKED = "{% for m in messages if m.role != 'assistant' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ANSWER = (
+    "{% set said = (messages | selectattr('role', 'eq', 'assistant') | first | default({})).content | default('') %}"
+)
+THOUGHTS = "{% set parts = said.split('</think>') %}{% set thought = parts[0].replace('<think>', '').strip() %}"
+OPENED = (  # thoughts are opened by the prompt, as Qwen3.5's are
+    f"{ANSWER}{THOUGHTS}{ASKED}<|im_start|>assistant\n<think>\n{{% if said %}}{{{{ thought if parts[1:] else '' }}}}"
+    "\n</think>\n\n{{ parts[-1].strip() }}<|im_end|>\n{% endif %}"
+)
+WITHOUT_END = (  # nothing stands behind an answer, as of GLM's
+    f"{ANSWER}{THOUGHTS}{ASKED}<|assistant|>{{% if said %}}{{{{ '\n<think>' }}}}{{{{ thought if parts[1:] else '' }}}}"
+    "</think>\n{{ parts[-1].strip() }}{% endif %}"
+)
+TURNS = f"{ANSWER}{ASKED}<start>model\n{{% if said %}}{{{{ said.strip() }}}}<|im_end|>\n{{% endif %}}"  # Gemma's
+DROPPED = f"{ANSWER}{THOUGHTS}{ASKED}<start>model\n{{% if said %}}{{{{ parts[-1].strip() }}}}<|im_end|>{{% endif %}}"
+OTHER = f"{ANSWER}{ASKED}{{% if said %}}{{{{ said }}}}{{% else %}}<start>{{% endif %}}"
+REFUSED = f"{ANSWER}{ASKED}{{% if said %}}{{{{ raise_exception('no answers') }}}}{{% endif %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "trained", "end"),
+    [
+        (None, "42", "42", "<|im_end|>"),
+        (None, "<think>\nI see\n</think>\n\n42 ", "<think>\nI see\n</think>\n\n42 ", "<|im_end|>"),
+        (OPENED, "42", "\n</think>\n\n42", "<|im_end|>"),
+        (OPENED, "<think>\nI see\n</think>\n\n42", "I see\n</think>\n\n42", "<|im_end|>"),
+        (WITHOUT_END, "42", "\n<think></think>\n42", "<|endoftext|>"),
+        (WITHOUT_END, "<think>I see</think>42", "\n<think>I see</think>\n42", "<|endoftext|>"),
+        (TURNS, "42", "42", "<|im_end|>"),
+    ],
+)
+def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
+    tokenizer, caplog, monkeypatch, template, answer, trained, end
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template or tokenizer.chat_template)
+    rendering._say_as_it_stands.cache_clear()
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "is it 42?"}]}]), DataConfig()
+    prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
+    assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends) == (trained, ends[end])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("template", [DROPPED, OTHER, REFUSED])
+def test_an_answer_that_the_template_does_not_write_whole_stands_as_it_is_and_that_is_said_once(
+    tokenizer, caplog, monkeypatch, template
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rendering._say_as_it_stands.cache_clear()
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]), DataConfig()
+    prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
+    for answer in ("<think>I see</think>42", "<think>so</think>7"):
+        assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends) == (answer, 1)
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "trained as they stand" in caplog.text
+
+
+def test_a_response_is_as_long_as_the_template_writes_it(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", OPENED)
+    write_jsonl(folder / "said.jsonl", [{"prompt": "how many?", "response": "42"}])
+    most = len(tokenizer.encode("\n</think>\n\n42")) + 1
+
+    def opened(longest):
+        supervised = dict(response_key="response", response_max_len=longest, ends={"<|im_end|>": 2})
+        return open_rows(folder / "said.jsonl", checks=RowChecks(None, tokenizer, 100, **supervised))
+
+    assert len(opened(most)) == 1
+    with pytest.raises(DataError, match=f"the response has {most} tokens with its end token"):
+        opened(most - 1)
 
 
 def lengths(dataset, processor):
