@@ -394,7 +394,9 @@ class PromptDataset:
         """Tokens of prompts, media expanded."""
         if not found:
             return []
-        ids = prompt_ids([each.text for each in found], _tokenizer_of(self.checks.model_input))
+        tokenizer = _tokenizer_of(self.checks.model_input)
+        rendered = self.config.apply_chat_template and tokenizer is self.checks.model_input
+        ids = prompt_ids([each.text for each in found], tokenizer, rendered)
         return [len(own) + each.tokens for own, each in zip(ids, found)]
 
     def _check_length(self, found: _Found) -> None:

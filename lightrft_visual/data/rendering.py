@@ -140,8 +140,16 @@ def special_tokens(prompt: str, tokenizer: Any) -> dict[str, bool]:
     return {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
 
 
-def prompt_ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of whole prompts, with one placeholder a medium."""
+def prompt_ids(prompts: Sequence[str], tokenizer: Any, rendered: bool = False) -> list[list[int]]:
+    """Token ids of whole prompts, with one placeholder a medium.
+
+    Args:
+        prompts: texts.
+        tokenizer: of the model.
+        rendered: its own chat template has written them, with all special tokens; a processor adds its own.
+    """
+    if rendered:
+        return [list(ids) for ids in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]]
     runs = groupby(prompts, key=partial(special_tokens, tokenizer=tokenizer))
     return [list(ids) for arguments, texts in runs for ids in tokenizer(list(texts), **arguments)["input_ids"]]
 

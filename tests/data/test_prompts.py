@@ -315,6 +315,14 @@ def test_lengths_count_the_first_token_once_where_the_template_wrote_it(jsonl):
     assert lengths(dataset, processor) == [count + 1 for count in plain]
 
 
+def test_lengths_count_no_token_that_the_template_of_a_tokenizer_does_not_write(folder):
+    tokenizer = build_tokenizer()
+    text = open_rows(write_jsonl(folder / "text.jsonl", ROWS[2:]))
+    plain = lengths(text, tokenizer)
+    begin_with_bos(tokenizer, in_template=False)
+    assert lengths(text, tokenizer) == plain
+
+
 def test_long_prompts_are_refused_or_skipped_never_cut(folder, jsonl, processor, caplog):
     counts = lengths(open_rows(jsonl), processor)
     assert max(counts) == counts[1]
