@@ -1,5 +1,6 @@
 """Prompts as text: a model's chat template, and how its processor handles images and videos in it."""
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -174,7 +175,7 @@ def render_prompt(
         tools: schemas of what the model may call.
 
     Raises:
-        DataError: naming the row. ConfigError: when there is no chat template.
+        DataError: naming the row, also where the template leaves out a message. ConfigError: when there is no template.
     """
     text = _rendered(row, model_input, config, tools)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
@@ -249,7 +250,26 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
         return row.prompt
     if model_input.chat_template is None:
         raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
-    return _templated(messages_of(row, config), row.source, model_input, tools, add_generation_prompt=True)
+    messages = messages_of(row, config)
+    text = _templated(messages, row.source, model_input, tools, add_generation_prompt=True)
+    roles = tuple(message["role"] for message in messages)
+    left_out = _left_out(model_input, str(model_input.chat_template), roles, json.dumps(list(tools)))
+    if left_out is not None:
+        told = f"leaves out message {left_out}, of role {roles[left_out]!r}, of a prompt of {', '.join(roles)}"
+        raise DataError(f"{row.source}: the chat template {told}", "chat template")
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _left_out(model_input: ModelInput, template: str, roles: tuple[str, ...], tools: str) -> int | None:
+    """Which message of such roles the chat template does not write; None: it writes all, or refuses the marks. template
+    and tools, as text, are what else it depends on."""
+    marks = [f"m4rk{index}m" for index in range(len(roles))]
+    messages = [{"role": role, "content": [{"type": "text", "text": mark}]} for role, mark in zip(roles, marks)]
+    with suppress(DataError):
+        text = _templated(messages, "", model_input, json.loads(tools), add_generation_prompt=True)
+        return next((index for index, mark in enumerate(marks) if mark not in text), None)
+    return None
 
 
 def _templated(

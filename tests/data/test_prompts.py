@@ -192,6 +192,33 @@ def test_rendering_follows_the_chat_template(jsonl, processor, tokenizer):
     assert "mine" in own and "brief" not in own
 
 
+@pytest.mark.parametrize(
+    ("template", "system", "roles", "told"),
+    [
+        (
+            "{% for m in messages if m.role != 'developer' %}",
+            None,
+            ("developer", "user"),
+            "message 0, of role 'developer'",
+        ),
+        ("{% for m in messages if m.role == 'user' %}", "Be brief.", ("user",), "message 0, of role 'system'"),
+        ("{% for m in messages %}", None, ("user", "system", "user"), None),
+        ("{% for m in messages if m.role == 'user' %}{{ messages[0].content }}", "Be brief.", ("user", "user"), None),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_an_error_with_its_role(
+    tokenizer, monkeypatch, template, system, roles, told
+):
+    monkeypatch.setattr(tokenizer, "chat_template", f"{template}{{{{ m.content }}}}\n{{% endfor %}}")
+    messages = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in roles]
+    row, config = PromptRow(messages, source="rows:3"), DataConfig(system_prompt=system)
+    if told is None:
+        assert render_prompt(row, tokenizer, config)
+        return
+    with pytest.raises(DataError, match=f"rows:3: the chat template leaves out {told}, of a prompt of "):
+        render_prompt(row, tokenizer, config)
+
+
 ASKED = "{% for m in messages if m.role != 'assistant' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ANSWER = (
     "{% set said = (messages | selectattr('role', 'eq', 'assistant') | first | default({})).content | default('') %}"
