@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2434, "experience": 3172, "config": 4989, "runtime": 5902, "data": 3507,
+    "": 2434, "experience": 3172, "config": 4989, "runtime": 5902, "data": 3516,
     "models": 5955, "rollout": 5392, "rewards": 4403, "algorithms": 1849, "trainer": 7579, "observe": 3540,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
