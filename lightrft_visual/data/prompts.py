@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .forms import json_list
 from .media import image_size, is_remote, load_image
-from .rendering import MediaConventions, ModelInput, prompt_ids, render_prompt
+from .rendering import (
+    MediaConventions,
+    ModelInput,
+    messages_of,
+    prompt_ids,
+    render_answer,
+    render_prompt,
+    template_arguments,
+)
 from .rows import PromptRow, parse_row, response_of
 from .sources import CsvSource, RowSource, located, open_source
 from .video import check_video, is_remote_video, load_video
@@ -45,8 +53,9 @@ class RowChecks:
     model_input, prompt_max_len: the model's processor or tokenizer, and the tokens that a prompt may have, images
     expanded; None: lengths are not looked at. labels: those that are scored; a row with another one, or without any, is
     bad; None: every row is. decode: all pixels are read too, not only headers. media: how the model's
-    family handles placeholders. response_key, response_max_len: of supervised rows, the column of the response and the
-    tokens that it may have with its end token; None: rows need none. tools: schemas in every prompt.
+    family handles placeholders. response_key, response_max_len, ends: of supervised rows, the column of the response,
+    the tokens that it may have with its end token, and end tokens as of `render_answer`; None: rows need none. tools:
+    schemas in every prompt.
     """
 
     limits: RolloutConfig | None = None
@@ -57,6 +66,7 @@ class RowChecks:
     labels: frozenset[str] | None = None
     response_key: str | None = None
     response_max_len: int | None = None
+    ends: Mapping[str, int] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
 
 
@@ -320,16 +330,21 @@ class PromptDataset:
             raise DataError(f"{told}{did_you_mean(label or '', known)}", "label without a recipe")
 
     def _check_response(self, row: PromptRow) -> None:
-        key, model_input, most = self.checks.response_key, self.checks.model_input, self.checks.response_max_len
-        if key is None:
+        if self.checks.response_key is None:
             return
-        text = response_of(row, key)
+        text = response_of(row, self.checks.response_key)
         typed = next((token for token in self._reserved if token in text), None)
         if typed is not None:
             told = f"the response holds {typed}, which stands for an image or video"
             raise DataError(told, "vision token in the text")
-        if model_input is None or most is None:
+
+    def _check_response_length(self, row: PromptRow, prompt: str) -> None:
+        key, model_input, most = self.checks.response_key, self.checks.model_input, self.checks.response_max_len
+        if key is None or most is None:
             return
+        answer, messages = response_of(row, key), messages_of(row, self.config)
+        given = template_arguments(self.config, self.checks.tools)
+        text, _ = render_answer(answer, prompt, messages, model_input, self.checks.ends, given)
         count = len(_tokenizer_of(model_input).encode(text, add_special_tokens=False)) + 1
         if count > most:
             told = f"the response has {count} tokens with its end token, above generate_max_len = {most}"
@@ -349,6 +364,7 @@ class PromptDataset:
             return _Found(row.label, columns, row.form, row.reference is not None, videos=bool(row.videos))
         self._check_text(row)
         text = render_prompt(row, model_input, self.config, self.checks.media, self.checks.tools)
+        self._check_response_length(row, text)
         self.checks.media.check_prompt(text, len(row.images), len(row.videos), model_input, row.source)
         known = [size for size in sizes if size is not None]
         tokens = sum(count - 1 for count in self.checks.media.image_token_counts(model_input, known)) if known else 0
@@ -387,7 +403,9 @@ class PromptDataset:
         """Tokens of prompts, media expanded."""
         if not found:
             return []
-        ids = prompt_ids([each.text for each in found], _tokenizer_of(self.checks.model_input))
+        tokenizer = _tokenizer_of(self.checks.model_input)
+        rendered = self.config.apply_chat_template and tokenizer is self.checks.model_input
+        ids = prompt_ids([each.text for each in found], tokenizer, rendered)
         return [len(own) + each.tokens for own, each in zip(ids, found)]
 
     def _check_length(self, found: _Found) -> None:

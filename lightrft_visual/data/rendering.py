@@ -1,21 +1,28 @@
 """Prompts as text: a model's chat template, and how its processor handles images and videos in it."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig
 from ..errors import ConfigError, DataError, reason_of
+from ..runtime.collectives import is_rank_0
 from .media import Video
 from .rows import PromptRow
 
+logger = logging.getLogger(__name__)
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
+# By the model input: by its template, roles of messages and what else is given, which of the messages is left out.
+_LEFT_OUT: WeakKeyDictionary[Any, dict[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 OWN_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
@@ -137,8 +144,16 @@ def special_tokens(prompt: str, tokenizer: Any) -> dict[str, bool]:
     return {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
 
 
-def prompt_ids(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of whole prompts, with one placeholder a medium."""
+def prompt_ids(prompts: Sequence[str], tokenizer: Any, rendered: bool = False) -> list[list[int]]:
+    """Token ids of whole prompts, with one placeholder a medium.
+
+    Args:
+        prompts: texts.
+        tokenizer: of the model.
+        rendered: its own chat template has written them, with all special tokens; a processor adds its own.
+    """
+    if rendered:
+        return [list(ids) for ids in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]]
     runs = groupby(prompts, key=partial(special_tokens, tokenizer=tokenizer))
     return [list(ids) for arguments, texts in runs for ids in tokenizer(list(texts), **arguments)["input_ids"]]
 
@@ -163,7 +178,7 @@ def render_prompt(
         tools: schemas of what the model may call.
 
     Raises:
-        DataError: naming the row. ConfigError: when there is no chat template.
+        DataError: naming the row, also where the template leaves out a message. ConfigError: when there is no template.
     """
     text = _rendered(row, model_input, config, tools)
     return media.begin_drawing(text, model_input, row.source) if row.draw else text
@@ -186,12 +201,61 @@ def caption_of(row: PromptRow) -> str | None:
     return "".join(part["text"] for part in row.prompt[-1]["content"] if part["type"] == "text")
 
 
-def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]]:
-    """The messages that a prompt is rendered of, the system prompt among them."""
+def messages_of(row: PromptRow, config: DataConfig) -> list[dict[str, Any]] | None:
+    """The messages that a prompt is rendered of, the system prompt among them; None where it is a whole text."""
+    if not config.apply_chat_template:
+        return None
     messages = [dict(message) for message in row.prompt]
     if config.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": config.system_prompt}]})
     return messages
+
+
+def render_answer(
+    answer: str,
+    prompt: str,
+    messages: Sequence[dict[str, Any]] | None,
+    model_input: ModelInput,
+    ends: Mapping[str, int],
+    given: Mapping[str, Any],
+) -> tuple[str, int]:
+    """What a model is to write behind a prompt, and the id of the end token behind it.
+
+    It is the answer as the chat template writes it there, thoughts that the prompt has opened closed, up to its first
+    end token. Where the template does not write it whole behind the prompt, it is the answer as it stands.
+
+    Args:
+        answer: a text.
+        prompt: as `render_prompt` has it.
+        messages: that it was rendered of; None: no chat template was.
+        model_input: which has the chat template.
+        ends: ids of the end tokens by their text, first the one for where the template writes none.
+        given: to the template besides, see `template_arguments`.
+    """
+    end = next(iter(ends.values()))
+    if messages is None:
+        return answer, end
+    said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    with suppress(DataError):
+        whole = _templated([*messages, said], "", model_input, given)
+        behind = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        stops = [(behind.index(text), -len(text), own) for text, own in ends.items() if text and text in behind]
+        stop, _, end_here = min(stops, default=(len(behind.rstrip()), 0, end))
+        written, asked, own = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
+        if own in written and written.rindex(own) + len(own) > len(asked):
+            return behind[:stop], end_here
+    _say_as_it_stands()
+    return answer, end
+
+
+@cache
+def _say_as_it_stands() -> None:
+    """Once, on rank 0."""
+    if is_rank_0():
+        told = (
+            "the chat template does not write every answer whole behind its prompt: such ones are trained as they stand"
+        )
+        logger.warning(told)
 
 
 def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -200,13 +264,44 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
     if model_input.chat_template is None:
         raise ConfigError("the model has no chat template: set --apply_chat_template false and write whole prompts")
     messages = messages_of(row, config)
-    arguments = {**config.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+    given = template_arguments(config, tools) | {"add_generation_prompt": True}
+    text = _templated(messages, row.source, model_input, given)
+    roles = tuple(message["role"] for message in messages)
+    left_out = _left_out(model_input, roles, given)
+    if left_out is not None:
+        told = f"leaves out message {left_out}, of role {roles[left_out]!r}, of a prompt of {', '.join(roles)}"
+        raise DataError(f"{row.source}: the chat template {told}", "chat template")
+    return text
+
+
+def _left_out(model_input: ModelInput, roles: tuple[str, ...], given: Mapping[str, Any]) -> int | None:
+    """Which message of such roles the chat template does not write; None: it writes all, or refuses the marks."""
+    known = _LEFT_OUT.setdefault(model_input, {})
+    key = str(model_input.chat_template), roles, repr(given)
+    if key not in known:
+        marks = [f"m4rk{index}m" for index in range(len(roles))]
+        messages = [{"role": role, "content": [{"type": "text", "text": mark}]} for role, mark in zip(roles, marks)]
+        known[key] = None
+        with suppress(DataError):
+            text = _templated(messages, "", model_input, given)
+            known[key] = next((index for index, mark in enumerate(marks) if mark not in text), None)
+    return known[key]
+
+
+def template_arguments(config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a chat template is given beside the messages."""
+    return {**config.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+
+
+def _templated(
+    messages: Sequence[dict[str, Any]], source: str, model_input: ModelInput, given: Mapping[str, Any]
+) -> str:
     if not isinstance(model_input, ProcessorMixin):
-        messages = [_flat(message, row.source) for message in messages]
+        messages = [_flat(message, source) for message in messages]
     try:
-        return model_input.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
+        return model_input.apply_chat_template(messages, tokenize=False, **given)
     except Exception as error:  # a template is a program: `{{ 1 / 0 }}`
-        text = f"{row.source}: the chat template refuses the prompt: {reason_of(error)}"
+        text = f"{source}: the chat template refuses the prompt: {reason_of(error)}"
         raise DataError(text, "chat template") from error
 
 

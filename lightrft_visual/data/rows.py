@@ -96,6 +96,8 @@ def parse_row(
         reading = _answer_apart(replace(reading, columns=_with_inner(reading.columns, config)), config)
         columns = reading.columns
         _check_columns(columns, config)
+        if are_mappings(json_list(columns.get("tools"))):
+            _say_tools_unread()
         prompt: Any = columns[config.input_key]
         messages = _as_messages(messages_in(prompt)) if config.apply_chat_template else None
         cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
@@ -203,6 +205,13 @@ def _say_unread(column: str, kind: str) -> None:
     if is_rank_0():
         told = "column %r holds %ss that are not read, as the rows have others: --%ss_key or --input_key chooses it"
         logger.warning(told, column, kind, kind)
+
+
+@cache
+def _say_tools_unread() -> None:
+    """Once, on rank 0."""
+    if is_rank_0():
+        logger.warning("column 'tools' is not shown to the model: a run has the tools that --tools names")
 
 
 def _form(name: str | None, cells: Mapping[str, MediaCell]) -> str | None:

@@ -83,6 +83,12 @@ class Checkpoint:
             raise ConfigError(f"model {self.path} has no end token: set eos_token_id in its generation_config.json")
         return ends
 
+    @property
+    def ends(self) -> dict[str, int]:
+        """The same by their text; first the tokenizer's, where it has one."""
+        ids = sorted(self.eos_ids, key=lambda own: own != self.tokenizer.eos_token_id)
+        return {self.tokenizer.decode([own]): own for own in ids}
+
 
 def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoint:
     """Configuration, tokenizer and processor. Raises ConfigError, naming the path, when they cannot be loaded.

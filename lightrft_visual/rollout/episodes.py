@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..data.rendering import prompt_ids
 from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
@@ -129,7 +128,7 @@ class _Round:
     ) -> None:
         self.stage, self.settings, self.requests = stage, settings, requests
         self.policy_version, self.finished = policy_version, finished
-        starts = prompt_ids([each.text for each in requests], stage.data_processor.tokenizer)
+        starts = [stage.data_processor.unexpanded(each) for each in requests]
         self.conversations = [
             Conversation(prompt, copy, start, Episode(gamma=stage.limits.gamma))
             for prompt, start in zip(requests, starts)
@@ -245,7 +244,7 @@ class _Round:
             if found is not None:
                 self.changed = True
                 conversation.prompt = self.stage.renderer.begin(conversation.prompt, found)
-                (conversation.start,) = prompt_ids([conversation.prompt.text], self.stage.data_processor.tokenizer)
+                conversation.start = self.stage.data_processor.unexpanded(conversation.prompt)
         except EnvironmentFailure as error:
             self.changed = True
             self._failed(key, error)
@@ -336,7 +335,7 @@ class _Round:
         own = self.conversations[key]
         ids, log_probs = own.token_ids, own.log_probs
         if not ids:  # it failed before anything was sampled: a token that no one trains on
-            eos = self.stage.data_processor.tokenizer.eos_token_id
+            eos = self.stage.data_processor.tokenizer.convert_tokens_to_ids(self.stage.renderer.end_tokens[0])
             ids, log_probs, own.episode.turn_ids = [eos], [0.0], [-1]
         return Rollout(
             own.prompt,

@@ -114,7 +114,8 @@ class MultimodalDataProcessor:
         Raises DataError as `process_multimodal_batch` does.
         """
         images, videos = self.media(batch)
-        token_ids, vision = self._prepare(batch.prompts, images, videos)
+        rendered = bool(batch.messages) and None not in batch.messages
+        token_ids, vision = self._prepare(batch.prompts, images, videos, rendered)
         captions = [self._caption(batch, i) for i in range(len(batch))]
         return [
             PromptFeatures(
@@ -150,6 +151,12 @@ class MultimodalDataProcessor:
         }
         return [changed.get(number, prompt) for number, prompt in enumerate(prompts)]
 
+    def unexpanded(self, prompt: PromptFeatures) -> list[int]:
+        """Its ids with one placeholder a medium."""
+        if prompt.images or prompt.videos:
+            return prompt_ids([prompt.text], self.tokenizer)[0]
+        return prompt.token_ids
+
     def difference(
         self, text: str, images: Sequence[Any], videos: Sequence[Any], what: str, whole: bool = False
     ) -> tuple[list[int], list[int], list[Image], list[Video], VisionTensors]:
@@ -159,7 +166,7 @@ class MultimodalDataProcessor:
             text: behind what is there, with one placeholder a medium; no special token is added.
             images, videos: sources in the order of the placeholders.
             what: it is, for messages.
-            whole: the text is a prompt, behind nothing, with its special tokens.
+            whole: the text is a rendered prompt, behind nothing, with its special tokens.
 
         Returns:
             Expanded ids, ids with one placeholder a medium, decoded images and videos, and what the model reads of
@@ -170,7 +177,8 @@ class MultimodalDataProcessor:
         """
         (loaded,), (clips,) = self._load([list(images)], None, "image"), self._load([list(videos)], None, "video")
         self.family.check_prompt(text, len(loaded), len(clips), self.processor or self.tokenizer, what)
-        special = special_tokens(text, self.tokenizer) if whole else {"add_special_tokens": False}
+        added = whole and self.processor is not None
+        special = special_tokens(text, self.tokenizer) if added else {"add_special_tokens": False}
         plain = list(self.tokenizer(text, **special)["input_ids"])
         if not loaded and not clips:
             return plain, plain, [], [], VisionTensors()
@@ -185,7 +193,7 @@ class MultimodalDataProcessor:
         return prompt if batch.captions[index] is None else batch.captions[index]
 
     def _prepare(
-        self, prompts: list[str], images: list[list], videos: list[list]
+        self, prompts: list[str], images: list[list], videos: list[list], rendered: bool = False
     ) -> tuple[list[list[int]], list[VisionTensors]]:
         """Expanded token ids and vision tensors of each prompt, checked."""
         for index, prompt in enumerate(prompts):
@@ -196,7 +204,7 @@ class MultimodalDataProcessor:
                 raise DataError(told, LONG_PROMPT)
             counts = len(images[index]), len(videos[index])
             self.family.check_prompt(prompt, *counts, self.processor or self.tokenizer, f"prompt {index}")
-        token_ids, vision = self._encode(prompts, images, videos)
+        token_ids, vision = self._encode(prompts, images, videos, rendered)
         self._check_lengths(token_ids)
         return token_ids, vision
 
@@ -221,12 +229,12 @@ class MultimodalDataProcessor:
         return batch
 
     def _encode(
-        self, prompts: list[str], images: list[list], videos: list[list]
+        self, prompts: list[str], images: list[list], videos: list[list], rendered: bool
     ) -> tuple[list[list[int]], list[VisionTensors]]:
         if not prompts:
             return [], []
         if self.processor is None:
-            return prompt_ids(prompts, self.tokenizer), [VisionTensors() for _ in prompts]
+            return prompt_ids(prompts, self.tokenizer, rendered), [VisionTensors() for _ in prompts]
         alike = len({bool(special_tokens(each, self.tokenizer)) for each in prompts}) == 1
         most = _PIXELS_AT_ONCE if self.family.together and alike else 0
         token_ids: list[list[int]] = []

@@ -13,11 +13,12 @@ from PIL import Image
 from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
+import lightrft_visual.data.rendering as rendering
 from lightrft_visual.config.vl import DataConfig, RolloutConfig
 from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
-from lightrft_visual.data.rendering import check_template_kwargs, render_prompt
+from lightrft_visual.data.rendering import check_template_kwargs, messages_of, render_answer, render_prompt
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
@@ -210,6 +211,103 @@ def test_chat_template_reads_what_it_is_given_besides_and_a_name_that_it_does_no
             check_template_kwargs(tokenizer, DataConfig(chat_template_kwargs={name: True}))
 
 
+@pytest.mark.parametrize(
+    ("template", "system", "roles", "told"),
+    [
+        (
+            "{% for m in messages if m.role != 'developer' %}",
+            None,
+            ("developer", "user"),
+            "message 0, of role 'developer'",
+        ),
+        ("{% for m in messages if m.role == 'user' %}", "Be brief.", ("user",), "message 0, of role 'system'"),
+        ("{% for m in messages %}", None, ("user", "system", "user"), None),
+        ("{% for m in messages if m.role == 'user' %}{{ messages[0].content }}", "Be brief.", ("user", "user"), None),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_an_error_with_its_role(
+    tokenizer, monkeypatch, template, system, roles, told
+):
+    monkeypatch.setattr(tokenizer, "chat_template", f"{template}{{{{ m.content }}}}\n{{% endfor %}}")
+    messages = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in roles]
+    row, config = PromptRow(messages, source="rows:3"), DataConfig(system_prompt=system)
+    if told is None:
+        assert render_prompt(row, tokenizer, config)
+        return
+    with pytest.raises(DataError, match=f"rows:3: the chat template leaves out {told}, of a prompt of "):
+        render_prompt(row, tokenizer, config)
+
+
+ASKED = "{% for m in messages if m.role != 'assistant' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ANSWER = (
+    "{% set said = (messages | selectattr('role', 'eq', 'assistant') | first | default({})).content | default('') %}"
+)
+THOUGHTS = "{% set parts = said.split('</think>') %}{% set thought = parts[0].replace('<think>', '').strip() %}"
+OPENED = (  # thoughts are opened by the prompt, as Qwen3.5's are
+    f"{ANSWER}{THOUGHTS}{ASKED}<|im_start|>assistant\n<think>\n{{% if said %}}{{{{ thought if parts[1:] else '' }}}}"
+    "\n</think>\n\n{{ parts[-1].strip() }}<|im_end|>\n{% endif %}"
+)
+WITHOUT_END = (  # nothing stands behind an answer, as of GLM's
+    f"{ANSWER}{THOUGHTS}{ASKED}<|assistant|>{{% if said %}}{{{{ '\n<think>' }}}}{{{{ thought if parts[1:] else '' }}}}"
+    "</think>\n{{ parts[-1].strip() }}{% endif %}"
+)
+TURNS = f"{ANSWER}{ASKED}<start>model\n{{% if said %}}{{{{ said.strip() }}}}<|im_end|>\n{{% endif %}}"  # Gemma's
+DROPPED = f"{ANSWER}{THOUGHTS}{ASKED}<start>model\n{{% if said %}}{{{{ parts[-1].strip() }}}}<|im_end|>{{% endif %}}"
+OTHER = f"{ANSWER}{ASKED}{{% if said %}}{{{{ said }}}}{{% else %}}<start>{{% endif %}}"
+REFUSED = f"{ANSWER}{ASKED}{{% if said %}}{{{{ raise_exception('no answers') }}}}{{% endif %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "trained", "end"),
+    [
+        (None, "42", "42", "<|im_end|>"),
+        (None, "<think>\nI see\n</think>\n\n42 ", "<think>\nI see\n</think>\n\n42 ", "<|im_end|>"),
+        (OPENED, "42", "\n</think>\n\n42", "<|im_end|>"),
+        (OPENED, "<think>\nI see\n</think>\n\n42", "I see\n</think>\n\n42", "<|im_end|>"),
+        (WITHOUT_END, "42", "\n<think></think>\n42", "<|endoftext|>"),
+        (WITHOUT_END, "<think>I see</think>42", "\n<think>I see</think>\n42", "<|endoftext|>"),
+        (TURNS, "42", "42", "<|im_end|>"),
+    ],
+)
+def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
+    tokenizer, caplog, monkeypatch, template, answer, trained, end
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template or tokenizer.chat_template)
+    rendering._say_as_it_stands.cache_clear()
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "is it 42?"}]}]), DataConfig()
+    prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
+    assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {}) == (trained, ends[end])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("template", [DROPPED, OTHER, REFUSED])
+def test_an_answer_that_the_template_does_not_write_whole_stands_as_it_is_and_that_is_said_once(
+    tokenizer, caplog, monkeypatch, template
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rendering._say_as_it_stands.cache_clear()
+    row, config = PromptRow([{"role": "user", "content": [{"type": "text", "text": "how many?"}]}]), DataConfig()
+    prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
+    for answer in ("<think>I see</think>42", "<think>so</think>7"):
+        assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {}) == (answer, 1)
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "trained as they stand" in caplog.text
+
+
+def test_a_response_is_as_long_as_the_template_writes_it(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", OPENED)
+    write_jsonl(folder / "said.jsonl", [{"prompt": "how many?", "response": "42"}])
+    most = len(tokenizer.encode("\n</think>\n\n42")) + 1
+
+    def opened(longest):
+        supervised = dict(response_key="response", response_max_len=longest, ends={"<|im_end|>": 2})
+        return open_rows(folder / "said.jsonl", checks=RowChecks(None, tokenizer, 100, **supervised))
+
+    assert len(opened(most)) == 1
+    with pytest.raises(DataError, match=f"the response has {most} tokens with its end token"):
+        opened(most - 1)
+
+
 def lengths(dataset, processor):
     """Tokens of each row as the check at the start counts them."""
     checks = RowChecks(None, processor, 10**6)
@@ -261,6 +359,14 @@ def test_lengths_count_the_first_token_once_where_the_template_wrote_it(jsonl):
     plain = lengths(dataset, processor)
     begin_with_bos(processor)
     assert lengths(dataset, processor) == [count + 1 for count in plain]
+
+
+def test_lengths_count_no_token_that_the_template_of_a_tokenizer_does_not_write(folder):
+    tokenizer = build_tokenizer()
+    text = open_rows(write_jsonl(folder / "text.jsonl", ROWS[2:]))
+    plain = lengths(text, tokenizer)
+    begin_with_bos(tokenizer, in_template=False)
+    assert lengths(text, tokenizer) == plain
 
 
 def test_long_prompts_are_refused_or_skipped_never_cut(folder, jsonl, processor, caplog):

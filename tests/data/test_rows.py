@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import lightrft_visual.data.rows as rows_module
 from lightrft_visual.config.sft import SFTDataConfig
 from lightrft_visual.config.vl import DataConfig
 from lightrft_visual.data.rows import parse_row, response_of
@@ -291,3 +292,14 @@ def test_a_response_that_is_no_text_is_an_error_that_names_its_column(raw, key, 
     row = parse_row({"prompt": "q", **raw}, SFTDataConfig(response_key=key), source="rows", root=None)
     with pytest.raises(DataError, match=told):
         response_of(row, key)
+
+
+def test_tools_of_a_row_are_said_once_not_to_be_shown(caplog):
+    rows_module._say_tools_unread.cache_clear()
+    schema = [{"type": "function", "function": {"name": "zoom", "parameters": {}}}]
+    for tools in ([], None, "a hammer", "[]"):
+        parse_row({"prompt": "q", "tools": tools}, DataConfig(), source="rows", root=None)
+    assert not caplog.records
+    for tools in (schema, json.dumps(schema)):
+        parse_row({"prompt": "q", "tools": tools}, DataConfig(), source="rows", root=None)
+    assert [each.levelname for each in caplog.records] == ["WARNING"] and "--tools" in caplog.text

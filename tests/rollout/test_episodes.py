@@ -360,7 +360,10 @@ def test_messages_of_a_reset_that_the_template_refuses_mask_their_sample_alone(r
 
 
 def test_a_failed_reset_masks_a_sample_that_has_no_token(rig):
-    rollouts = stage_of(rig, one_step(lambda row: _raise(OSError("no server here")))).generate(batch_of([1]), SETTINGS)
+    without_end = replace(rig.checkpoint, tokenizer=copy.deepcopy(rig.checkpoint.tokenizer))
+    without_end.tokenizer.eos_token = None  # its end tokens stand in generation_config.json alone
+    own = SimpleNamespace(checkpoint=without_end, engine=rig.engine)
+    rollouts = stage_of(own, one_step(lambda row: _raise(OSError("no server here")))).generate(batch_of([1]), SETTINGS)
     assert not any(each.valid for each in rollouts)
     samples = collate(rollouts, 0, True)
     assert not samples.action_mask.any() and samples.sequences.shape[0] == 3

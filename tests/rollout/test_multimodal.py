@@ -99,6 +99,26 @@ def test_only_a_text_that_begins_with_the_first_token_is_not_given_another(sees)
     assert others[1] == tokenizer(texts[2])["input_ids"]
 
 
+@pytest.mark.parametrize("in_template", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_text_that_a_tokenizers_template_rendered_gets_no_special_token_besides(named, in_template):
+    tokenizer = build_tokenizer()
+    begin_with_bos(tokenizer, in_template)
+    if not named:
+        tokenizer.bos_token = None
+        tokenizer.chat_template = tokenizer.chat_template.replace("{{ bos_token }}", BOS)
+    messages = [{"role": "user", "content": "where?"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    data = MultimodalDataProcessor(tokenizer, None, 512)
+    (rendered,) = data.features(PromptBatch.of([text], messages=[messages]))
+    assert (
+        rendered.token_ids == data.unexpanded(rendered) == data.difference(text, [], [], "reset", whole=True)[0] == own
+    )
+    (raw,) = data.features(PromptBatch.of(["where?"], messages=[None]))
+    assert raw.token_ids == tokenizer("where?")["input_ids"]
+
+
 def test_many_media_go_through_the_processor_in_parts_and_come_out_the_same(data, monkeypatch):
     prompts, images = [p for p, _ in MIXED], [i for _, i in MIXED]
     videos = [None, None, None, None, clip(5)]

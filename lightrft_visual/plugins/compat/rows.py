@@ -72,6 +72,16 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
     return without_answer(_with_system(raw, messages), ("conversations", "system"))
 
 
+def _history(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Earlier turns, which the column `history` has as pairs of a question and its answer."""
+    pairs = json_list(raw.get("history"))
+    if not isinstance(pairs, list | tuple) or not all(isinstance(each, list | tuple) for each in pairs):
+        return []
+    if not all(len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
+        return []
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+
+
 def _with_system(raw: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, behind what the column `system` says, unless they begin with a system's own."""
     if not isinstance(raw.get("system"), str) or not raw["system"] or messages[0]["role"] == "system":
@@ -88,14 +98,15 @@ def input_label(raw: Mapping[str, Any]) -> Content | None:
 
 def question(raw: Mapping[str, Any]) -> Content | None:
     """EasyR1 and many others: `problem` or `question`; the answer is found as anywhere else. Of Alpaca's rows the
-    `instruction`, behind `system`, and `input` below it where there are such; `output` is the answer."""
+    `instruction`, behind `system` and `history`, and `input` below it where there are such; `output` is the answer. Of
+    ms-swift's the `query`, behind the same."""
     column = next((name for name in QUESTION_COLUMNS if raw.get(name) is not None), None)
     if column is None:
         return None
     more = raw.get("input") if column == "instruction" else None  # Alpaca's rows
     asked = f"{raw[column]}\n{more}" if isinstance(raw[column], str) and isinstance(more, str) and more else raw[column]
-    if column == "instruction" and isinstance(asked, str):
-        messages = _with_system(raw, [{"role": "user", "content": asked}])
+    if column in ("instruction", "query") and isinstance(asked, str):
+        messages = _with_system(raw, [*_history(raw), {"role": "user", "content": asked}])
         asked = messages if messages[1:] else asked
     output = raw.get("output") if column == "instruction" else None
     return Content(asked, output, consumed=_unless_text(raw, column))

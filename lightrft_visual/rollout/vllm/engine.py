@@ -158,11 +158,13 @@ class VLLMEngine(ResidentEngine):
     def entry(self, prompt: PromptFeatures) -> dict[str, Any]:
         """A request as vLLM takes it."""
         entry: dict[str, Any] = {"prompt": prompt.text}
+        media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if prompt.unexpanded is not None:
             entry = {"prompt_token_ids": list(prompt.unexpanded)}
+        elif prompt.messages is not None and not media:  # a template may write other special tokens than vLLM adds
+            entry = {"prompt_token_ids": prompt.token_ids + prompt.continued}
         elif prompt.continued or special_tokens(prompt.text, self.tokenizer):  # which vLLM adds to every text
             entry = {"prompt_token_ids": prompt_ids([prompt.text], self.tokenizer)[0] + prompt.continued}
-        media = {name: items for name, items in (("image", prompt.images), ("video", prompt.videos)) if items}
         if media:
             entry["multi_modal_data"] = media
         if self.ignores_video_metadata and prompt.videos:

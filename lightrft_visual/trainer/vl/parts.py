@@ -293,7 +293,7 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
         [sample.metadata for sample in samples],
         ids,
         [caption_of(sample) for sample in samples],
-        [messages_of(sample, data) if data.apply_chat_template else None for sample in samples],
+        [messages_of(sample, data) for sample in samples],
     )
 
 

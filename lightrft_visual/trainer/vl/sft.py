@@ -16,11 +16,12 @@ from ...config.kinds import check_hooks
 from ...config.sft import SFTRunConfig
 from ...config.vl import mixing_probabilities
 from ...data.prompts import PromptDataset, PromptRow, RowChecks
+from ...data.rendering import render_answer, template_arguments
 from ...data.rows import response_of
 from ...data.sampler import PromptSupply, epoch_quotas, fitting_batch
 from ...data.validation import EvaluationRows, validation_shard_indices
 from ...experience.buffer import NaiveReplayBuffer
-from ...experience.rollouts import PromptBatch, Rollout, ScoringRule, collate
+from ...experience.rollouts import PromptBatch, PromptFeatures, Rollout, ScoringRule, collate
 from ...experience.types import Experience, ExperienceVL, ModelInputs
 from ...models.loading import Checkpoint
 from ...runtime import collectives
@@ -56,11 +57,11 @@ class SFTParts(RunParts):
 
 
 class ResponseEncoder:
-    """Rows and their responses as model inputs. Only the tokens of a response, and the end token behind them, are
-    actions: what the loss counts."""
+    """Rows and their responses as model inputs. Only the tokens of a response, as `render_answer` has it, and the end
+    token behind them are actions: what the loss counts."""
 
     def __init__(self, checkpoint: Checkpoint, config: SFTRunConfig) -> None:
-        self.checkpoint, self.config = checkpoint, config
+        self.checkpoint, self.config, self.ends = checkpoint, config, checkpoint.ends
         self.processor = data_processor(config, checkpoint)
 
     def batch(self, samples: list[PromptRow], ids: torch.Tensor) -> PromptBatch:
@@ -73,11 +74,15 @@ class ResponseEncoder:
         """Prompts and responses, padded, on the host."""
         tokenizer = self.checkpoint.tokenizer
         features = batch.prepared or self.processor.features(batch)
-        ids = [
-            [*tokenizer.encode(each.reference, add_special_tokens=False), tokenizer.eos_token_id] for each in features
-        ]
+        ids = [self._response(each) for each in features]
         answered = [Rollout(each, own, None, each.reference, False, each.group_id) for each, own in zip(features, ids)]
         return collate(answered, tokenizer.pad_token_id, self.checkpoint.processor is not None)
+
+    def _response(self, prompt: PromptFeatures) -> list[int]:
+        model_input = self.checkpoint.processor or self.checkpoint.tokenizer
+        given = template_arguments(self.config.data, self.checkpoint.tools)
+        text, end = render_answer(prompt.reference, prompt.text, prompt.messages, model_input, self.ends, given)
+        return [*self.checkpoint.tokenizer.encode(text, add_special_tokens=False), end]
 
 
 class SupervisedTrainer(PolicyTrainer):
@@ -208,6 +213,7 @@ def _parts(config: SFTRunConfig, strategy: Any, locks: list[FolderLock]) -> SFTP
             media=type(checkpoint.family),
             response_key=config.data.response_key,
             response_max_len=config.rollout.generate_max_len,
+            ends=checkpoint.ends,
         )
         dataset, eval_set = datasets_of(config.data, checks)
     steps, sampler = prompt_schedule(config, dataset, _fitted_size(config, dataset))

@@ -53,6 +53,19 @@ def test_alpaca_system_stands_before_the_instruction(read):
     assert {parts(row) for row in (first, *others)} == {"Add.\n2 and 3"} and first.metadata["instruction"] == "Add."
 
 
+@pytest.mark.parametrize("asked", [{"instruction": "Add.", "input": ""}, {"query": "Add."}])
+@pytest.mark.parametrize("written", [lambda turns: turns, json.dumps])
+def test_history_of_alpaca_and_ms_swift_rows_is_earlier_turns_behind_the_system_message(read, asked, written):
+    turns = [["Count.", "1"], ["Go on.", "2"]]
+    rows = [asked | {"answer": "5", "system": "Be brief.", "history": written(turns)}]
+    rows += [asked | {"answer": "5", "history": told} for told in ([], None, "written in 1990", [["a"]])]
+    first, *others = read("history.jsonl", rows)
+    assert roles(first) == ["system", "user", "assistant", "user", "assistant", "user"]
+    texts = [message["content"][0]["text"] for message in first.prompt]
+    assert texts == ["Be brief.", "Count.", "1", "Go on.", "2", "Add."]
+    assert [roles(row) for row in others] == [["user"]] * 4
+
+
 def test_trl_completion_is_what_supervised_training_answers_whatever_the_reference_column_holds(read):
     said = {"role": "assistant", "content": "it is 5"}
     asked = [{"role": "user", "content": "2 and 3?"}]

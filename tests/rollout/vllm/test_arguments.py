@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,6 +180,9 @@ def test_a_vllm_that_leaves_a_videos_metadata_aside_is_told_it_beside_the_video(
     assert engine.entry(prompt) == asked | {"mm_processor_kwargs": told}
     assert videos[0].metadata == {"fps": 4.0, "do_sample_frames": False}
     assert engine.entry(PromptFeatures("which?", [3, 5], 0)) == {"prompt": "which?"}
+    rendered = PromptFeatures("which?", [3, 5], 0, messages=[{"role": "user", "content": "which?"}])
+    assert engine.entry(rendered) == {"prompt_token_ids": [3, 5]}
+    assert engine.entry(replace(rendered, videos=videos))["prompt"] == "which?"
     monkeypatch.setattr("vllm.__version_tuple__", (0, 30, 1))
     assert ignores_video_metadata("qwen2_5_vl") and not ignores_video_metadata("qwen2_vl")
     monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 0))
