@@ -50,8 +50,8 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort as error:  # in which click wraps Ctrl-C
-        raise KeyboardInterrupt from error
+    except click.Abort as error:  # in which click wraps Ctrl-C, and EOFError
+        raise error.__cause__ or KeyboardInterrupt() from None
     except LightRFTVisualError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

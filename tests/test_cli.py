@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from waiting import finished
@@ -64,6 +65,15 @@ runpy.run_module("lightrft_visual", run_name="__main__")
 def test_ctrl_c_while_modules_are_imported_ends_the_command_with_a_line(inside, words):
     done = python("-c", f"INSIDE = {inside!r}\n{INTERRUPTED}", *words.split())
     assert (done.returncode, done.stderr.strip()) == (130, "error: ended by Ctrl-C")
+
+
+def test_end_of_input_inside_a_verb_is_no_ctrl_c(monkeypatch):
+    def ends(**given):
+        raise click.Abort from EOFError("ran out of input")
+
+    monkeypatch.setattr(cli, "cli", ends)
+    with pytest.raises(EOFError, match="ran out of input"):
+        cli.main()
 
 
 @pytest.mark.parametrize(("words", "code"), [("--help", 0), ("--version", 0), ("doctor --none", 2), ("nothing", 2)])

@@ -39,7 +39,7 @@ from .vl import RunConfig
 
 RECIPES = ("reward_recipe", "gold_recipe")  # settings that may be inline YAML
 # OmegaConf's, whose name may also be made of others; a tab in a mapping's text is an escape.
-OF_ENVIRONMENT = re.compile(r"\$\{(?:(?:\s|\\t)*oc\.env|(?:[^{}:$]*\$\{[^{}:$]*\})+[^{}:$]*:|[^{}:$]*\$\{[^{}:$]*[$:])")
+OF_ENVIRONMENT = re.compile(r"\$\{(?:(?:\s|\\t)*oc\.env|(?:[^{}:$]*\$\{(?:[^{}$]|\$\{[^{}$]*\})*\})+[^{}:$]*:)")
 TEXT = "tag:yaml.org,2002:str"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -186,11 +186,13 @@ def render_prompt(
 
 def check_template_kwargs(model_input: ModelInput, config: DataConfig) -> None:
     """Raise ConfigError for a name of chat_template_kwargs that the chat template does not read."""
-    template = str(model_input.chat_template or "") if config.apply_chat_template else ""
-    for name in config.chat_template_kwargs:
+    if config.chat_template_kwargs and not config.apply_chat_template:
+        raise ConfigError("chat_template_kwargs does nothing with apply_chat_template false")
+    template = model_input.chat_template
+    for name in config.chat_template_kwargs if template is not None else ():
         if name in OWN_KWARGS:
             raise ConfigError(f"chat_template_kwargs: {name} is set by the run itself")
-        if re.search(rf"\b{re.escape(name)}\b", template) is None:
+        if re.search(rf"\b{re.escape(name)}\b", str(template)) is None:
             raise ConfigError(f"chat_template_kwargs: the model's chat template reads no {name}")
 
 

@@ -110,7 +110,8 @@ class Completion:
 
     image: what was drawn, as PIL, where the prompt asked for one. versions: of the policy that drew each token, where
     they may differ from the present one's. experts: of a mixture of experts, those that each token of prompt and
-    response but the last went through (tokens, layers, k); None where the engine does not say.
+    response but the last went through (tokens, layers, k); None where the engine does not say. prompt: what an episode
+    began with, where its environment changed the prompt that was asked for.
     """
 
     token_ids: list[int]
@@ -121,6 +122,7 @@ class Completion:
     image: Any = None
     versions: list[int] | None = None
     experts: T | None = None
+    prompt: PromptFeatures | None = None
 
 
 @dataclass

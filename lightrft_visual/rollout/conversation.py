@@ -229,14 +229,15 @@ class ObservationRenderer:
         if style.called and _MARK not in earlier:
             return ""
         kept = answer in earlier and answer in whole  # what a template puts before an answer does not matter
-        if _MARK not in earlier or not (kept or whole.startswith(earlier)):
+        marks = earlier.count(_MARK)  # an observation may hold more of them
+        if not 0 < marks <= whole.count(_MARK) or not (kept or whole.startswith(earlier)):
             role = messages[0]["role"]
             raise ConfigError(
                 f"the chat template writes an earlier answer otherwise once a message of role {role!r} follows it "
                 "(such as without its thoughts): the tokens that were sampled would not be those of the conversation. "
                 "Use a template that leaves earlier turns as they are"
             )
-        behind, ended = whole[whole.rindex(_MARK) + len(_MARK) :], earlier[earlier.rindex(_MARK) + len(_MARK) :]
+        behind, ended = whole.split(_MARK, marks)[-1], earlier.rpartition(_MARK)[2]
         if style.called:  # the end of the last call follows, then that of the answer
             ends = [ended.index(token) for token in self.end_tokens if token in ended]
             if not ends:

@@ -224,7 +224,7 @@ class RolloutStage:
             take(number, responses)
 
         streamed = (pass_on,) if at_once and self.engine.streams else ()
-        made = self.engine.generate(prompts, settings, *streamed)
+        made = list(self.engine.generate(prompts, settings, *streamed))
         check_completions(self.engine, prompts, made, settings.n)
         for number, responses in enumerate(made):
             if number not in given:
@@ -261,7 +261,7 @@ def check_completions(
         raise RolloutError(f"{told}, and gave {given} of each of {len(counts)}")
     for prompt, responses in zip(prompts, made):
         for response in responses:
-            ours, theirs = prompt.token_ids, response.prompt_token_ids
+            ours, theirs = (response.prompt or prompt).token_ids, response.prompt_token_ids
             if ours != theirs:
                 index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
                 raise RolloutError(

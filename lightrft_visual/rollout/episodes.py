@@ -169,7 +169,7 @@ class _Round:
                 completions = self._first_round(keys, prompts)
             else:
                 requests = [self._request(key) for key in keys]
-                found = engine.generate(requests, replace(self.settings, n=1))
+                found = list(engine.generate(requests, replace(self.settings, n=1)))
                 check_completions(engine, requests, found, 1)
                 completions = [one for (one,) in found]
             first = False
@@ -181,7 +181,7 @@ class _Round:
         """As without an environment: the samples of a prompt are one request."""
         limit = self._limit(self.conversations[keys[0]]) if keys else 0
         requests = [replace(each, limit=limit) for each in prompts]
-        found = self.stage.engine.generate(requests, self.settings)
+        found = list(self.stage.engine.generate(requests, self.settings))
         check_completions(self.stage.engine, requests, found, self.settings.n)
         return [completion for completions in found for completion in completions]
 

@@ -19,10 +19,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from .environments import ToolCall
 
+GLM_BLOCK = re.compile(r"<tool_call>\s*[^\s<{]+\s*<arg_key>")
 CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 GEMMA_BLOCK = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|(?=<\|tool_call>)|\Z)", re.DOTALL)
 GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*\Z", re.DOTALL)
@@ -65,7 +67,7 @@ def parse_tool_calls(text: str, form: str = "auto", tools: Sequence[Mapping[str,
     for end in TURN_ENDS:
         text = text.removesuffix(end)
     if form == "auto":
-        form = _form_by_marks(text, "json")
+        form = "glm" if GLM_BLOCK.search(text) else _form_by_marks(text, "json")
     calls, told = list(_FORMS[form](text))[:MOST_CALLS], [tool.get("function", tool) for tool in tools]
     hints = {tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in told}
     return [replace(call, arguments=_values(call.arguments, hints.get(call.name, {}))) for call in calls]
@@ -206,15 +208,15 @@ _GLM = _Tags(
 )
 
 
-def _parse_blocks(text: str) -> Iterator[ToolCall]:
-    """What stands in <tool_call>: tags of either form, or JSON."""
+def _parse_blocks(text: str, glm: bool = False) -> Iterator[ToolCall]:
+    """What stands in <tool_call>: Qwen's tags or JSON, or GLM's tags."""
     for block in CALL_BLOCK.finditer(text):
         inner = block[1].strip()
         if "<function=" in inner:
             yield _tagged_call(inner, _XML)
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
-        elif "<arg_key>" in inner or _GLM.call.match(inner):
+        elif glm:
             yield _tagged_call(inner, _GLM)
         else:
             yield from _object_calls(inner)
@@ -316,7 +318,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
 _FORMS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": _parse_blocks,
     "qwen_xml": _parse_blocks,
-    "glm": _parse_blocks,
+    "glm": partial(_parse_blocks, glm=True),
     "gemma": _parse_gemma,
     "mistral": _parse_mistral,
     "pythonic": _parse_pythonic,

@@ -505,6 +505,17 @@ def test_observations_are_shown_by_a_template_with_what_it_reads_besides(rig):
         assert shown == f"\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n{end}"
 
 
+@pytest.mark.parametrize(("template", "role"), [(AS_TEXT, "user"), (BEHIND_CALLS, "tool")])
+def test_an_observation_that_holds_the_mark_of_an_answer_is_shown_whole(rig, template, role):
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = template
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=(role,))
+    told = {"role": role, "name": "zoom", "content": "write THE-ANSWER here"}
+    shown = rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it").token_ids)
+    assert "write THE-ANSWER here" in shown and shown.startswith(("\n<|im_start|>user\n", "[zoom: "))
+
+
 def test_what_a_template_puts_before_an_answer_that_came_last_does_not_matter(rig):
     """Qwen3's writes empty thoughts there."""
     own = copy.copy(rig.checkpoint.tokenizer)

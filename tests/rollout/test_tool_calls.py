@@ -69,7 +69,8 @@ def rendered(call: ToolCall, form: str) -> str:
 def test_rendered_call_is_read_as_itself(form, call):
     text = rendered(call, form)
     assert parse_tool_calls(text, form) == [call]
-    assert parse_tool_calls(f"I look closer. {text}<|im_end|>") == [call]  # whatever the form
+    if call.arguments or form != "glm":  # a name alone is no call of others
+        assert parse_tool_calls(f"I look closer. {text}<|im_end|>") == [call]  # whatever the form
 
 
 def test_calls_of_llama_are_read_with_and_without_the_tag_and_with_semicolons():
@@ -170,7 +171,7 @@ def test_calls_as_servers_of_openai_write_them_are_read(around):
         "<tool_call><function=zoom><parameter=x>1</function></tool_call>",
         "<tool_call><function=></function></tool_call>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>", "<|python_tag|>f(" + "(" * 10_000,
-        "<tool_call>zoom<arg_key>x</arg_key></tool_call>",
+        "<tool_call>zoom</tool_call>", "<tool_call>null</tool_call>", "<tool_call>zoom<arg_key>x</arg_key></tool_call>",
         "<tool_call>zoom<arg_key>x</arg_key><arg_value>1</tool_call>",
         "<tool_call>zoom\n<arg_key>x</arg_key>", "<|tool_call>call:zoom{x:1}", "<|tool_call>zoom{}<tool_call|>",
         "<|tool_call>call:zoom{x:y}<tool_call|>", '<|tool_call>call:zoom{x:<|"|>y}<tool_call|>', "[TOOL_CALLS]zoom",
@@ -220,6 +221,12 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
     calls = parse_tool_calls(around.format(repeated * (300_000 // len(repeated))))
     assert time.process_time() - started < 3.0  # quadratic readers took 8 to 1,000 seconds
     assert len(calls) < 2
+
+
+def test_marks_of_glm_inside_json_are_text():
+    call = ToolCall("write", {"text": "a <arg_key> tag"}, None)
+    for form in ("hermes", "auto"):
+        assert parse_tool_calls(rendered(call, "hermes"), form) == [call]
 
 
 def test_call_behind_or_between_other_text_is_read_and_no_more_of_them_than_the_limit():

@@ -21,13 +21,9 @@ from ....trainer.vl.episodes import data_processor, own_episodes, with_tools
 
 @dataclass
 class HeldEpisode(Completion):
-    """An episode on its way to the trainer, its tokens those of all turns and observations.
-
-    prompt: what it began with, where its environment changed that; None is the prompt that was asked for.
-    """
+    """An episode on its way to the trainer, its tokens those of all turns and observations."""
 
     episode: Episode = field(default_factory=Episode)
-    prompt: PromptFeatures | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, asked: PromptFeatures) -> HeldEpisode:
