@@ -67,6 +67,8 @@ def another(leaf):
         return VALUES[leaf.name]
     if leaf.choices:
         return next(each for each in reversed(leaf.choices) if each != leaf.default)
+    if leaf.kind == "mapping":
+        return {"another": 1}
     if leaf.kind == "bool":
         return not leaf.default
     if leaf.kind == "number":
