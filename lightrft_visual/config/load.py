@@ -254,11 +254,9 @@ def merge(
 
 def _masked(tree: DictConfig) -> Iterator[ConfigError]:
     """Secrets that a run's file has left out; those of rewards are asked for where the rewards are made."""
-    for section in (str(each) for each in tree if each != "reward"):
-        for name in (
-            masked_names(OmegaConf.to_container(tree[section])) if isinstance(tree[section], DictConfig) else ()
-        ):
-            yield ConfigError(f"{section}: {name} is {MASK}, as the file of a run has it; give the value")
+    for section, values in OmegaConf.to_container(tree).items():
+        for name in masked_names(values) if isinstance(values, dict) and section != "reward" else ():
+            yield ConfigError(f"{section!s}: {name} is {MASK}, as the file of a run has it; give the value")
 
 
 def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setting) -> None:
@@ -284,7 +282,8 @@ def _wrong_sections(
     """What sections say by themselves of the values that were set, and what those that are right name and is not
     there."""
     found, right = [], SimpleNamespace()
-    for section in (str(each) for each in tree if isinstance(tree[each], DictConfig)):
+    sections = (each for each in map(str, tree) if not OmegaConf.is_interpolation(tree, each))
+    for section in (each for each in sections if isinstance(tree[each], DictConfig)):
         own = {path: origin for path, origin in sources.items() if path.startswith(f"{section}.")}
         try:
             setattr(right, section, _build(names, tree[section], own))

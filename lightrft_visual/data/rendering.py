@@ -234,7 +234,7 @@ def render_answer(
         ends: ids of the end tokens by their text, first the one for where the template writes none.
         given: to the template besides, see `template_arguments`.
     """
-    end = next(iter(ends.values()))
+    end, own = next(iter(ends.values()), -1), answer.strip()
     if messages is None:
         return answer, end
     said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
@@ -242,9 +242,11 @@ def render_answer(
         whole = _templated([*messages, said], "", model_input, given)
         behind = whole[len(prompt) :] if whole.startswith(prompt) else ""
         stops = [(behind.index(text), -len(text), own) for text, own in ends.items() if text and text in behind]
-        stop, _, end_here = min(stops, default=(len(behind.rstrip()), 0, end))
-        written, asked, own = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
-        if own in written and written.rindex(own) + len(own) > len(asked):
+        before, found, _ = behind.rpartition(own)
+        last = len(before + found) if found else len(behind.rstrip())  # a turn may end with what ends no generation
+        stop, _, end_here = min(stops, default=(last, 0, end))
+        written, asked, whole_answer = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
+        if whole_answer in written and written.rindex(whole_answer) + len(whole_answer) > len(asked):
             return behind[:stop], end_here
     _say_as_it_stands()
     return answer, end
@@ -279,14 +281,16 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
 def _left_out(model_input: ModelInput, roles: tuple[str, ...], given: Mapping[str, Any]) -> int | None:
     """Which message of such roles the chat template does not write; None: it writes all, or refuses the marks."""
     known = _LEFT_OUT.setdefault(model_input, {})
-    key = str(model_input.chat_template), roles, repr(given)
-    if key not in known:
-        marks = [f"m4rk{index}m" for index in range(len(roles))]
+    told = [value if name != "tools" else [tool.get("function", tool)["name"] for tool in value]
+            for name, value in given.items()]  # fmt: skip
+    key = str(model_input.chat_template), roles, repr(told)
+    if key not in known:  # rows are checked by several threads: it is written once it is known
+        marks, found = [f"m4rk{index}m" for index in range(len(roles))], None
         messages = [{"role": role, "content": [{"type": "text", "text": mark}]} for role, mark in zip(roles, marks)]
-        known[key] = None
         with suppress(DataError):
             text = _templated(messages, "", model_input, given)
-            known[key] = next((index for index, mark in enumerate(marks) if mark not in text), None)
+            found = next((index for index, mark in enumerate(marks) if mark not in text), None)
+        known[key] = found
     return known[key]
 
 

@@ -216,7 +216,7 @@ def _parse_blocks(text: str, glm: bool = False) -> Iterator[ToolCall]:
             yield _tagged_call(inner, _XML)
         elif not block[0].endswith("</tool_call>"):
             yield _malformed(inner, "</tool_call> is missing")
-        elif glm:
+        elif glm and not inner.startswith(("{", "[")):
             yield _tagged_call(inner, _GLM)
         else:
             yield from _object_calls(inner)

@@ -119,6 +119,7 @@ def test_values_take_the_type_of_their_field() -> None:
         (["--eps_clip_low_high", "0.2"], ("2 values",)),
         (["--top_p", "2"], ("top_p is 2.0", "rollout.top_p: command line")),
         (["--run_name", "${nothing.here}"], ("output.run_name", "nothing.here")),
+        (["--plugins", "${sed}"], ("plugins (command line)", "'sed' not found")),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_setting_and_the_way_out(argv: list[str], parts: tuple[str, ...]) -> None:

@@ -267,6 +267,7 @@ REFUSED = f"{ANSWER}{ASKED}{{% if said %}}{{{{ raise_exception('no answers') }}}
         (WITHOUT_END, "42", "\n<think></think>\n42", "<|endoftext|>"),
         (WITHOUT_END, "<think>I see</think>42", "\n<think>I see</think>\n42", "<|endoftext|>"),
         (TURNS, "42", "42", "<|im_end|>"),
+        (TURNS.replace("<|im_end|>", "<|turn_end|>"), "42", "42", "<|endoftext|>"),  # as of base checkpoints
     ],
 )
 def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
@@ -278,6 +279,25 @@ def test_an_answer_is_what_the_template_writes_of_it_up_to_its_first_end_token(
     prompt, ends = render_prompt(row, tokenizer, config), {"<|endoftext|>": 1, "<|im_end|>": 2}
     assert render_answer(answer, prompt, messages_of(row, config), tokenizer, ends, {}) == (trained, ends[end])
     assert not caplog.records
+
+
+def test_what_a_template_leaves_out_is_remembered_once_it_is_known(tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": role, "content": [{"type": "text", "text": "so"}]} for role in ("developer", "user")]
+    asked, render = [], rendering._templated
+
+    def watched(messages, source, model_input, given):
+        known = [key for key in rendering._LEFT_OUT.get(model_input, {}) if key[0] == tokenizer.chat_template]
+        asked.append(None if source else known)
+        return render(messages, source, model_input, given)
+
+    monkeypatch.setattr(rendering, "_templated", watched)
+    for _ in range(2):
+        with pytest.raises(DataError, match="leaves out message 0, of role 'developer'"):
+            render_prompt(PromptRow(turns, source="rows:1"), tokenizer, DataConfig())
+    assert asked == [None, [], None]
 
 
 @pytest.mark.parametrize("template", [DROPPED, OTHER, REFUSED])

@@ -225,7 +225,7 @@ def test_time_for_a_text_without_end_is_linear_in_it(around, repeated):
 
 def test_marks_of_glm_inside_json_are_text():
     call = ToolCall("write", {"text": "a <arg_key> tag"}, None)
-    for form in ("hermes", "auto"):
+    for form in ("hermes", "glm", "auto"):
         assert parse_tool_calls(rendered(call, "hermes"), form) == [call]
 
 

@@ -73,13 +73,17 @@ def conversations(raw: Mapping[str, Any]) -> Content | None:
 
 
 def _history(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Earlier turns, which the column `history` has as pairs of a question and its answer."""
-    pairs = json_list(raw.get("history"))
-    if not isinstance(pairs, list | tuple) or not all(isinstance(each, list | tuple) for each in pairs):
+    """Earlier turns, which the column `history` has as pairs of a question and its answer, or as messages."""
+    given = json_list(raw.get("history"))
+    if not isinstance(given, list | tuple) or not given:
         return []
-    if not all(len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
-        return []
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
+    if are_messages(given):
+        return [dict(each) for each in given]
+    if not all(isinstance(each, list | tuple) and list(map(type, each)) == [str, str] for each in given):
+        raise DataError(
+            "column 'history' must hold pairs of a question and its answer, or chat messages", "prompt form"
+        )
+    return [{"role": role, "content": text} for pair in given for role, text in zip(("user", "assistant"), pair)]
 
 
 def _with_system(raw: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ def _problem(entry: Any) -> str | None:
 
 def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
     """`components` of our wire, `extra_logs` of OpenRLHF's: one number a sample, or one for all. Numbers that are none
-    become NaN; they do not count. Other shapes are BadReply, but texts and the like in `extra_logs` are left out."""
+    become NaN; they do not count. Other shapes are BadReply; in `extra_logs`, which hold metrics alone, left out."""
     for group in ("components", "extra_logs"):
         ours, named = group == "components", reply.get(group)
         if ours and not isinstance(named, Mapping | None):
@@ -146,7 +146,7 @@ def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
                 usable = [math.nan if bad or e is None else float(e) for e, bad in zip(entries, broken)]
                 scores.extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
                 scores.broken[metric_name(name)] = torch.tensor(broken, dtype=torch.bool)
-            elif entries is not None and (ours or (listed and any(isinstance(e, int | float) for e in entries))):
+            elif ours and entries is not None:
                 told = f"{len(entries) if listed else 'no list of'} values for {len(scores.values)} samples"
                 raise BadReply(f"component {metric_name(name)!r} has {told}")
 

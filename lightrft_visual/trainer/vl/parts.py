@@ -263,7 +263,9 @@ def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, 
         sample = dataset.load(index)
     batch = prompt_batch([sample], checkpoint, config.data, torch.tensor([index]))
     text = "" if sample.draw else "an answer" if sample.reference is None else str(sample.reference)
-    (prompt,), completion = prompt_ids(batch.prompts, checkpoint.tokenizer), checkpoint.tokenizer(text)["input_ids"]
+    rendered = checkpoint.processor is None and None not in batch.messages
+    (prompt,) = prompt_ids(batch.prompts, checkpoint.tokenizer, rendered)
+    completion = checkpoint.tokenizer(text)["input_ids"]
     completion = completion or prompt[-1:]  # an answer has a token at least, and a drawing many
     features = PromptFeatures(
         batch.prompts[0], prompt, images=batch.images[0], videos=batch.videos[0], label=sample.label,

@@ -58,12 +58,16 @@ def test_alpaca_system_stands_before_the_instruction(read):
 def test_history_of_alpaca_and_ms_swift_rows_is_earlier_turns_behind_the_system_message(read, asked, written):
     turns = [["Count.", "1"], ["Go on.", "2"]]
     rows = [asked | {"answer": "5", "system": "Be brief.", "history": written(turns)}]
-    rows += [asked | {"answer": "5", "history": told} for told in ([], None, "written in 1990", [["a"]])]
+    rows += [asked | {"answer": "5", "history": told} for told in ([], None, "written in 1990")]
     first, *others = read("history.jsonl", rows)
     assert roles(first) == ["system", "user", "assistant", "user", "assistant", "user"]
     texts = [message["content"][0]["text"] for message in first.prompt]
     assert texts == ["Be brief.", "Count.", "1", "Go on.", "2", "Add."]
-    assert [roles(row) for row in others] == [["user"]] * 4
+    assert [roles(row) for row in others] == [["user"]] * 3
+    (row,) = read("messages.jsonl", [asked | {"answer": "5", "history": [{"role": "user", "content": "Count."}]}])
+    assert roles(row) == ["user", "user"]
+    with pytest.raises(DataError, match="column 'history' must hold pairs of a question and its answer"):
+        read("other.jsonl", [asked | {"answer": "5", "history": [["Count.", None]]}])
 
 
 def test_trl_completion_is_what_supervised_training_answers_whatever_the_reference_column_holds(read):
