@@ -234,15 +234,15 @@ def render_answer(
         ends: ids of the end tokens by their text, first the one for where the template writes none.
         given: to the template besides, see `template_arguments`.
     """
-    end, own = next(iter(ends.values()), -1), answer.strip()
-    if messages is None:
+    end, stripped = next(iter(ends.values()), -1), answer.strip()
+    if messages is None or not stripped:
         return answer, end
     said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     with suppress(DataError):
         whole = _templated([*messages, said], "", model_input, given)
         behind = whole[len(prompt) :] if whole.startswith(prompt) else ""
-        stops = [(behind.index(text), -len(text), own) for text, own in ends.items() if text and text in behind]
-        before, found, _ = behind.rpartition(own)
+        stops = [(behind.index(text), -len(text), token) for text, token in ends.items() if text and text in behind]
+        before, found, _ = behind.rpartition(stripped)
         last = len(before + found) if found else len(behind.rstrip())  # a turn may end with what ends no generation
         stop, _, end_here = min(stops, default=(last, 0, end))
         written, asked, whole_answer = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
@@ -281,9 +281,8 @@ def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools
 def _left_out(model_input: ModelInput, roles: tuple[str, ...], given: Mapping[str, Any]) -> int | None:
     """Which message of such roles the chat template does not write; None: it writes all, or refuses the marks."""
     known = _LEFT_OUT.setdefault(model_input, {})
-    told = [value if name != "tools" else [tool.get("function", tool)["name"] for tool in value]
-            for name, value in given.items()]  # fmt: skip
-    key = str(model_input.chat_template), roles, repr(told)
+    tools = [tool.get("function", tool)["name"] for tool in given.get("tools", ())]  # whose schemas are long
+    key = str(model_input.chat_template), roles, repr({**given, "tools": tools})
     if key not in known:  # rows are checked by several threads: it is written once it is known
         marks, found = [f"m4rk{index}m" for index in range(len(roles))], None
         messages = [{"role": role, "content": [{"type": "text", "text": mark}]} for role, mark in zip(roles, marks)]

@@ -265,6 +265,7 @@ REFUSED = f"{ANSWER}{ASKED}{{% if said %}}{{{{ raise_exception('no answers') }}}
         (OPENED, "42", "\n</think>\n\n42", "<|im_end|>"),
         (OPENED, "<think>\nI see\n</think>\n\n42", "I see\n</think>\n\n42", "<|im_end|>"),
         (WITHOUT_END, "42", "\n<think></think>\n42", "<|endoftext|>"),
+        (OPENED, " ", " ", "<|endoftext|>"),
         (WITHOUT_END, "<think>I see</think>42", "\n<think>I see</think>\n42", "<|endoftext|>"),
         (TURNS, "42", "42", "<|im_end|>"),
         (TURNS.replace("<|im_end|>", "<|turn_end|>"), "42", "42", "<|endoftext|>"),  # as of base checkpoints
