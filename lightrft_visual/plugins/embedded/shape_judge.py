@@ -302,12 +302,12 @@ def judge_images(images: T, captions: list[str]) -> dict[str, T]:
     named = [(-1, -1, -1) if each is None else (each.colour, each.shape, each.place) for each in wanted]
     found = torch.full((3, len(wanted)), float("nan"))
     for placed in (False, True):
-        rows = [row for row, each in enumerate(wanted) if each and (each.place is not None) == placed]
-        if rows:
-            labels = torch.tensor([named[row][: 3 if placed else 2] for row in rows])
-            logs = embedded_judge(placed)(images[rows].float().clamp(0, 1))
+        indices = [at for at, each in enumerate(wanted) if each and (each.place is not None) == placed]
+        if indices:
+            labels = torch.tensor([named[at][: 3 if placed else 2] for at in indices])
+            logs = embedded_judge(placed)(images[indices].float().clamp(0, 1))
             sure = [log.gather(1, label[:, None])[:, 0].exp() for log, label in zip(logs, labels.unbind(1))]
-            found[:, rows] = torch.stack([*sure, torch.ones(len(rows))][:3])
+            found[:, indices] = torch.stack([*sure, torch.ones(len(indices))][:3])
     colour, shape, place = found
     return {"score": colour * shape * place, "both": colour * shape, "colour": colour, "shape": shape, "place": place}
 
