@@ -242,5 +242,8 @@ def _kill(child: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[2])) as connection:
+    with (
+        socket.socket(fileno=int(sys.argv[2])) as connection,
+        contextlib.suppress(ConnectionError),
+    ):  # the run has ended
         _serve(EpisodeConfig(**json.loads(sys.argv[1])), connection)

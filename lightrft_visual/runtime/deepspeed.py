@@ -283,6 +283,8 @@ class DeepspeedStrategy:
         accumulated = c.accumulated_in(self.bf16)
         if accumulated is not None:
             config["data_types"] = {"grad_accum_dtype": accumulated}
+        if accumulated == "fp32" and c.zero_stage == 1:  # it would round its sums to the weights' type to reduce them
+            config["communication_data_type"] = "fp32"
         return config
 
     def _divided_config(self, **more: int) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def by_case(out: str) -> dict:
         said.clear()
         results[name] = trained(stage, f"{out}/{name}", **settings) | {"said": list(said)}
     cases = {"2": (2, {}), "2_host": (2, {"adam_offload": True}), "2_bf16": (2, {"grad_accum_dtype": "bf16"})}
-    cases |= {"3": (3, {})}
+    cases |= {"1_fp32": (1, {"grad_accum_dtype": "fp32"}), "3": (3, {})}
     results["accumulated"] = {name: accumulated(stage, **settings) for name, (stage, settings) in cases.items()}
     results["frozen"] = {str(stage): scored(stage) for stage in (2, 3)}
     return results
@@ -201,4 +201,4 @@ def test_names_are_whole_parts_of_paths():
 def test_gradients_of_many_micro_batches_add_up_in_fp32(results):
     for rank in results:
         errors = rank["accumulated"]
-        assert max(errors[name] for name in ("2", "2_host", "3")) < 1e-3 < 3e-3 < errors["2_bf16"], errors
+        assert max(errors[name] for name in ("1_fp32", "2", "2_host", "3")) < 1e-3 < 3e-3 < errors["2_bf16"], errors

@@ -400,4 +400,5 @@ def _serve(spec: str, pipe: Pipe) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], Pipe(int(sys.argv[2])))
+    with contextlib.suppress(ConnectionError):  # the run has ended
+        _serve(sys.argv[1], Pipe(int(sys.argv[2])))

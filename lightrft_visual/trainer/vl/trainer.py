@@ -21,7 +21,7 @@ from ..loop import PolicyTrainer
 from .build import build_parts
 from .maker import PROBE_PROMPTS, Agreement
 from .parts import VLParts, export_actor
-from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, has_dropout, kl_per_token, plan_batch
+from .updates import PolicyUpdate, TrainBatch, ValueUpdate, add_rollout_metrics, kl_per_token, plan_batch
 
 
 class VLTrainer(PolicyTrainer):
@@ -37,7 +37,6 @@ class VLTrainer(PolicyTrainer):
         self.maker, self.prompts, self.actor, self.critic = parts.maker, parts.prompts, parts.actor, parts.critic
         self.agreement = Agreement(parts.gate, parts.config.rollout, parts.prompts.runs_ahead)
         self.reads_log_probs = algorithm.reads_log_probs
-        self.separate_scores = train.separate_old_log_probs or has_dropout(parts.actor.module)
         self.buffer = NaiveReplayBuffer(
             train.micro_train_batch_size,
             packing_samples=train.packing_samples,
@@ -120,7 +119,7 @@ class VLTrainer(PolicyTrainer):
         batches = [plan_batch(self.buffer, each, algorithm, parts, seed + number) for number, each in enumerate(steps)]
         if check is not None and epoch == 0:
             with self.timer.phase("forward"):
-                unscored = batches[0 if self.separate_scores else 1 :]
+                unscored = batches[0 if self.policy_update.separate else 1 :]
                 self.policy_update.score(self.buffer, unscored, check, self.step)
         return batches
 

@@ -182,6 +182,7 @@ class PolicyUpdate:
     rule: ScoringRule
     seed: int = 42  # of the run
     behaviour: bool = False  # old log-probs are the engine's: of the policies that drew the tokens
+    separate: bool = False  # those of the first update are of a forward pass of their own too
 
     @classmethod
     def from_config(cls, config: RunConfig, actor: TrainEngine, rule: ScoringRule) -> Self:
@@ -193,7 +194,8 @@ class PolicyUpdate:
             rule: temperature and banned tokens of the log-probs.
         """
         behaviour = config.asynchronous.stale_correction == "behaviour"
-        return cls(actor, config.algorithm, rule, config.train.seed, behaviour)
+        separate = config.train.separate_old_log_probs or has_dropout(actor.module)
+        return cls(actor, config.algorithm, rule, config.train.seed, behaviour, separate)
 
     @torch.no_grad()
     def score(
@@ -244,6 +246,8 @@ class PolicyUpdate:
             experience = buffer.load(micro_batch)
             output, extra = self._forward(experience)
             read = self.loss_inputs(experience, output, batch, index, extra)
+            if first:
+                read = self._unmoved(read, experience.info.get("replayed"), metrics)
             found = []
             for part in batch.parts:
                 own, coefficient = self.config, part.settings.entropy_coef
@@ -258,9 +262,6 @@ class PolicyUpdate:
                 scored.append((micro_batch, output.log_probs.detach()))
                 _compare(check, experience, output.log_probs.detach(), version)
             heard = self.actor.accumulate(losses.loss, last, check.sums if check is not None and last else None)
-            if first:
-                fresh = _deviation_of_fresh(read, experience.info.get("replayed"))
-                metrics.add_max("ratio_max_dev_first", fresh)
             _record(metrics, losses, last, buffer.counts)
             del experience, output, extra, read, found, losses  # nothing of it beside the next on the accelerator
         if check is not None:
@@ -278,6 +279,21 @@ class PolicyUpdate:
         # Without a pass before, the entropy that is reported is this one's.
         call = partial(self.actor, rule=self.rule, with_entropy=entropy or experience.action_entropy is None)
         return forward_with(terms, call, ModelInputs.of(experience), self.seed)
+
+    @torch.no_grad()
+    def _unmoved(self, read: LossInputs, replayed: T | None, metrics: MetricsAccumulator) -> LossInputs:
+        """The inputs of a first update, whose ratios are 1 but for samples (B) of earlier steps.
+
+        Scores by other batch sizes round differently, in bf16 by more than GSPO's clip range: a metric says how far.
+        """
+        fresh = read.action_mask
+        if replayed is not None:
+            fresh = fresh & ~replayed.bool().to(fresh.device).unsqueeze(1)
+        deviations = torch.expm1(read.log_probs.float() - read.old_log_probs.float()).abs().where(fresh, 0.0)
+        metrics.add_max("ratio_max_dev_first", deviations.max() if deviations.numel() else deviations.new_zeros(()))
+        if self.separate or self.behaviour:
+            return read
+        return replace(read, old_log_probs=torch.where(fresh, read.log_probs, read.old_log_probs).detach())
 
     def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
         """What the loss reads of a micro-batch, all (B, A).
@@ -365,17 +381,6 @@ def _record(metrics: MetricsAccumulator, losses: LossOutputs, last: bool, counts
         metrics.add(name, share if counts else 0.0, updates)
     for name, value in losses.maxima.items():
         metrics.add_max(name, value)
-
-
-@torch.no_grad()
-def _deviation_of_fresh(inputs: LossInputs, replayed: T | None) -> T:
-    """Largest |ratio - 1| over the tokens that count, without those of samples (B) of earlier steps."""
-    mask = inputs.action_mask
-    if replayed is not None:
-        mask = mask & ~replayed.bool().to(mask.device).unsqueeze(1)
-    ratios = torch.exp(inputs.log_probs.float() - inputs.old_log_probs.float())
-    deviations = torch.where(mask, (ratios - 1).abs(), torch.zeros((), device=mask.device))
-    return deviations.max() if deviations.numel() else deviations.new_zeros(())
 
 
 def _compare(check: RolloutCheck | None, experience, log_probs: T, version: int | None) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -227,3 +228,42 @@ def test_result_that_cannot_leave_the_process_is_an_error_and_the_process_lives(
 @pytest.mark.parametrize("value", [*METRICS, ([1.0, Failed("no answer")], METRICS[0]), [METRICS[1], (1.0,)]])
 def test_metrics_of_any_name_leave_the_process_as_they_are_beside_tuples_and_failed_samples(value):
     assert from_json(json.loads(json.dumps(to_json(value)))) == value
+
+
+LATE = """
+import os, time
+
+def wait():
+    open({begun!r}, "w").close()
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.02)
+{rest}
+"""
+RUN = """
+import json, os, socket, sys, threading, time
+from lightrft_visual.runtime.usercode.sandbox import Worker, started
+
+busy, spec, begun = sys.argv[1:]
+ours, theirs = socket.socketpair()
+environment = "lightrft_visual.rollout.environment_process", json.dumps({"environment": spec}), theirs
+work, arguments = (started, environment) if busy == "environment" else (Worker(spec).call, ({"prompts": ["a"]}, 60))
+threading.Thread(target=work, args=arguments, daemon=True).start()
+while not os.path.exists(begun):
+    time.sleep(0.02)
+os._exit(9)
+"""
+ENDED = {
+    "call": "def score(prompts):\n    wait()\n    return [1.0]",
+    "loading": "wait()",
+    "environment": "wait()\nscore = int",
+}
+
+
+@pytest.mark.parametrize("busy", ENDED)
+def test_a_process_of_users_code_whose_run_has_ended_ends_without_a_word(tmp_path, busy):
+    begun, path = tmp_path / "begun", tmp_path / "mine.py"
+    path.write_text(LATE.format(begun=str(begun), rest=ENDED[busy]))
+    command = [sys.executable, "-c", RUN, busy, f"{path}:score", str(begun)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (9, "", "")  # read until its child has ended too
