@@ -248,13 +248,20 @@ def finite_or_zero(value: float | None) -> float:
 
 FEWEST = 3  # runs of one kind that are taken together without being asked to
 SEEDS = ("train.seed", "output.eval_seed", "distributed.local_rank")
+EVALUATED = ("output.eval_samples_per_prompt", "output.eval_ema", "output.eval_seed")  # they decide what is measured
+
+
+def compared_settings(run: RunData) -> dict[str, Any]:
+    """Settings by their whole names, of outputs those of evaluations alone."""
+    flat = flat_config(run.config)
+    return {name: value for name, value in flat.items() if not name.startswith("output.") or name in EVALUATED}
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[list[RunData]]:
-    """Runs by their settings, seeds and what is said of outputs left out. A run without a configuration is alone."""
+    """Runs by their compared settings without seeds. A run without a configuration is alone."""
     found: dict[Any, list[RunData]] = {}
     for index, run in enumerate(runs):
-        flat = {k: v for k, v in flat_config(run.config).items() if k not in SEEDS and not k.startswith("output.")}
+        flat = {name: value for name, value in compared_settings(run).items() if name not in SEEDS}
         found.setdefault(json.dumps(flat, sort_keys=True, default=str) if run.config else index, []).append(run)
     return list(found.values())
 

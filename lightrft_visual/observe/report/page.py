@@ -29,8 +29,8 @@ from .data import (
     QUICK_DUMPER,
     RunData,
     Thumbnails,
+    compared_settings,
     deviation_of,
-    flat_config,
     load_run,
     phase_times,
     taken_together,
@@ -146,8 +146,7 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]; where
-    results are written aside."""
+    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]."""
     entries = []
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
@@ -158,8 +157,8 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
         entries.append({"name": run.name, "color": color_of(index), "values": values})
-    flats = [flat_config(run.config) for run in runs]
-    names = dict.fromkeys(name for flat in flats for name in flat if not name.startswith("output."))
+    flats = [compared_settings(run) for run in runs]
+    names = dict.fromkeys(name for flat in flats for name in flat)
     settings = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
     return {"rows": entries, "differences": [each for each in settings if len(set(each[1:])) > 1]}
 

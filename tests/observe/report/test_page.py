@@ -18,7 +18,7 @@ from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
-from lightrft_visual.observe.report.page import MAX_BYTES, duration, printable, script, write_report
+from lightrft_visual.observe.report.page import MAX_BYTES, comparison_section, duration, printable, script, write_report
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -321,10 +321,29 @@ def test_two_seeds_are_compared_unless_asked_for_as_one(tmp_path):
 def test_groups_of_other_settings_stay_apart(tmp_path):
     folders = seeds(tmp_path, 4)
     for folder in folders[2:]:
-        config = folder / "config.resolved.yaml"
-        config.write_text(config.read_text() + "algorithm:\n  eps_clip: 0.3\n")
+        add_settings(folder, "algorithm:\n  eps_clip: 0.3\n")
     first, second = taken_together([load_run(folder) for folder in folders], True)
     assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]
+
+
+def add_settings(folder, text):
+    config = folder / "config.resolved.yaml"
+    config.write_text(config.read_text() + text)
+
+
+def test_settings_of_evaluations_are_compared_and_keep_runs_apart(tmp_path):
+    folders = seeds(tmp_path)
+    for folder, ema, drawn in zip(folders, ("true", "false", "true"), (4, 4, 1)):
+        more = f"output_dir: {folder}, eval_ema: {ema}, eval_samples_per_prompt: {drawn}, eval_seed: {drawn}"
+        add_settings(folder, f"output: {{{more}}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert taken_together(runs, True) == runs
+    assert comparison_section(runs)["differences"] == [
+        ["train.seed", "1", "2", "3"],
+        ["output.eval_ema", "True", "False", "True"],
+        ["output.eval_samples_per_prompt", "4", "4", "1"],
+        ["output.eval_seed", "4", "4", "1"],
+    ]
 
 
 def test_folders_that_are_no_run_and_a_page_that_cannot_be_written_are_named(tmp_path):
