@@ -258,11 +258,12 @@ def compared_settings(run: RunData) -> dict[str, Any]:
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[list[RunData]]:
-    """Runs by their compared settings without seeds. A run without a configuration is alone."""
+    """Runs by their compared settings without seeds. One that has no configuration, or no step yet, is alone."""
     found: dict[Any, list[RunData]] = {}
     for index, run in enumerate(runs):
         flat = {name: value for name, value in compared_settings(run).items() if name not in SEEDS}
-        found.setdefault(json.dumps(flat, sort_keys=True, default=str) if run.config else index, []).append(run)
+        known = run.config and run.last_step is not None
+        found.setdefault(json.dumps(flat, sort_keys=True, default=str) if known else index, []).append(run)
     return list(found.values())
 
 
@@ -280,9 +281,9 @@ def taken_together(runs: Sequence[RunData], wanted: bool | None) -> list[RunData
 
 
 def as_one(group: Sequence[RunData]) -> RunData:
-    """Means over the runs of a group, at the steps that all of them have, with their bands."""
+    """Means over the runs of a group, at each step those that have it, with their bands."""
     shared = os.path.commonprefix([run.name for run in group]).rstrip("0123456789").rstrip("-_./ ")
-    one = RunData(group[0].folder, f"{shared or group[0].name} ({len(group)} seeds)", {}, {}, {}, group[0].config)
+    one = RunData(group[0].folder, shared or group[0].name, {}, {}, {}, group[0].config)
     for kind in ("metrics", "evaluation"):
         bands: dict[str, Band] = {}
         for name in dict.fromkeys(name for run in group for name in getattr(run, kind)):
@@ -291,17 +292,19 @@ def as_one(group: Sequence[RunData]) -> RunData:
                 getattr(one, kind)[name] = [(step, mean) for step, mean, _ in found]
                 bands[name] = [(step, mean - std, mean + std) for step, mean, std in found]
         one.bands[kind] = bands
+    there = sum((run.last_step or 0) >= (one.last_step or 0) for run in group)
+    one.name += f" ({len(group)} seeds{f', {there} at the last step' if there < len(group) else ''})"
     return one
 
 
 def _mean_and_band(tables: Sequence[dict[float, float]]) -> list[tuple[float, float, float]]:
-    """(step, mean, standard deviation over runs) of the steps at which every run has a number."""
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    columns = [(step, [table[step] for table in tables]) for step in steps]
+    """(step, mean, standard deviation) over the runs that have the step, where there are two and all are numbers."""
+    steps = sorted(set().union(*tables))
+    columns = [(step, [table[step] for table in tables if step in table]) for step in steps]
     return [
         (step, statistics.fmean(values), statistics.stdev(values))
         for step, values in columns
-        if all(map(math.isfinite, values))
+        if len(values) > 1 and all(map(math.isfinite, values))
     ]
 
 

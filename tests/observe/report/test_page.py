@@ -293,7 +293,7 @@ def seeds(tmp_path, count=3):
     return [tmp_path / f"plain_seed{seed}" for seed in range(1, count + 1)]
 
 
-def test_three_seeds_are_one_line_with_mean_and_deviation_where_all_have_the_step(tmp_path):
+def test_three_seeds_are_one_line_with_mean_and_deviation(tmp_path):
     folders = seeds(tmp_path)
     runs = [load_run(folder) for folder in folders]
     (one,) = taken_together(runs, None)
@@ -308,9 +308,26 @@ def test_three_seeds_are_one_line_with_mean_and_deviation_where_all_have_the_ste
     assert len(line["band"]["x"]) == 20 and panel.chart["y"][0] <= min(line["band"]["low"])
     text = write_report(folders, tmp_path / "seeds.html").read_text()
     assert "plain_seed (3 seeds)" in text and "1.000 ± 0.000" in text
-    make_run(tmp_path / "plain_seed1", steps=10, seed=1)
-    (one,) = taken_together([load_run(folder) for folder in folders], None)
-    assert max(step for step, _ in one.metrics["loss"]) == 10
+
+
+def test_a_shorter_seed_takes_nothing_from_the_longer_ones_and_the_name_says_so(tmp_path):
+    folders = seeds(tmp_path, 4)
+    make_run(folders[0], steps=3, seed=1)
+    make_run(folders[1], steps=30, seed=2)
+    runs = [load_run(folder) for folder in folders]
+    (one,) = taken_together(runs, None)
+    assert one.name == "plain_seed (4 seeds, 3 at the last step)" and one.last_step == 20
+    losses = [dict(run.metrics["loss"]) for run in runs]
+    assert dict(one.metrics["loss"])[3] == pytest.approx(statistics.fmean(loss[3] for loss in losses))
+    assert dict(one.metrics["loss"])[20] == pytest.approx(statistics.fmean(loss[20] for loss in losses[1:]))
+
+
+def test_a_seed_that_has_only_begun_stays_apart(tmp_path):
+    *_, begun = folders = seeds(tmp_path, 4)
+    for name in ("metrics.csv", "eval_metrics.csv"):
+        (begun / name).unlink()
+    one, alone = taken_together([load_run(folder) for folder in folders], None)
+    assert one.name == "plain_seed (3 seeds)" and one.last_step == 20 and alone.folder == begun
 
 
 def test_two_seeds_are_compared_unless_asked_for_as_one(tmp_path):
