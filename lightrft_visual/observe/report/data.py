@@ -272,18 +272,21 @@ def taken_together(runs: Sequence[RunData], wanted: bool | None) -> list[RunData
 
     Args:
         runs: in their order.
-        wanted: whether to; None: where a group has `FEWEST` runs.
+        wanted: whether to, from two runs on; None: groups of at least `FEWEST` runs.
     """
-    groups = seed_groups(runs)
-    if wanted is False or (wanted is None and max(map(len, groups)) < FEWEST):
+    groups, fewest = seed_groups(runs), 2 if wanted else FEWEST
+    if wanted is False or max(map(len, groups)) < fewest:
         return list(runs)
-    return [as_one(group) if len(group) > 1 else group[0] for group in groups]
+    return [run for group in groups for run in ([as_one(group)] if len(group) >= fewest else group)]
 
 
 def as_one(group: Sequence[RunData]) -> RunData:
-    """Means over the runs of a group, at each step those that have it, with their bands."""
+    """Means over the runs of a group, at each step those that have it, with their bands; settings tell all seeds."""
     shared = os.path.commonprefix([run.name for run in group]).rstrip("0123456789").rstrip("-_./ ")
-    one = RunData(group[0].folder, shared or group[0].name, {}, {}, {}, group[0].config)
+    settings = [compared_settings(run) for run in group]
+    told = {name: {str(each.get(name)) for each in settings} for name in SEEDS if name in settings[0]}
+    listed = {name: ", ".join(sorted(seeds, key=lambda seed: (len(seed), seed))) for name, seeds in told.items()}
+    one = RunData(group[0].folder, shared or group[0].name, {}, {}, {}, settings[0] | listed)
     for kind in ("metrics", "evaluation"):
         bands: dict[str, Band] = {}
         for name in dict.fromkeys(name for run in group for name in getattr(run, kind)):

@@ -348,6 +348,21 @@ def add_settings(folder, text):
     config.write_text(config.read_text() + text)
 
 
+def test_two_seeds_beside_a_group_of_three_stay_apart_unless_asked_for(tmp_path):
+    folders = seeds(tmp_path, 5)
+    for folder in folders[3:]:
+        add_settings(folder, "algorithm:\n  eps_clip: 0.3\n")
+    runs = [load_run(folder) for folder in folders]
+    first, *others = taken_together(runs, None)
+    assert first.name == "plain_seed (3 seeds)" and others == runs[3:]
+    first, second = taken_together(runs, True)
+    assert second.name == "plain_seed (2 seeds)"
+    assert comparison_section([first, second])["differences"] == [
+        ["train.seed", "1, 2, 3", "4, 5"],
+        ["algorithm.eps_clip", "–", "0.3"],
+    ]
+
+
 def test_settings_of_evaluations_are_compared_and_keep_runs_apart(tmp_path):
     folders = seeds(tmp_path)
     for folder, ema, drawn in zip(folders, ("true", "false", "true"), (4, 4, 1)):
