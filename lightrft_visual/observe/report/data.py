@@ -249,12 +249,19 @@ def finite_or_zero(value: float | None) -> float:
 FEWEST = 3  # runs of one kind that are taken together without being asked to
 SEEDS = ("train.seed", "output.eval_seed", "distributed.local_rank")
 EVALUATED = ("output.eval_samples_per_prompt", "output.eval_ema", "output.eval_seed")  # they decide what is measured
+COPY = re.compile(r"(?<=/given/)([0-9a-f]{32})-[^/]+")  # of a loaded model: its weights, then host and process
+NUMBERED = re.compile(r"^(python:\w+?)_\d+$")  # data that a program gave anew
 
 
 def compared_settings(run: RunData) -> dict[str, Any]:
-    """Settings by their whole names, of outputs those of evaluations alone."""
+    """Settings by their whole names, of outputs those of evaluations alone; objects of a program by what is the same in
+    another process."""
     flat = flat_config(run.config)
-    return {name: value for name, value in flat.items() if not name.startswith("output.") or name in EVALUATED}
+    found = {name: value for name, value in flat.items() if not name.startswith("output.") or name in EVALUATED}
+    for name, value in found.items():
+        if isinstance(value, str):
+            found[name] = (NUMBERED if name.startswith("data.") else COPY).sub(r"\1", value)
+    return found
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[list[RunData]]:

@@ -363,6 +363,26 @@ def test_two_seeds_beside_a_group_of_three_stay_apart_unless_asked_for(tmp_path)
     ]
 
 
+def test_seeds_of_one_loaded_model_and_data_are_one_whichever_process_they_ran_in(tmp_path):
+    """A copy of the model is named by its weights, then by host and process; data that is given again gets a number."""
+    folders = seeds(tmp_path)
+    for folder, process, number in zip(folders, (16748, 18935, 20001), ("", "_2", "_4")):
+        path = f"/cache/given/{'0a' * 16}-vm-1.local-{process}"
+        add_settings(folder, f"model: {{pretrain: {path}}}\ndata: {{eval_data: 'python:eval_dataset{number}'}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert [row[0] for row in comparison_section(runs)["differences"]] == ["train.seed"]
+    assert len(taken_together(runs, None)) == 1
+
+
+def test_other_weights_and_other_rewards_of_a_program_keep_runs_apart(tmp_path):
+    folders = seeds(tmp_path)
+    for folder, digest, reward in zip(folders, ("0a", "0b", "0a"), ("close_1", "close_1", "close_2")):
+        path = f"/cache/given/{digest * 16}-vm-7"
+        add_settings(folder, f"model: {{pretrain: {path}}}\nrewards: {{reward_fn: 'python:{reward}'}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert taken_together(runs, True) == runs
+
+
 def test_settings_of_evaluations_are_compared_and_keep_runs_apart(tmp_path):
     folders = seeds(tmp_path)
     for folder, ema, drawn in zip(folders, ("true", "false", "true"), (4, 4, 1)):
