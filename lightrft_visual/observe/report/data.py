@@ -125,7 +125,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in MADE)
 
 
-def load_run(folder: str | Path, name: str | None = None) -> RunData:
+def load_run(folder: str | Path) -> RunData:
     """Read a run's folder. DataError when there is no such folder, or none of a run's files in it."""
     folder = Path(folder)
     if not is_run(folder):
@@ -136,13 +136,14 @@ def load_run(folder: str | Path, name: str | None = None) -> RunData:
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
     sheets = [(epoch, path / SHEET) for epoch, path in numbered(list(folder.glob("eval_epoch_*")), SHEET_FOLDER)]
     environment = read_object(folder / "env.json") if is_readable(folder / "env.json") else {}
+    config = read_config(folder)
     return RunData(
         folder,
-        name or folder.resolve().name,
+        str(flat_config(config).get("output.run_name") or folder.resolve().name),
         read_columns(folder / "metrics.csv"),
         read_columns(folder / "eval_metrics.csv"),
         environment,
-        read_config(folder),
+        config,
         evaluated,
         trained,
         [(epoch, path) for epoch, path in sheets if path.exists()],

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import shlex
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,11 +265,11 @@ def _build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -
     )
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many parents as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+def distinct_names(runs: Sequence[RunData]) -> list[str]:
+    """The runs' own names; of those that have the same their folders', with as many parents as tell all apart."""
+    parts, count = [run.folder.resolve().parts for run in runs], Counter(run.name for run in runs)
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
+        names = ["/".join(part[-depth:]) if count[run.name] > 1 else run.name for run, part in zip(runs, parts)]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({index})" for index, name in enumerate(names, start=1)]
@@ -291,7 +291,9 @@ def write_report(
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise DataError("a report needs the folder of at least one run")
-    runs = [load_run(folder, name) for folder, name in zip(paths, distinct_names(paths))]
+    runs = [load_run(folder) for folder in paths]
+    for run, name in zip(runs, distinct_names(runs)):
+        run.name = name
     runs = taken_together(runs, by_seed)
     title = title or " vs ".join(run.name for run in runs)
     lines = sum(len(run.metrics) + len(run.evaluation) for run in runs)

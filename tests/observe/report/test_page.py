@@ -18,7 +18,15 @@ from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
-from lightrft_visual.observe.report.page import MAX_BYTES, comparison_section, duration, printable, script, write_report
+from lightrft_visual.observe.report.page import (
+    MAX_BYTES,
+    comparison_section,
+    distinct_names,
+    duration,
+    printable,
+    script,
+    write_report,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -381,6 +389,18 @@ def test_other_weights_and_other_rewards_of_a_program_keep_runs_apart(tmp_path):
         add_settings(folder, f"model: {{pretrain: {path}}}\nrewards: {{reward_fn: 'python:{reward}'}}\n")
     runs = [load_run(folder) for folder in folders]
     assert taken_together(runs, True) == runs
+
+
+def test_a_run_is_named_by_run_name_and_by_its_folder_where_two_have_the_same(tmp_path):
+    folders = seeds(tmp_path)
+    add_settings(folders[0], "output: {run_name: far <b>out</b>}\n")
+    text = write_report(folders[:1], tmp_path / "one.html").read_text()
+    assert "<h1>far &lt;b&gt;out&lt;/b&gt;</h1>" in text
+    for folder in folders[1:]:
+        add_settings(folder, "output: {run_name: 17}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert [run.name for run in runs] == ["far <b>out</b>", "17", "17"]
+    assert distinct_names(runs) == ["far <b>out</b>", "plain_seed2", "plain_seed3"]
 
 
 def test_settings_of_evaluations_are_compared_and_keep_runs_apart(tmp_path):
