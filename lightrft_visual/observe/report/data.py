@@ -125,7 +125,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in MADE)
 
 
-def load_run(folder: str | Path, name: str | None = None) -> RunData:
+def load_run(folder: str | Path) -> RunData:
     """Read a run's folder. DataError when there is no such folder, or none of a run's files in it."""
     folder = Path(folder)
     if not is_run(folder):
@@ -136,13 +136,14 @@ def load_run(folder: str | Path, name: str | None = None) -> RunData:
     trained = [(step, path) for step, path in numbered(rollouts, STEP_FILE) if path.name.startswith("step_")]
     sheets = [(epoch, path / SHEET) for epoch, path in numbered(list(folder.glob("eval_epoch_*")), SHEET_FOLDER)]
     environment = read_object(folder / "env.json") if is_readable(folder / "env.json") else {}
+    config = read_config(folder)
     return RunData(
         folder,
-        name or folder.resolve().name,
+        str(flat_config(config).get("output.run_name") or folder.resolve().name),
         read_columns(folder / "metrics.csv"),
         read_columns(folder / "eval_metrics.csv"),
         environment,
-        read_config(folder),
+        config,
         evaluated,
         trained,
         [(epoch, path) for epoch, path in sheets if path.exists()],
@@ -248,14 +249,29 @@ def finite_or_zero(value: float | None) -> float:
 
 FEWEST = 3  # runs of one kind that are taken together without being asked to
 SEEDS = ("train.seed", "output.eval_seed", "distributed.local_rank")
+EVALUATED = ("output.eval_samples_per_prompt", "output.eval_ema", "output.eval_seed")  # they decide what is measured
+COPY = re.compile(r"(?<=/given/)([0-9a-f]{32})-[^/]+")  # of a loaded model: its weights, then host and process
+NUMBERED = re.compile(r"^(python:\w+?)_\d+$")  # data that a program gave anew
+
+
+def compared_settings(run: RunData) -> dict[str, Any]:
+    """Settings by their whole names, of outputs those of evaluations alone; objects of a program by what is the same in
+    another process."""
+    flat = flat_config(run.config)
+    found = {name: value for name, value in flat.items() if not name.startswith("output.") or name in EVALUATED}
+    for name, value in found.items():
+        if isinstance(value, str):
+            found[name] = (NUMBERED if name.startswith("data.") else COPY).sub(r"\1", value)
+    return found
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[list[RunData]]:
-    """Runs by their settings, seeds and what is said of outputs left out. A run without a configuration is alone."""
+    """Runs by their compared settings without seeds. One that has no configuration, or no step yet, is alone."""
     found: dict[Any, list[RunData]] = {}
     for index, run in enumerate(runs):
-        flat = {k: v for k, v in flat_config(run.config).items() if k not in SEEDS and not k.startswith("output.")}
-        found.setdefault(json.dumps(flat, sort_keys=True, default=str) if run.config else index, []).append(run)
+        flat = {name: value for name, value in compared_settings(run).items() if name not in SEEDS}
+        known = run.config and run.last_step is not None
+        found.setdefault(json.dumps(flat, sort_keys=True, default=str) if known else index, []).append(run)
     return list(found.values())
 
 
@@ -264,18 +280,21 @@ def taken_together(runs: Sequence[RunData], wanted: bool | None) -> list[RunData
 
     Args:
         runs: in their order.
-        wanted: whether to; None: where a group has `FEWEST` runs.
+        wanted: whether to, from two runs on; None: groups of at least `FEWEST` runs.
     """
-    groups = seed_groups(runs)
-    if wanted is False or (wanted is None and max(map(len, groups)) < FEWEST):
+    groups, fewest = seed_groups(runs), 2 if wanted else FEWEST
+    if wanted is False or max(map(len, groups)) < fewest:
         return list(runs)
-    return [as_one(group) if len(group) > 1 else group[0] for group in groups]
+    return [run for group in groups for run in ([as_one(group)] if len(group) >= fewest else group)]
 
 
 def as_one(group: Sequence[RunData]) -> RunData:
-    """Means over the runs of a group, at the steps that all of them have, with their bands."""
+    """Means over the runs of a group, at each step those that have it, with their bands; settings tell all seeds."""
     shared = os.path.commonprefix([run.name for run in group]).rstrip("0123456789").rstrip("-_./ ")
-    one = RunData(group[0].folder, f"{shared or group[0].name} ({len(group)} seeds)", {}, {}, {}, group[0].config)
+    settings = [compared_settings(run) for run in group]
+    told = {name: {str(each.get(name)) for each in settings} for name in SEEDS if name in settings[0]}
+    listed = {name: ", ".join(sorted(seeds, key=lambda seed: (len(seed), seed))) for name, seeds in told.items()}
+    one = RunData(group[0].folder, shared or group[0].name, {}, {}, {}, settings[0] | listed)
     for kind in ("metrics", "evaluation"):
         bands: dict[str, Band] = {}
         for name in dict.fromkeys(name for run in group for name in getattr(run, kind)):
@@ -284,17 +303,19 @@ def as_one(group: Sequence[RunData]) -> RunData:
                 getattr(one, kind)[name] = [(step, mean) for step, mean, _ in found]
                 bands[name] = [(step, mean - std, mean + std) for step, mean, std in found]
         one.bands[kind] = bands
+    there = sum((run.last_step or 0) >= (one.last_step or 0) for run in group)
+    one.name += f" ({len(group)} seeds{f', {there} at the last step' if there < len(group) else ''})"
     return one
 
 
 def _mean_and_band(tables: Sequence[dict[float, float]]) -> list[tuple[float, float, float]]:
-    """(step, mean, standard deviation over runs) of the steps at which every run has a number."""
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    columns = [(step, [table[step] for table in tables]) for step in steps]
+    """(step, mean, standard deviation) over the runs that have the step, where there are two and all are numbers."""
+    steps = sorted(set().union(*tables))
+    columns = [(step, [table[step] for table in tables if step in table]) for step in steps]
     return [
         (step, statistics.fmean(values), statistics.stdev(values))
         for step, values in columns
-        if all(map(math.isfinite, values))
+        if len(values) > 1 and all(map(math.isfinite, values))
     ]
 
 

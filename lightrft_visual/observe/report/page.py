@@ -10,7 +10,7 @@ import hashlib
 import logging
 import shlex
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from .data import (
     QUICK_DUMPER,
     RunData,
     Thumbnails,
+    compared_settings,
     deviation_of,
-    flat_config,
     load_run,
     phase_times,
     taken_together,
@@ -146,8 +146,7 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]; where
-    results are written aside."""
+    """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]."""
     entries = []
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
@@ -158,8 +157,8 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
         values.append(duration(statistics.median(times.steps)) if times else "–")
         entries.append({"name": run.name, "color": color_of(index), "values": values})
-    flats = [flat_config(run.config) for run in runs]
-    names = dict.fromkeys(name for flat in flats for name in flat if not name.startswith("output."))
+    flats = [compared_settings(run) for run in runs]
+    names = dict.fromkeys(name for flat in flats for name in flat)
     settings = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
     return {"rows": entries, "differences": [each for each in settings if len(set(each[1:])) > 1]}
 
@@ -266,11 +265,11 @@ def _build(runs: Sequence[RunData], title: str, image_bytes: int, points: int) -
     )
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many parents as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+def distinct_names(runs: Sequence[RunData]) -> list[str]:
+    """The runs' own names; of those that have the same their folders', with as many parents as tell all apart."""
+    parts, count = [run.folder.resolve().parts for run in runs], Counter(run.name for run in runs)
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
+        names = ["/".join(part[-depth:]) if count[run.name] > 1 else run.name for run, part in zip(runs, parts)]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({index})" for index, name in enumerate(names, start=1)]
@@ -292,7 +291,9 @@ def write_report(
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise DataError("a report needs the folder of at least one run")
-    runs = [load_run(folder, name) for folder, name in zip(paths, distinct_names(paths))]
+    runs = [load_run(folder) for folder in paths]
+    for run, name in zip(runs, distinct_names(runs)):
+        run.name = name
     runs = taken_together(runs, by_seed)
     title = title or " vs ".join(run.name for run in runs)
     lines = sum(len(run.metrics) + len(run.evaluation) for run in runs)

@@ -18,7 +18,15 @@ from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
 from lightrft_visual.observe.report.data import load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
-from lightrft_visual.observe.report.page import MAX_BYTES, duration, printable, script, write_report
+from lightrft_visual.observe.report.page import (
+    MAX_BYTES,
+    comparison_section,
+    distinct_names,
+    duration,
+    printable,
+    script,
+    write_report,
+)
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -293,7 +301,7 @@ def seeds(tmp_path, count=3):
     return [tmp_path / f"plain_seed{seed}" for seed in range(1, count + 1)]
 
 
-def test_three_seeds_are_one_line_with_mean_and_deviation_where_all_have_the_step(tmp_path):
+def test_three_seeds_are_one_line_with_mean_and_deviation(tmp_path):
     folders = seeds(tmp_path)
     runs = [load_run(folder) for folder in folders]
     (one,) = taken_together(runs, None)
@@ -308,9 +316,26 @@ def test_three_seeds_are_one_line_with_mean_and_deviation_where_all_have_the_ste
     assert len(line["band"]["x"]) == 20 and panel.chart["y"][0] <= min(line["band"]["low"])
     text = write_report(folders, tmp_path / "seeds.html").read_text()
     assert "plain_seed (3 seeds)" in text and "1.000 ± 0.000" in text
-    make_run(tmp_path / "plain_seed1", steps=10, seed=1)
-    (one,) = taken_together([load_run(folder) for folder in folders], None)
-    assert max(step for step, _ in one.metrics["loss"]) == 10
+
+
+def test_a_shorter_seed_takes_nothing_from_the_longer_ones_and_the_name_says_so(tmp_path):
+    folders = seeds(tmp_path, 4)
+    make_run(folders[0], steps=3, seed=1)
+    make_run(folders[1], steps=30, seed=2)
+    runs = [load_run(folder) for folder in folders]
+    (one,) = taken_together(runs, None)
+    assert one.name == "plain_seed (4 seeds, 3 at the last step)" and one.last_step == 20
+    losses = [dict(run.metrics["loss"]) for run in runs]
+    assert dict(one.metrics["loss"])[3] == pytest.approx(statistics.fmean(loss[3] for loss in losses))
+    assert dict(one.metrics["loss"])[20] == pytest.approx(statistics.fmean(loss[20] for loss in losses[1:]))
+
+
+def test_a_seed_that_has_only_begun_stays_apart(tmp_path):
+    *_, begun = folders = seeds(tmp_path, 4)
+    for name in ("metrics.csv", "eval_metrics.csv"):
+        (begun / name).unlink()
+    one, alone = taken_together([load_run(folder) for folder in folders], None)
+    assert one.name == "plain_seed (3 seeds)" and one.last_step == 20 and alone.folder == begun
 
 
 def test_two_seeds_are_compared_unless_asked_for_as_one(tmp_path):
@@ -321,10 +346,76 @@ def test_two_seeds_are_compared_unless_asked_for_as_one(tmp_path):
 def test_groups_of_other_settings_stay_apart(tmp_path):
     folders = seeds(tmp_path, 4)
     for folder in folders[2:]:
-        config = folder / "config.resolved.yaml"
-        config.write_text(config.read_text() + "algorithm:\n  eps_clip: 0.3\n")
+        add_settings(folder, "algorithm:\n  eps_clip: 0.3\n")
     first, second = taken_together([load_run(folder) for folder in folders], True)
     assert first.config != second.config and [bool(each.bands) for each in (first, second)] == [True, True]
+
+
+def add_settings(folder, text):
+    config = folder / "config.resolved.yaml"
+    config.write_text(config.read_text() + text)
+
+
+def test_two_seeds_beside_a_group_of_three_stay_apart_unless_asked_for(tmp_path):
+    folders = seeds(tmp_path, 5)
+    for folder in folders[3:]:
+        add_settings(folder, "algorithm:\n  eps_clip: 0.3\n")
+    runs = [load_run(folder) for folder in folders]
+    first, *others = taken_together(runs, None)
+    assert first.name == "plain_seed (3 seeds)" and others == runs[3:]
+    first, second = taken_together(runs, True)
+    assert second.name == "plain_seed (2 seeds)"
+    assert comparison_section([first, second])["differences"] == [
+        ["train.seed", "1, 2, 3", "4, 5"],
+        ["algorithm.eps_clip", "–", "0.3"],
+    ]
+
+
+def test_seeds_of_one_loaded_model_and_data_are_one_whichever_process_they_ran_in(tmp_path):
+    """A copy of the model is named by its weights, then by host and process; data that is given again gets a number."""
+    folders = seeds(tmp_path)
+    for folder, process, number in zip(folders, (16748, 18935, 20001), ("", "_2", "_4")):
+        path = f"/cache/given/{'0a' * 16}-vm-1.local-{process}"
+        add_settings(folder, f"model: {{pretrain: {path}}}\ndata: {{eval_data: 'python:eval_dataset{number}'}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert [row[0] for row in comparison_section(runs)["differences"]] == ["train.seed"]
+    assert len(taken_together(runs, None)) == 1
+
+
+def test_other_weights_and_other_rewards_of_a_program_keep_runs_apart(tmp_path):
+    folders = seeds(tmp_path)
+    for folder, digest, reward in zip(folders, ("0a", "0b", "0a"), ("close_1", "close_1", "close_2")):
+        path = f"/cache/given/{digest * 16}-vm-7"
+        add_settings(folder, f"model: {{pretrain: {path}}}\nrewards: {{reward_fn: 'python:{reward}'}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert taken_together(runs, True) == runs
+
+
+def test_a_run_is_named_by_run_name_and_by_its_folder_where_two_have_the_same(tmp_path):
+    folders = seeds(tmp_path)
+    add_settings(folders[0], "output: {run_name: far <b>out</b>}\n")
+    text = write_report(folders[:1], tmp_path / "one.html").read_text()
+    assert "<h1>far &lt;b&gt;out&lt;/b&gt;</h1>" in text
+    for folder in folders[1:]:
+        add_settings(folder, "output: {run_name: 17}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert [run.name for run in runs] == ["far <b>out</b>", "17", "17"]
+    assert distinct_names(runs) == ["far <b>out</b>", "plain_seed2", "plain_seed3"]
+
+
+def test_settings_of_evaluations_are_compared_and_keep_runs_apart(tmp_path):
+    folders = seeds(tmp_path)
+    for folder, ema, drawn in zip(folders, ("true", "false", "true"), (4, 4, 1)):
+        more = f"output_dir: {folder}, eval_ema: {ema}, eval_samples_per_prompt: {drawn}, eval_seed: {drawn}"
+        add_settings(folder, f"output: {{{more}}}\n")
+    runs = [load_run(folder) for folder in folders]
+    assert taken_together(runs, True) == runs
+    assert comparison_section(runs)["differences"] == [
+        ["train.seed", "1", "2", "3"],
+        ["output.eval_ema", "True", "False", "True"],
+        ["output.eval_samples_per_prompt", "4", "4", "1"],
+        ["output.eval_seed", "4", "4", "1"],
+    ]
 
 
 def test_folders_that_are_no_run_and_a_page_that_cannot_be_written_are_named(tmp_path):
