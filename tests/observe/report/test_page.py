@@ -151,6 +151,18 @@ def test_the_highest_evaluation_is_that_of_the_finite_ones_where_there_are_any(t
     assert shown in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
+def test_a_falling_loss_is_a_gain_and_its_lowest_value_the_best(tmp_path):
+    for name in ("a", "b"):
+        run = RunRecorder(tmp_path / name)
+        for step, loss in enumerate((6.0, 3.5, 4.0)):
+            run.log_eval(step, {"eval_loss": loss, "eval_drift": step, "eval_diversity": step, "eval_reward_x": step})
+    text = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
+    assert '<td class="n up">-2</td>' in text and "lowest 3.5 at step 1" in text and "evaluation loss" in text
+    assert [text.count(f'<td class="n{color}">+2</td>') for color in (" down", "", " up")] == [1, 1, 1]
+    text = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html").read_text()
+    assert text.count("6.000 → 4.000") == 2 and ">greedy</th>" not in text
+
+
 def test_images_outside_the_run_are_not_read(tmp_path):
     scene(1).save(tmp_path / "outside.png")
     rollouts = tmp_path / "run" / "rollouts"
