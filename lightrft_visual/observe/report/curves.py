@@ -165,13 +165,13 @@ ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
 MAX_REWARDS = 12
 MAX_OTHER = 80
 KINDS_A_PANEL = 8
-SHARED = re.compile("^eval_(?:reward_(?:greedy_)?)?")  # what names of evaluation columns begin with
+SHARED = re.compile("^eval_reward_(?:greedy_)?")  # what names of labels' columns begin with
 RESPONSES = {"answer": "answers", "drawing": "drawn images"}  # of a model that gives both
 
 
 @dataclass
 class Panel:
-    """A chart with its title, the last value where there is one line, and a legend where there are several."""
+    """A chart with its title, the last value where there is one line, and a legend unless the title names the line."""
 
     title: str
     chart: Chart
@@ -184,9 +184,9 @@ def _panel(title: str, series: Sequence[Series], limit: int, stacked: bool = Fal
     chart = area_chart(series) if stacked else line_chart(series, limit)
     if chart is None:
         return None
-    alone = len(series) == 1
-    note = number(series[0].points[-1][1]) if alone and not stacked else ""
-    return Panel(title, chart, note, [] if alone else [(item.name, item.color) for item in series])
+    note = number(series[0].points[-1][1]) if len(series) == 1 and not stacked else ""
+    named = [(item.name, item.color) for item in series]
+    return Panel(title, chart, note, named if [item.name for item in series] != [title] else [])
 
 
 Line = tuple[str, Sequence[Point] | None, dict[str, Any]]  # name, points, how it is drawn
