@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..errors import writable
@@ -122,10 +122,10 @@ class RunConsole:
             self._start_bar()
 
     def _start_bar(self) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[cyan]{task.fields[left]}"))
         text = TextColumn("[bold]{task.description}")
         self._progress = Progress(text, *columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(self.title or "training", total=self.total)
+        self._task = self._progress.add_task(self.title or "training", total=self.total, left="")
         self._progress.start()
 
     def message(self, text: str) -> None:
@@ -137,13 +137,13 @@ class RunConsole:
         """Advance the bar and write the step's line. `step` counts finished steps."""
         if not self.active:
             return
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
         now, left = time.monotonic(), ""
         self._first = self._first or (step, now)  # of this process
         done, since = step - self._first[0], now - self._first[1]
         if self.total and done and step < self.total:  # by the pace so far, evaluations and checkpoints included
             left = f"  {clock(since / done * (self.total - step))} left"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, left=left)
         if step % self.line_every == 0 or step == self.total:
             self.message(f"{self.title} {step_line(step, self.total, metrics)}{left}".lstrip())
 

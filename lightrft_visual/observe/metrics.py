@@ -275,7 +275,7 @@ class CsvSink(Sink):
             return []
         lines: list[list[str]] = []
         with open(self.path, newline="", encoding="utf-8", errors="replace") as file:
-            reader, error = csv.reader(file), None
+            reader, error = csv.reader(line for line in file if line.endswith("\n")), None
             while True:
                 try:
                     lines.append(next(reader))

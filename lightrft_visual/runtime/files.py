@@ -163,9 +163,15 @@ def remove_folder(path: Path) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append in one write, so that a killed process leaves whole lines."""
+    """Append in one write, so that a killed process leaves whole lines; of one that the disk refuses no part stays."""
     with open(path, "ab", buffering=0) as file:
-        file.write(writable(text).encode())
+        start, left = file.tell(), writable(text).encode()
+        try:
+            while left:  # a full disk takes a part, and refuses the next one
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(start)
+            raise
 
 
 def to_json(record: Mapping[str, Any]) -> str:

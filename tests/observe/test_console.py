@@ -3,6 +3,8 @@
 import io
 import sys
 
+from rich.console import Console
+
 from lightrft_visual.config.load import _print_once
 from lightrft_visual.observe.console import RunConsole, clip_text, short, step_line
 
@@ -51,6 +53,21 @@ def test_a_step_says_its_components_speed_and_the_time_left(monkeypatch):
     assert shown[0] == "step 1/10  reward 0.5  format 1  exact 0.25  250 tok/s  2.00s"
     assert shown[1].endswith("2.00s  0:16 left") and shown[2].endswith("2.00s")
     assert shown[3] == "done: 10 steps in 2:10; eval reward 0.395 -> 0.954; model run/checkpoint-final"
+
+
+def test_the_bar_tells_the_time_left_that_the_line_tells_also_of_slow_steps(monkeypatch):
+    stream, clock = io.StringIO(), iter((0.0, 40.0, 80.0, 120.0))
+    stream.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("lightrft_visual.observe.console.time.monotonic", lambda: next(clock))
+    console = RunConsole(83, stream=stream, active=True)
+    for step in (1, 2, 3):
+        console.step(step, {})
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(console._progress.get_renderable())
+    console.close()
+    assert "3/83" in shown.getvalue() and shown.getvalue().rstrip().endswith("53:20 left")
+    assert "step 3/83  53:20 left" in stream.getvalue()
 
 
 def test_the_last_line_of_a_resumed_run_tells_the_steps_that_its_time_is_of():

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import metrics as sinks
 from lightrft_visual.observe.metrics import METRIC_COLUMNS, CsvSink, JsonlSink, TensorBoardSink, WandbSink
+from lightrft_visual.observe.report.data import read_columns
 from lightrft_visual.runtime.files import read_jsonl
 
 
@@ -93,9 +94,10 @@ def test_cutting_back_equals_never_having_gone_on(tmp_path_factory, data):
 
 def test_a_torn_last_row_is_dropped(tmp_path):
     path = tmp_path / "m.csv"
-    path.write_text("step,a\n1,0.5\n2,0.")
+    path.write_text("step,a\n1,0.5\n2,0.1")  # of 0.123
+    assert read_columns(path) == {"a": [(1, 0.5)]}
     CsvSink(path, ("step",)).append(3, {"a": 1.0})
-    assert [row["step"] for row in read(path)] == ["1", "2", "3"]
+    assert [row["step"] for row in read(path)] == ["1", "3"]
     path.write_text("step,a,b\n1,0.5,1\n2,0.")
     assert [row["step"] for row in CsvSink(path, ("step",)).records()] == ["1"]
 

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,18 @@ def test_any_text_can_be_written_and_read_back(tmp_path):
     append_line(path, to_json(record) + "\n")
     write_atomic(tmp_path / "whole.jsonl", to_json(record) + "\n")
     assert read_jsonl(path) == read_jsonl(tmp_path / "whole.jsonl") == [record]
+
+
+def test_of_a_line_that_a_full_disk_takes_in_part_nothing_stays_and_the_error_is_raised(tmp_path):
+    path, limits = tmp_path / "metrics.csv", resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_line(path, "step,a\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_line(path, "1,123.456\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "step,a\n"
 
 
 def test_of_a_file_that_a_full_disk_refuses_no_part_stays_and_the_old_one_does(tmp_path, monkeypatch):

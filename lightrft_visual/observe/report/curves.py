@@ -21,7 +21,7 @@ Chart = dict[str, Any]
 @dataclass
 class Series:
     """A named line. `smooth` draws the raw points faintly under a running mean; `dots` marks each point; band: (step,
-    low, high) around it."""
+    low, high) around it; `marker`: it shows where something was, and has no values to tell."""
 
     name: str
     points: Sequence[Point]
@@ -29,6 +29,7 @@ class Series:
     smooth: bool = False
     dots: bool = False
     band: Sequence[tuple[float, float, float]] | None = None
+    marker: bool = False
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -107,17 +108,19 @@ def step_range(steps: Sequence[float]) -> list[float]:
 
 
 def line_chart(series: Sequence[Series], limit: int = 300) -> Chart | None:
-    """A chart of all series on common axes; None without any finite point. `limit`: points drawn per line."""
+    """A chart of series; None without a finite point. Those of more than `limit` points are drawn at the same steps."""
     drawn = [(item, points) for item in series if (points := finite(item.points))]
     if not drawn:
         return None
+    share = limit // max(1, sum(len(points) > limit for _, points in drawn))
+    kept = {x for _, points in drawn for x, _ in (thin(points, share) if len(points) > limit else points)}
     lines = []
     for item, points in drawn:
         smooth = item.smooth and len(points) > 8
-        line = {"name": item.name, "color": item.color, "dots": item.dots or len(points) == 1}
-        line |= columns(thin(running_mean(points) if smooth else points, limit))
+        line = {"name": item.name, "color": item.color, "dots": item.dots or len(points) == 1, "marker": item.marker}
+        line |= columns([point for point in (running_mean(points) if smooth else points) if point[0] in kept])
         line |= {"band": band_columns(item.band, limit)} if item.band else {}
-        lines.append(line | ({"raw": columns(thin(points, limit))} if smooth else {}))
+        lines.append(line | ({"raw": columns([point for point in points if point[0] in kept])} if smooth else {}))
     everything = [point for _, points in drawn for point in points]
     everything += [(step, y) for item, _ in drawn for step, *ends in item.band or () for y in ends]
     low, high, log = value_axis([y for _, y in everything])
@@ -162,13 +165,13 @@ ALWAYS = ("loss", "kl", "time_step")  # shown even when they never change
 MAX_REWARDS = 12
 MAX_OTHER = 80
 KINDS_A_PANEL = 8
-SHARED = re.compile("^eval_(?:reward_(?:greedy_)?)?")  # what names of evaluation columns begin with
+SHARED = re.compile("^eval_reward_(?:greedy_)?")  # what names of labels' columns begin with
 RESPONSES = {"answer": "answers", "drawing": "drawn images"}  # of a model that gives both
 
 
 @dataclass
 class Panel:
-    """A chart with its title, the last value where there is one line, and a legend where there are several."""
+    """A chart with its title, the last value where there is one line, and a legend unless the title names the line."""
 
     title: str
     chart: Chart
@@ -181,9 +184,9 @@ def _panel(title: str, series: Sequence[Series], limit: int, stacked: bool = Fal
     chart = area_chart(series) if stacked else line_chart(series, limit)
     if chart is None:
         return None
-    alone = len(series) == 1
-    note = number(series[0].points[-1][1]) if alone and not stacked else ""
-    return Panel(title, chart, note, [] if alone else [(item.name, item.color) for item in series])
+    note = number(series[0].points[-1][1]) if len(series) == 1 and not stacked else ""
+    named = [(item.name, item.color) for item in series]
+    return Panel(title, chart, note, named if [item.name for item in series] != [title] else [])
 
 
 Line = tuple[str, Sequence[Point] | None, dict[str, Any]]  # name, points, how it is drawn
@@ -233,7 +236,7 @@ def gold_panel(run: RunData, limit: int) -> Panel | None:
     if diverged:
         values = [y for each in series for _, y in finite(each.points)]
         line = [(diverged[0], min(values)), (diverged[0], max(values))]
-        series.append(Series(f"parted at step {diverged[0]}", line, PALETTE[7]))
+        series.append(Series(f"parted at step {diverged[0]}", line, PALETTE[7], marker=True))
     return _panel("reward against gold", series, limit)
 
 

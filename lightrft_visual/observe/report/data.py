@@ -84,7 +84,7 @@ def read_columns(path: Path) -> dict[str, Points]:
     if not is_readable(path):
         return {}
     with open(path, newline="", encoding="utf-8", errors="replace") as file, left_out(path):
-        lines = csv.reader(file)
+        lines = csv.reader(line for line in file if line.endswith("\n"))
         header = next(lines, [])
         columns |= {name: [] for name in header if name != "step"}
         for cells in lines if header else ():

@@ -43,10 +43,13 @@ logger = logging.getLogger(__name__)
 HEADLINE = (
     ("evaluation", "eval_reward", "evaluation reward"),
     ("evaluation", "eval_reward_greedy", "evaluation, greedy"),
+    ("evaluation", "eval_loss", "evaluation loss"),
     ("metrics", "reward_mean", "training reward"),
 )
 SHOWN, EXAMPLE_LENGTH = 5, 500
-COMPARED = ("eval_reward", "eval_reward_greedy")
+COMPARED = {"eval_reward": "evaluation reward", "eval_reward_greedy": "greedy", "eval_loss": "evaluation loss"}
+HIGHER = ("eval_reward", "eval_gold", "validation/reward/")  # beginnings of what is better where it is higher
+LOWER = ("eval_loss", "eval_drift", "eval_invalid_share", "eval_bad_rows")
 
 
 def duration(seconds: float) -> str:
@@ -80,12 +83,13 @@ def tiles(run: RunData) -> list[tuple[str | None, str, str]]:
 
 
 def evaluation_section(run: RunData) -> list[dict[str, Any]]:
-    """First, last and highest value of each evaluation column."""
+    """First, last and highest value of each column, lowest where that is best; `sign`: of a gain, 0 where unknown."""
     kept = []
     for name, points in run.evaluation.items():
-        highest_step, highest = max(finite(points) or points, key=lambda point: point[1])
-        first, last = points[0][1], points[-1][1]
-        kept.append({"name": name, "first": first, "last": last, "highest": highest, "highest_step": int(highest_step)})
+        sign = -1 if name in LOWER else int(name.startswith(HIGHER))
+        step, value = (min if sign < 0 else max)(finite(points) or points, key=lambda point: point[1])
+        found = {"first": points[0][1], "last": points[-1][1], "extreme": value, "step": int(step)}
+        kept.append({"name": name, "sign": sign, **found})
     return kept
 
 
@@ -147,11 +151,11 @@ def setup_section(run: RunData) -> dict[str, Any] | None:
 
 def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
     """Headline values of runs side by side, and the settings in which they differ, [name, value in each run]."""
-    entries = []
+    entries, columns = [], [name for name in COMPARED if any(name in run.evaluation for run in runs)]
     for index, run in enumerate(runs):
         times = phase_times(run.metrics)
         values = ["–" if run.last_step is None else str(run.last_step)]
-        for name in COMPARED:
+        for name in columns:
             points = run.evaluation.get(name)
             deviation = deviation_of(run, "evaluation", name)
             values.append(f"{points[0][1]:.3f} → {points[-1][1]:.3f}{deviation}" if points else "–")
@@ -160,7 +164,8 @@ def comparison_section(runs: Sequence[RunData]) -> dict[str, Any]:
     flats = [compared_settings(run) for run in runs]
     names = dict.fromkeys(name for flat in flats for name in flat)
     settings = [[name, *(str(flat.get(name, "–")) for flat in flats)] for name in names]
-    return {"rows": entries, "differences": [each for each in settings if len(set(each[1:])) > 1]}
+    differences = [each for each in settings if len(set(each[1:])) > 1]
+    return {"rows": entries, "columns": [COMPARED[name] for name in columns], "differences": differences}
 
 
 MAX_BYTES = 10_000_000

@@ -14,6 +14,7 @@ from observe_runs import make_run, rollout_records
 from PIL import Image
 from waiting import finished
 
+from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import PALETTE
 from lightrft_visual.observe.report.page import write_report
 
@@ -116,18 +117,47 @@ point();
 </script>"""
 
 
+def tip(page: Path, folder: Path) -> list[str]:
+    """What the first chart of a page shows under a pointer at its last step."""
+    text = page.read_text().replace('http-equiv="Content-Security-Policy"', 'name="off"')
+    probe = folder / "probe.html"
+    probe.write_text(text.replace("</body>", PROBE + "</body>"))
+    dom = browse(probe, folder, "--dump-dom", "--virtual-time-budget=10000").stdout
+    return json.loads(html.unescape(dom.split("<title>")[1].split("</title>")[0]))
+
+
 def test_values_are_shown_under_the_pointer_by_names_as_they_are(tmp_path):
     """On a page that moves the pointer itself to the last step."""
     name = "<img src=x>@x{safe}"
     make_run(tmp_path / "run", steps=20)
-    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
-    opened = text.replace('http-equiv="Content-Security-Policy"', 'name="off"').replace("</body>", PROBE + "</body>")
-    opened = opened.replace('"name": "evaluation"', '"name": ' + json.dumps(name).replace("<", "\\u003c"))
-    (tmp_path / "probe.html").write_text(opened)
-    dom = browse(tmp_path / "probe.html", tmp_path, "--dump-dom", "--virtual-time-budget=10000").stdout
-    shown = json.loads(html.unescape(dom.split("<title>")[1].split("</title>")[0]))
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    escaped = json.dumps(name).replace("<", "\\u003c")
+    page.write_text(page.read_text().replace('"name": "evaluation"', '"name": ' + escaped))
+    shown = tip(page, tmp_path)
     assert shown[0] == "step 20"
     values = dict(line.rsplit(" ", 1) for line in shown[1:])
     assert list(values) == ["training", name, "evaluation, greedy"]
     assert float(values[name]) == pytest.approx(1.0, abs=0.01)
     assert float(values["evaluation, greedy"]) == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_tip_of_a_comparison_lists_only_runs_that_have_its_step(tmp_path):
+    for name, steps in (("short", 10), ("long", 100)):
+        make_run(tmp_path / name, steps)
+    for order in (("short", "long"), ("long", "short")):
+        page = write_report([tmp_path / name for name in order], tmp_path / "report.html")
+        assert tip(page, tmp_path) == ["step 100", "long 1"]
+
+
+def test_the_tip_tells_values_of_its_step_unsmoothed_and_none_of_a_marker(tmp_path):
+    run = RunRecorder(tmp_path / "run")
+    for step in range(1, 21):
+        run.log_step(step, {"reward_mean": step % 2})
+    run.log_eval(15, {"eval_reward": 0.5})
+    (tmp_path / "run" / "alarms.jsonl").write_text('{"step": 20, "signal": "gold", "since": 21}\n')
+    page = write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert tip(page, tmp_path) == ["step 20", "training 0"]
+    run.log_step(21, {"reward_mean": 1, "gold": 0.25})
+    text = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    page.write_text(text.replace("data-chart='", "data-no='", 1))  # the second chart is the first one drawn
+    assert tip(page, tmp_path) == ["step 21", "reward, training 1", "gold, training 0.25"]

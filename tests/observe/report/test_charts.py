@@ -57,6 +57,14 @@ def test_a_smoothed_line_holds_its_raw_points_as_well(values):
     assert chart["x"][0] < chart["x"][1] and chart["y"][0] < chart["y"][1]
 
 
+def test_long_lines_of_a_chart_are_drawn_at_the_same_steps():
+    flat, spiked = ([(step, float(step == spike)) for step in range(1000)] for spike in (-1, 333))
+    chart = line_chart([Series("a", flat, "#1", smooth=True), Series("b", spiked, "#2"), Series("c", [(7, 0)], "#3")])
+    smooth, plain, dot = chart["lines"]
+    assert smooth["x"] == smooth["raw"]["x"] == plain["x"] and dot["x"] == [7]
+    assert len(plain["x"]) <= 302 and {0, 7, 333, 999} <= set(plain["x"])
+
+
 def test_no_finite_point_no_chart():
     assert line_chart([Series("a", [(1, math.nan)], "#000")]) is None
     assert area_chart([]) is None

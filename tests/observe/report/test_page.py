@@ -16,7 +16,7 @@ from PIL import Image
 from lightrft_visual.errors import DataError
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.observe.report.curves import RESPONSES, reward_section, training_section
-from lightrft_visual.observe.report.data import load_run, phase_times, taken_together
+from lightrft_visual.observe.report.data import RunData, load_run, phase_times, taken_together
 from lightrft_visual.observe.report.examples import turns
 from lightrft_visual.observe.report.page import (
     MAX_BYTES,
@@ -159,6 +159,18 @@ def test_the_highest_evaluation_is_that_of_the_finite_ones_where_there_are_any(t
     assert shown in write_report([tmp_path], tmp_path / "report.html").read_text()
 
 
+def test_a_falling_loss_is_a_gain_and_its_lowest_value_the_best(tmp_path):
+    for name in ("a", "b"):
+        run = RunRecorder(tmp_path / name)
+        for step, loss in enumerate((6.0, 3.5, 4.0)):
+            run.log_eval(step, {"eval_loss": loss, "eval_drift": step, "eval_diversity": step, "eval_reward_x": step})
+    text = write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
+    assert '<td class="n up">-2</td>' in text and "lowest 3.5 at step 1" in text and "evaluation loss" in text
+    assert [text.count(f'<td class="n{color}">+2</td>') for color in (" down", "", " up")] == [1, 1, 1]
+    text = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "report.html").read_text()
+    assert text.count("6.000 → 4.000") == 2 and ">greedy</th>" not in text
+
+
 def test_images_outside_the_run_are_not_read(tmp_path):
     scene(1).save(tmp_path / "outside.png")
     rollouts = tmp_path / "run" / "rollouts"
@@ -238,6 +250,18 @@ def test_metrics_that_never_change_take_no_panel(tmp_path):
     text = write_report([run.folder], tmp_path / "r.html").read_text()
     assert "The same at every step: clip_frac 0, odd 2.5." in text
     assert "<b>loss</b>" in text and "<b>entropy</b>" in text and "<b>clip_frac</b>" not in text
+
+
+def test_a_line_of_another_name_than_its_panel_is_named_and_no_two_lines_of_a_panel_are_alike(tmp_path):
+    runs = [RunData(tmp_path, name, {}, {}, {}, {}) for name in ("first", "second")]
+    runs[1].metrics["reward/exact"] = [(1, 0.5)]
+    (panel,) = reward_section(runs, 100)
+    assert panel.title == "reward/exact" and [name for name, _ in panel.legend] == ["second"]
+    (panel,) = reward_section(runs[1:], 100)
+    assert not panel.legend and panel.note == "0.5"
+    runs[1].evaluation |= {"eval_gold": [(1, 0.5)], "eval_reward_gold": [(1, 0.25)]}
+    (panel,) = [each for each in reward_section(runs[1:], 100) if each.title == "evaluation, by kind"]
+    assert [name for name, _ in panel.legend] == ["eval_gold", "gold"]
 
 
 def test_answers_and_drawn_images_of_one_model_stand_apart(tmp_path):

@@ -7,14 +7,16 @@
   const nearest = (xs, at) => xs.reduce((best, x, i) => Math.abs(x - at) < Math.abs(xs[best] - at) ? i : best, 0);
 
   // Texts are set as text: names come from the run and are not trusted.
-  function tooltip(lines, at) {
+  function tooltip(lines, step) {
     const tip = document.createElement('div');
     tip.className = 'tip';
-    tip.append('step ' + Math.round(lines[0].x[nearest(lines[0].x, at)]));
+    tip.append('step ' + step);
     for (const line of lines) {
+      const { x, y } = line.raw ?? line, index = x.indexOf(step);
+      if (index < 0) continue;
       const row = document.createElement('div'), dot = document.createElement('span');
       dot.style.cssText = `display:inline-block;width:8px;height:8px;border-radius:2px;margin-right:6px;background:${line.color}`;
-      row.append(dot, line.name + '  ' + short(line.y[nearest(line.x, at)]));
+      row.append(dot, line.name + '  ' + short(y[index]));
       tip.append(row);
     }
     return tip;
@@ -38,10 +40,11 @@
   }
 
   // Bokeh looks for a glyph under the pointer: an unseen line over all steps, so that the tip is there at any height.
-  function addTip(figure, lines, middle) {
-    const steps = [...new Set(lines.flatMap(line => line.x))].sort((a, b) => a - b);
+  function addTip(figure, drawn, middle) {
+    const lines = drawn.filter(line => !line.marker);
+    const steps = [...new Set(lines.flatMap(line => (line.raw ?? line).x))].sort((a, b) => a - b);
     const renderer = figure.line({ x: steps, y: steps.map(() => middle), line_alpha: 0 });
-    const tooltips = (_, { x }) => tooltip(lines, x);
+    const tooltips = (_, { x }) => tooltip(lines, steps[nearest(steps, x)]);
     figure.add_tools(new HoverTool({ mode: 'vline', renderers: [renderer], tooltips, point_policy: 'follow_mouse' }));
     figure.add_tools(new CrosshairTool({ dimensions: 'height', line_color: FAINT, line_alpha: 0.6 }));
   }
