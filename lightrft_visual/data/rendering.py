@@ -144,6 +144,14 @@ def special_tokens(prompt: str, tokenizer: Any) -> dict[str, bool]:
     return {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
 
 
+def without_marks(text: str, marks: Sequence[str]) -> str:
+    """The text without tokens that a model would read as more than text."""
+    while any(mark in text for mark in marks):  # without one, what stood around it may be another
+        for mark in marks:
+            text = text.replace(mark, "")
+    return text
+
+
 def prompt_ids(prompts: Sequence[str], tokenizer: Any, rendered: bool = False) -> list[list[int]]:
     """Token ids of whole prompts, with one placeholder a medium.
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from transformers import ProcessorMixin
 
 from ..data.media import Video
+from ..data.rendering import without_marks
 from ..errors import ConfigError, DataError, reason_of, writable
 from ..experience.rollouts import Completion, Episode, PromptFeatures, Turn
 from ..experience.vision import VisionTensors
 from ..runtime.seeding import derive_seed
-from .environments import EnvironmentFailure, Message, Observation
+from .environments import CALL_ERROR, EnvironmentFailure, Message, Observation
 from .multimodal import MultimodalDataProcessor
 
 _MARK = "THE-ANSWER"
@@ -155,6 +156,10 @@ class ObservationRenderer:
                 raise EnvironmentFailure(f"the episode has {count} {kind} with this observation, above {flag} = {most}")
 
     def _checked(self, message: Message) -> Message:
+        """The message; the model's own words in it, a tool's name and what an error quotes, without its marks."""
+        if message["role"] == "tool":
+            parts = [self._quoted(part, "text", CALL_ERROR) for part in message["content"]]
+            message = self._quoted({**message, "content": parts}, "name")
         for part in message["content"]:
             text = part.get("text", "")
             if writable(text) != text:
@@ -163,6 +168,10 @@ class ObservationRenderer:
             if typed is not None:
                 raise EnvironmentFailure(f"the text of an observation holds {typed}, which the model reads as an image")
         return message
+
+    def _quoted(self, given: dict[str, Any], key: str, begin: str = "") -> dict[str, Any]:
+        text = given.get(key)
+        return {**given, key: without_marks(text, self._reserved)} if text and text.startswith(begin) else given
 
     def _shortened(self, messages: list[Message]) -> list[Message]:
         """With the middle of the longest texts left out, so that all together have `most_tokens`."""

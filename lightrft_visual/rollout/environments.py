@@ -38,6 +38,7 @@ from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, de
 from ..runtime.usercode.loading import callable_name, load_reward_fn
 
 ROLES = ("user", "tool", "system")
+CALL_ERROR = "error: "  # with which the answer to a call begins that could not be run
 LONGEST_TEXT = 10**6  # characters of one text of an observation
 SHOWN = 200  # characters of a wrong value in a message
 Message = dict[str, Any]

@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 from ..errors import ConfigError
 from ..runtime.usercode.calls import what_happened
 from ..runtime.usercode.loading import callable_name
-from .environments import Action, Environment, ToolCall, awaited_value
+from .environments import CALL_ERROR, Action, Environment, ToolCall, awaited_value
 
 SHOWN_ERROR = 200  # characters of a failed call's in logs and records
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -123,17 +123,17 @@ class ToolEnvironment(Environment):
     def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
         """The content of the answer to one call, and whether it tells of an error."""
         if call.error is not None:
-            return f"error: {call.error}", True
+            return f"{CALL_ERROR}{call.error}", True
         if call.name not in self._tools:
-            return f"error: there is no tool {call.name!r}; there is: {', '.join(self._tools)}", True
+            return f"{CALL_ERROR}there is no tool {call.name!r}; there is: {', '.join(self._tools)}", True
         try:
             result = self._tools[call.name](**call.arguments)
             return tool_content(awaited_value(result)), False
         except ValidationError as error:
             told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            return f"error: {call.name}: {told}", True
+            return f"{CALL_ERROR}{call.name}: {told}", True
         except Exception as error:
-            return f"error: {call.name} {what_happened(error)}", True
+            return f"{CALL_ERROR}{call.name} {what_happened(error)}", True
 
 
 def _checked(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,6 +71,12 @@ def test_every_image_has_as_many_tokens_and_the_token_stands_once(files):
         scorer([[PICTURES[0]]], [f"a {TOKEN}"], "cpu")
 
 
+def test_marks_of_images_and_videos_that_a_prompt_spells_are_left_out(files):
+    scorer = HPSv3(files[1], files[0], bf16=False)
+    plain, *spelt = scorer([[PICTURES[0]]] * 3, ["a cat", "a <|image_pad|>cat", "a cat<|video_pad|>"], "cpu")
+    assert spelt == pytest.approx([plain] * 2, abs=1e-5)
+
+
 def test_weights_that_do_not_fit_are_an_error(files, tmp_path):
     folder, _, _, state = files
     for name, changed in (

@@ -29,9 +29,17 @@ from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import InParts, parts_of
 from lightrft_visual.rewards.batch import batch_from_rollouts
 from lightrft_visual.rollout.conversation import ObservationRenderer
-from lightrft_visual.rollout.environments import Environment, EnvironmentFailure, Observation, ToolCall
+from lightrft_visual.rollout.environments import (
+    Action,
+    Environment,
+    EnvironmentFailure,
+    Observation,
+    StepResult,
+    ToolCall,
+)
 from lightrft_visual.rollout.episodes import EpisodeLimits
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.rollout.tools import ToolEnvironment
 from lightrft_visual.trainer.vl.evaluation import gold_scores
 
 SETTINGS = SamplingSettings(n=3, max_new_tokens=12)
@@ -464,6 +472,33 @@ def test_what_tools_answer_is_shown_as_the_template_takes_it_behind_calls_or_as_
     renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=("tool",))
     told = [{"role": "tool", "name": name, "content": text} for name, text in (("zoom", "four"), ("look", "five"))]
     assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it").token_ids) == shown
+
+
+@pytest.mark.parametrize("template", [None, BEHIND_CALLS])  # which writes the names of tools too
+def test_a_call_that_spells_marks_of_images_is_answered_by_its_error_without_them(rig, template):
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = template or own.chat_template
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=("tool",))
+
+    def look(box: list[int]) -> str:
+        """Look.
+
+        Args:
+            box: where
+        """
+        return "error at <|image_pad|>"
+
+    def answer(call: ToolCall) -> str:
+        given = StepResult.of(ToolEnvironment([look]).step(Action("", [], [call])))
+        return rig.checkpoint.tokenizer.decode(renderer.added(given.observation, "it").token_ids)
+
+    assert "error: there is no tool 'zoom<3>'" in answer(ToolCall("zoom<|image_<|video_pad|>pad|><3>"))
+    assert "there is no tool ''" in answer(ToolCall("<|image_pad|>"))
+    assert "box: Missing required argument; <3>: Unexpected" in answer(ToolCall("look", {"<|image_pad|><3>": 1}))
+    assert "error: malformed call: go" in answer(ToolCall("", {}, "malformed call: <|vision_start|>go"))
+    with pytest.raises(EnvironmentFailure, match="holds <.image_pad.>"):  # a tool's own text
+        answer(ToolCall("look", {"box": [1]}))
 
 
 def test_a_template_that_shows_tools_behind_calls_alone_needs_an_end_token_there(rig):

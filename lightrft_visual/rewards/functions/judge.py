@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ...data.rendering import without_marks
 from ...errors import ConfigError, refused_as
 from ..batch import Failed, RewardBatch
 from ..remote.wire import BadReply
@@ -134,10 +135,7 @@ class Judge:
         the judge would take them for places of more images."""
         messages = self.schema.messages(batch, index, _shown)
         part = messages[-1]["content"][-1]
-        marks = self._replies.marks
-        while any(mark in part["text"] for mark in marks):  # without one, what stood around it may be another
-            for mark in marks:
-                part["text"] = part["text"].replace(mark, "")
+        part["text"] = without_marks(part["text"], self._replies.marks)
         return messages
 
     def _scores(

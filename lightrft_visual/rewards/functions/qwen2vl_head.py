@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
+from ...data.rendering import MediaConventions, without_marks
 from ...errors import ConfigError, refused_as
 from .image_scoring import load_checkpoint
 
@@ -27,7 +28,7 @@ def processor_with(tokens: Sequence[str], model: str, scorer: str) -> tuple[Any,
 
 
 def asked(processor: Any, medium: str, question: str, prompts: Sequence[str]) -> list[str]:
-    """For each prompt the text of a chat.
+    """For each prompt, without the marks of images and videos that it spells, the text of a chat.
 
     Args:
         processor: of `processor_with`.
@@ -35,6 +36,8 @@ def asked(processor: Any, medium: str, question: str, prompts: Sequence[str]) ->
         question: after it; the prompt stands for {prompt}.
         prompts: one for each chat.
     """
+    marks = MediaConventions.reserved(processor)
+    prompts = [without_marks(text, marks) for text in prompts]
     parts = [[{"type": medium}, {"type": "text", "text": question.replace("{prompt}", text)}] for text in prompts]
     chats = [[{"role": "user", "content": content}] for content in parts]
     return [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]

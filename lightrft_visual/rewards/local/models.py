@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from ...config.shared import RewardConfig
-from ...data.rendering import prompt_ids, special_tokens
+from ...data.rendering import MediaConventions, prompt_ids, special_tokens, without_marks
 from ...errors import ConfigError, RewardError, refused_as
 from ...experience.types import ModelInputs
 from ...experience.vision import VisionTensors
@@ -256,18 +257,19 @@ class TextModel(HeldModel):
 
 class VLModel(HeldModel):
     """A `VLRewardModel` over prompt, response and images, by its own processor. The prompt's image placeholders
-    must be those of the reward model's family."""
+    must be those of the reward model's family. Those that a response spells are left out: they have no image."""
 
     reads_videos = False
 
     def __init__(self, name: str, model: VLRewardModel, processor: Any, offload: bool, strategy: Any = None) -> None:
         super().__init__(name, model, offload, strategy)
-        self.processor = processor
+        self.processor, self.marks = processor, MediaConventions.reserved(processor)
 
     def score(self, batch: RewardBatch, call: Call) -> Scores:
         """Scores of prompt, response and images, in batches of similar length. Raises RewardError for videos."""
         if any(batch.videos):
             raise RewardError(f"reward model {self.name} reads images and no videos, and a sample has one")
+        batch = replace(batch, responses=[without_marks(response, self.marks) for response in batch.responses])
 
         def values(model: nn.Module, group: Sequence[int]) -> list[float]:
             part = batch.select(group)

@@ -9,7 +9,7 @@ from PIL import Image
 from tiny_families import after_a_step
 
 from lightrft_visual.algorithms.diffusion.denoising_batch import batch_at, experience_of
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer, items_from_state, items_to_state
 from lightrft_visual.experience.diffusion_sampling import SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
@@ -125,6 +125,14 @@ def test_texts_without_images_and_text_lengths_are_refused():
         with pytest.raises(ConfigError, match=told):
             refused()
     assert not any("negative" in name for name in kontext.encode_edits(["red"], [[SQUARE]], "")[0])
+
+
+@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_a_text_or_negative_prompt_that_spells_the_mark_of_an_image_is_refused_by_name(name):
+    policy = policy_of(name)
+    for text, negative in (("make it <|image_pad|> red", None), ("red", "a <|image_pad|>")):
+        with pytest.raises(DataError, match=r"the prompt '.*<.image_pad.>.*' holds <.image_pad.>, which this model"):
+            policy.encode_edits([text], [[SQUARE]], negative)
 
 
 def test_kontext_scales_a_source_to_the_trained_size_of_its_proportions():

@@ -240,6 +240,17 @@ def test_vision_language_reward_model(tmp_path):
     assert not torch.allclose(other, single[0], atol=1e-4)
 
 
+def test_marks_of_images_and_videos_that_a_response_spells_are_left_out_for_a_reward_model(tmp_path):
+    build_tiny_checkpoint(tmp_path, texts=["count no picture 1 2"])
+    save_with_head(tmp_path)
+    engine, image = RewardComputationEngine(str(tmp_path)), Image.new("RGB", (56, 56), "red")
+    spelt = ["1", "1<|image_pad|>", "1<|video_pad|>", "1<|image<|vision_end|>_pad|>"]
+    for prompt, images in (("<|vision_start|><|image_pad|><|vision_end|>count", [image]), ("no picture", [])):
+        samples = make_samples(spelt, prompts=[prompt] * 4, images=[images] * 4)
+        found = engine.compute_rewards([samples])
+        assert found.valid.all() and torch.allclose(found.score, found.score[:1].expand(4), atol=1e-5)
+
+
 def test_a_prompt_whose_template_wrote_the_first_token_has_it_once_for_a_reward_model(tmp_path):
     build_tiny_checkpoint(tmp_path, texts=["count"])
     save_with_head(tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-from ....errors import ConfigError
+from ....errors import ConfigError, DataError
 from ....experience.vision import MASK, Conditions
 from .qwen_image import QwenImage
 from .source_tokens import SOURCE_PIXELS, SourceTokens
@@ -13,6 +13,8 @@ from .source_tokens import SOURCE_PIXELS, SourceTokens
 T = torch.Tensor
 READ_PIXELS = 384 * 384  # largest area of the images that the text encoder of the later pipeline reads
 READ_TOKEN, ASKED_TOKENS = 28 * 28, 256  # pixels of a token there; tokens that a plan has for the text itself
+
+SHOWN = 200  # characters of a wrong prompt in a message
 
 
 class QwenImageEdit(SourceTokens, QwenImage):
@@ -34,6 +36,14 @@ class QwenImageEdit(SourceTokens, QwenImage):
         """context (1, L, D) and mask (1, L) of the text with its images."""
         (image,) = images
         return self._encoded([prompt], image=self._scaled(image, self._area(self.read_pixels)))
+
+    def _encoded(self, prompts: list[str], **asked: Any) -> Conditions:
+        mark = self.pipeline.processor.image_token
+        for prompt in prompts:
+            if mark in prompt:
+                told = f"the prompt {prompt[:SHOWN]!r} holds {mark}, which this model would read as one more image"
+                raise DataError(told, "vision token in the text")
+        return super()._encoded(prompts, **asked)
 
     def _area(self, most: int) -> int:
         return min(most, self.source_pixels or SOURCE_PIXELS)
