@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2434, "experience": 3174, "config": 5008, "runtime": 5908, "data": 3576,
-    "models": 5935, "rollout": 5410, "rewards": 4408, "algorithms": 1846, "trainer": 7580, "observe": 3540,
+    "models": 5935, "rollout": 5410, "rewards": 4413, "algorithms": 1846, "trainer": 7580, "observe": 3540,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
