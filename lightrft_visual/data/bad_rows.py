@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from ..errors import DataError
 from ..runtime import collectives
@@ -183,10 +186,21 @@ def check_reference(reference: Any) -> None:
     pending = [reference]
     while pending:
         value = pending.pop()
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fO":
+            pending += value.ravel().tolist()
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            pending += value.ravel().tolist()
+        elif not _is_finite(value):
             raise DataError(f"the reference holds {value}, which no answer equals", "reference not finite")
         if isinstance(value, (Mapping, list, tuple)):
             pending += value.values() if isinstance(value, Mapping) else value
+
+
+def _is_finite(value: Any) -> bool:
+    """Of a number; what is none has nothing infinite."""
+    if isinstance(value, Decimal):
+        return value.is_finite()
+    return not isinstance(value, float | np.floating) or bool(np.isfinite(value))
 
 
 def _check_text(text: str, column: Any) -> None:

@@ -56,8 +56,7 @@ _LOCKS = [Lock() for _ in range(64)]  # of PIL images
 def describe_source(source: Any) -> str:
     """A short name for messages: a path, a URL without its query, or a type and size; never the content."""
     if isinstance(source, Mapping):
-        inner = next((source[key] for key in ("path", "url", "image", "bytes") if source.get(key)), None)
-        return describe_source(inner)
+        return describe_source(_held(source, "path", "url", "image", "bytes"))
     if isinstance(source, (bytes, bytearray)):
         return f"<{len(source)} bytes>"
     if isinstance(source, Image.Image):
@@ -117,7 +116,7 @@ def image_size(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
 
 def _pil_in(source: Any) -> Any:
     """The PIL image of a mapping {"image": PIL}, or of a uint8 array; other sources as they are."""
-    held = _inner_source(source) if isinstance(source, Mapping) and source.get("image") is not None else source
+    held = _inner_source(source) if isinstance(source, Mapping) else source
     if isinstance(held, np.ndarray) and held.dtype == np.uint8:
         return to_pil(held)
     return held if isinstance(held, Image.Image) else source
@@ -169,8 +168,8 @@ def _check_header(image: Image.Image, name: str, max_pixels: int) -> None:
     check_aspect_ratio(image.size, f"image {name}")
     # MPO holds previews after the image itself; elsewhere further frames are an animation or pages.
     if image.format in ("GIF", "WEBP", "PNG", "TIFF") and image.is_animated:
-        advice = "give it as a video, or save the frame you mean"
-        raise DataError(f"image {name} has more than one frame: {advice}", "image animated")
+        advice = "give it as a video" if image.format == "GIF" else "give its frames as a list in videos"
+        raise DataError(f"image {name} has more than one frame: {advice}, or save the frame you mean", "image animated")
 
 
 def check_aspect_ratio(size: tuple[int, int], name: str) -> None:
@@ -235,8 +234,14 @@ def read_source(source: Any, *, allow_remote: bool = False) -> bytes | Path:
     return _regular_file(Path(source))
 
 
+def _held(source: Mapping[str, Any], *keys: str) -> Any:
+    """The first of these entries that holds something; None where none does. Arrays have no truth of their own."""
+    entries = (source.get(key) for key in keys)
+    return next((entry for entry in entries if hasattr(entry, "dtype") or entry), None)
+
+
 def _inner_source(source: Mapping[str, Any]) -> Any:
-    inner = next((source[key] for key in ("bytes", "path", "url", "image") if source.get(key)), None)
+    inner = _held(source, "bytes", "path", "url", "image")
     if inner is None or isinstance(inner, Mapping):
         keys = sorted(map(str, source))
         raise DataError(f"no bytes, path, url or image in a mapping with keys {keys}", "media missing")
@@ -250,8 +255,8 @@ def _inner_source(source: Mapping[str, Any]) -> Any:
 
 def is_remote(source: Any) -> bool:
     """Whether reading this source would open a network connection."""
-    if isinstance(source, Mapping) and not source.get("bytes"):
-        return is_remote(source.get("path") or source.get("url") or source.get("image"))
+    if isinstance(source, Mapping) and _held(source, "bytes") is None:
+        return is_remote(_held(source, "path", "url", "image"))
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
@@ -268,10 +273,8 @@ def looks_like_media(name: str, value: Any, kind: str) -> bool:
     if isinstance(value, Image.Image):
         return kind == "image"
     if isinstance(value, Mapping):
-        content, path = value.get("bytes"), value.get("path")
-        if set(value) == {"bytes", "path"} and (content or path):
-            return _is_encoded(content, kind) if content else _has_suffix(path, kind)
-        return False
+        content, named = _held(value, "bytes"), _has_suffix(value.get("path"), kind)
+        return set(value) == {"bytes", "path"} and (named if content is None else _is_encoded(content, kind))
     if isinstance(value, bytes):
         return _is_encoded(value, kind)
     if not isinstance(value, str):
@@ -294,8 +297,8 @@ def _has_suffix(path: Any, kind: str) -> bool:
 
 def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
     """The same source with relative paths joined to root, so that it can be read from anywhere; "" stays."""
-    if isinstance(source, Mapping) and not source.get("bytes"):
-        local = {key: resolve_source(source[key], root) for key in ("path", "image") if source.get(key)}
+    if isinstance(source, Mapping) and _held(source, "bytes") is None:
+        local = {key: resolve_source(source[key], root) for key in ("path", "image") if _held(source, key) is not None}
         return {**source, **local}
     return os.path.join(root, source) if root is not None and is_path(source) and source != "" else source
 

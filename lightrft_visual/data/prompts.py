@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig, RolloutConfig
-from ..errors import ConfigError, DataError, did_you_mean, refused_as
+from ..errors import ConfigError, DataError, did_you_mean, refused_as, writable
 from ..runtime import collectives
 from .bad_rows import LONG_PROMPT, BadRow, BadRows, TooManyBadRows, most_characters
 from .forms import json_list
@@ -129,7 +129,10 @@ class PromptDataset:
         self._most = sys.maxsize  # characters of a prompt
         if model_input is not None and self.checks.prompt_max_len is not None:
             self._most = most_characters(_tokenizer_of(model_input), self.checks.prompt_max_len)
-        self._reserved: tuple[str, ...] = self.checks.media.reserved(model_input) if model_input is not None else ()
+        self._reserved: tuple[str, ...] = ()
+        if model_input is not None:
+            self._reserved = self.checks.media.reserved(model_input)
+            self._check_system_prompt()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
         self._rows: list[tuple[int, int]] = []  # source, row in it
         self._read: list[int] = []  # rows of each source that were looked at, up to the last one taken
@@ -354,6 +357,14 @@ class PromptDataset:
         if is_remote(image) and self.config.allow_remote_media:
             return None
         return image_size(image, max_pixels=self.config.max_image_pixels)
+
+    def _check_system_prompt(self) -> None:
+        text = self.config.system_prompt or ""
+        if writable(text) != text:
+            raise ConfigError(f"system_prompt is not text in UTF-8: {writable(text)!r}")
+        typed = next((token for token in self._reserved if token in text), None)
+        if typed is not None:
+            raise ConfigError(f"system_prompt holds {typed}, which stands for an image or video")
 
     # -- lengths -------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def load_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MAX
     name = _describe_video(source)
     try:
         if isinstance(source, (np.ndarray, torch.Tensor)):
-            return _from_array(source, options)
+            return _from_list([Image.fromarray(frame) for frame in _frames_of(source)[: MAX_FRAMES + 1]], options)
         if _is_frame_list(source):
             return _from_list(source, options, allow_remote=allow_remote, max_pixels=max_pixels)
         content = read_source(source, allow_remote=allow_remote)
@@ -84,9 +84,11 @@ def check_video(source: Any, *, allow_remote: bool = False, max_pixels: int = MA
     Args: as of `load_video`.
     """
     source, options = _split_options(source)
-    if isinstance(source, (Video, np.ndarray, torch.Tensor)):
+    if isinstance(source, Video):
         return
-    if _is_frame_list(source):
+    if isinstance(source, (np.ndarray, torch.Tensor)):
+        _frames_of(source)
+    elif _is_frame_list(source):
         known = [frame for frame in source if not (allow_remote and is_remote(frame))]
         sizes = [image_size(frame, allow_remote=allow_remote, max_pixels=max_pixels) for frame in known]
         _check_frames(len(source), sizes, options)
@@ -180,11 +182,13 @@ def _kept(options: Mapping[str, float], total: int, fps: float) -> list[int]:
     return torch.linspace(0, total - 1, count).round().long().tolist()
 
 
-def _from_array(array: np.ndarray | torch.Tensor, options: dict[str, Any]) -> Video:
-    frames = np.asarray(array)
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or frames.size == 0:
-        raise DataError(f"expected a uint8 array [T, H, W, 3], got {frames.dtype} {frames.shape}", "video options")
-    return _from_list([Image.fromarray(frame) for frame in frames[: MAX_FRAMES + 1]], options)
+def _frames_of(array: np.ndarray | torch.Tensor) -> np.ndarray:
+    """The same in NumPy. Raises DataError for what is no uint8 array [T, H, W, 3]."""
+    kind, shape = str(array.dtype).removeprefix("torch."), tuple(array.shape)
+    if len(shape) != 4 or shape[-1] != 3 or kind != "uint8" or 0 in shape:
+        raise DataError(f"expected a uint8 array [T, H, W, 3], got {kind} {shape}", "video options")
+    with refused_as(DataError, "expected a uint8 array [T, H, W, 3]"):  # not on the host, or not dense
+        return np.asarray(array)
 
 
 def _from_list(source: Sequence[Any], options: dict[str, Any], **reading: Any) -> Video:

@@ -15,8 +15,10 @@ from lightrft_visual.data.media import (
     describe_source,
     evenly_spaced,
     image_size,
+    is_remote,
     is_video,
     load_image,
+    looks_like_media,
     media_to_video_array,
     resolve_source,
     to_pil,
@@ -53,6 +55,7 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         f"data:image/png;base64,{text}", tmp_path / "a b.png",
         str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a b.png")}, {"url": f"data:image/png;base64,{text}"},
+        {"image": pixels}, {"bytes": pixels, "path": None},
         f"\n  {base64.encodebytes(data).decode()}", f"data:image/png;base64,\r\n{base64.encodebytes(data).decode()}",
     ]  # fmt: skip
     for source in sources:
@@ -60,6 +63,9 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
         assert image_size(source) == (20, 12)
     loaded = load_image(picture)
     assert load_image(loaded) is loaded  # not held twice
+    assert not looks_like_media("cell", {"bytes": pixels, "path": None}, "image")
+    for mapping in ({"image": pixels}, {"bytes": pixels, "path": "a.png"}):
+        assert resolve_source(mapping, tmp_path) == mapping and not is_remote(mapping)
     channels_first = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
     for form in (picture, pixels, channels_first.numpy(), channels_first, channels_first / 255):
         assert np.array_equal(np.asarray(to_pil(form)), pixels)
@@ -123,6 +129,17 @@ def test_size_is_checked_before_decoding():
         load_image(png_header(60_000, 60_000))
 
 
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_an_image_of_several_frames_is_refused_with_what_works_in_its_place(format):
+    frames = [Image.effect_noise((64, 56), level).convert("RGB") for level in (20, 60, 90)]
+    data = encode(frames[0], format, save_all=True, append_images=frames[1:], duration=100)
+    with pytest.raises(DataError) as refused:
+        load_image(data)
+    assert ("give it as a video" in str(refused.value)) == (format == "GIF")
+    assert len(load_video(data if format == "GIF" else frames).frames) >= 2
+    assert format == "GIF" or "give its frames as a list in videos" in str(refused.value)
+
+
 def png_header(width, height):
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     buffer = io.BytesIO(b"\x89PNG\r\n\x1a\n")
@@ -137,6 +154,7 @@ def png_header(width, height):
     [
         (encode(Image.new("F", (4, 4)), "TIFF"), "floating-point"),
         (png_header(0, 5), "empty|damaged|known format"),
+        ({"image": torch.zeros(3, 4, 4)}, "a Tensor is no path"),
         ({"other": 1}, "no bytes, path, url or image"),
         ("a\0b.png", "file not found"),
     ],

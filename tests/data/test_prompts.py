@@ -119,6 +119,15 @@ def test_images_inside_hugging_face_data_sets_stay_encoded(folder):
     assert first.images == [{"bytes": buffer.getvalue(), "path": None}] and second.images == []
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("see \ud800", r"is not text in UTF-8: 'see \\\\ud800'"), ("see <|image_pad|>", r"holds <\|image_pad\|>, which")],
+)
+def test_a_system_prompt_that_no_row_can_have_is_refused_by_its_name(jsonl, processor, text, told):
+    with pytest.raises(ConfigError, match=f"^system_prompt {told}"):
+        open_rows(jsonl, checks=RowChecks(None, processor, 10**6), system_prompt=text, on_bad_row="skip")
+
+
 def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
     rows = [{"prompt": ""}, *ROWS, {"nothing": 1}]
     mixed = write_jsonl(folder / "mixed.jsonl", rows)

@@ -1,9 +1,11 @@
 """Rows in every accepted form, and the errors for those that are not."""
 
 import json
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 
 import lightrft_visual.data.rows as rows_module
 from lightrft_visual.config.sft import SFTDataConfig
@@ -34,6 +36,24 @@ def test_a_plain_row():
 @pytest.mark.parametrize("label", [2, np.int64(2), "2"])
 def test_a_label_is_a_text_or_a_whole_number(label):
     assert parse({"prompt": "hi", "label": label}).label == "2"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        np.float32("nan"), np.float64("inf"), Decimal("NaN"), Decimal("sNaN"), Decimal("-Infinity"),
+        np.array([[1.0, np.nan]]), np.array(["a", np.inf], object), [np.float16("inf")],
+        torch.tensor(float("nan")), {"boxes": torch.tensor([1.0, float("inf")]).bfloat16()},
+    ],
+)  # fmt: skip
+def test_a_reference_with_a_number_that_is_not_finite_is_refused_whatever_holds_it(reference):
+    with pytest.raises(DataError, match="rows.jsonl:3: the reference holds .*, which no answer equals"):
+        parse({"prompt": "hi", "reference": reference})
+
+
+@pytest.mark.parametrize("reference", [np.float32(2), Decimal("1e400"), torch.tensor([1, 2]), np.array([1.0, 2.0])])
+def test_a_reference_of_finite_numbers_is_kept_whatever_holds_it(reference):
+    assert parse({"prompt": "hi", "reference": reference}).reference is not None
 
 
 def test_prompt_and_response_inside_a_column_of_mappings_are_named_with_dots():

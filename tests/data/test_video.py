@@ -5,6 +5,7 @@ import struct
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import lightrft_visual.data.video as video_module
@@ -124,6 +125,25 @@ def test_options_that_ask_for_no_fewer_frames_than_a_list_has_keep_all(count, op
 def test_unusable_videos_are_refused(source, message):
     with pytest.raises(DataError, match=message):
         load_video(source)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.zeros(4, 8, 8, 3).bfloat16(),
+        torch.zeros(4, 8, 8, 3, requires_grad=True),
+        torch.zeros(4, 8, 8, 3, dtype=torch.uint8).to_sparse(),
+        torch.zeros(4, 8, 8, 3, dtype=torch.uint8, device="meta"),
+        np.zeros((4, 3, 8, 8), np.uint8),
+    ],
+)
+def test_arrays_that_are_no_frames_are_refused_by_the_check_too(array):
+    for read in (load_video, check_video):
+        with pytest.raises(DataError, match="expected a uint8 array"):
+            read({"video": array})
+    frames = torch.arange(4 * 8 * 8 * 3, dtype=torch.uint8).reshape(4, 8, 8, 3)
+    check_video(frames)
+    assert np.array_equal(load_video(frames).frames, frames.numpy())
 
 
 def test_truncated_and_oversized_files_are_refused(clip, tmp_path):

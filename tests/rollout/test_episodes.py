@@ -221,6 +221,7 @@ def _raise(error):
 
 
 HUGE = Image.new("RGB", (9000, 9000))
+BF16 = torch.zeros(4, 56, 56, 3).bfloat16()
 BAD_STEPS = {
     "raises": (lambda: _raise(KeyError("x")), "KeyError"),
     "hangs": (lambda: time.sleep(3), "env_timeout"),
@@ -228,6 +229,7 @@ BAD_STEPS = {
     "image": (lambda: ([picture(1)] * 9, 1.0, False, {}), "above limit_mm_image_per_prompt = 4"),
     "huge": (lambda: (HUGE, 1.0, False, {}), "cannot be shown"),
     "strip": (lambda: (Image.new("RGB", (5000, 2)), 1.0, False, {}), "cannot be shown"),
+    "frames": (lambda: ([{"type": "video", "video": BF16}], 1.0, False, {}), "expected a uint8 array"),
     "surrogate": (lambda: ("x\ud800y", 1.0, False, {}), "cannot be shown"),
 }  # fmt: skip
 

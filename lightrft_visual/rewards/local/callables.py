@@ -17,6 +17,7 @@ from PIL import Image
 
 from ...errors import ConfigError, RewardError, StoppedBySignal, did_you_mean
 from ...experience.rollouts import Episode, Turn
+from ...given import unique_name
 from ...runtime.usercode.calls import POSITIONAL, SAMPLES, AsRewardError, LoadedFunction, UserCodeExited, call
 from ...runtime.usercode.loading import callable_name, defined_at
 from ...runtime.usercode.sandbox import signature_of
@@ -54,7 +55,8 @@ def parse_result(result: Any, name: str, size: int, lenient: bool = False) -> Sc
     read = _read_scores(scores, name, size, lenient)
     for key, value in metrics.items():
         numbers, broken = _read_metric(value, f"{name}: metric {key!r}", size)
-        read.extras[metric_name(key)], read.broken[metric_name(key)] = numbers, broken
+        unique = unique_name(metric_name(key), read.extras)
+        read.extras[unique], read.broken[unique] = numbers, broken
     return read
 
 

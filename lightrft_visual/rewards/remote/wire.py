@@ -12,6 +12,7 @@ import torch
 from ...data.bad_rows import MAX_DEPTH
 from ...data.media import MAX_FRAMES
 from ...errors import ConfigError, DataError, did_you_mean
+from ...given import unique_name
 from ..batch import MAX_SCORE, Failed, RewardBatch, Scores, metric_name
 from ..imaging import MAX_PIXELS, EncodedImages, decode_image
 from ..local.callables import SCORE_KEYS
@@ -134,6 +135,7 @@ def _problem(entry: Any) -> str | None:
 def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
     """`components` of our wire, `extra_logs` of OpenRLHF's: one number a sample, or one for all. Numbers that are none
     become NaN; they do not count. Other shapes are BadReply; in `extra_logs`, which hold metrics alone, left out."""
+    names: dict[str, str] = {}
     for group in ("components", "extra_logs"):
         ours, named = group == "components", reply.get(group)
         if ours and not isinstance(named, Mapping | None):
@@ -144,8 +146,9 @@ def _read_extras(scores: Scores, reply: Mapping[str, Any]) -> None:
             if listed and len(entries) == len(scores.values):
                 broken = [_problem(e) is not None for e in entries]
                 usable = [math.nan if bad or e is None else float(e) for e, bad in zip(entries, broken)]
-                scores.extras[metric_name(name)] = torch.tensor(usable, dtype=torch.float64)
-                scores.broken[metric_name(name)] = torch.tensor(broken, dtype=torch.bool)
+                unique = names.setdefault(name, unique_name(metric_name(name), scores.extras))
+                scores.extras[unique] = torch.tensor(usable, dtype=torch.float64)
+                scores.broken[unique] = torch.tensor(broken, dtype=torch.bool)
             elif ours and entries is not None:
                 told = f"{len(entries) if listed else 'no list of'} values for {len(scores.values)} samples"
                 raise BadReply(f"component {metric_name(name)!r} has {told}")

@@ -65,6 +65,16 @@ def test_openrlhf_signature_and_reply():
     assert score(lambda queries, prompts, labels_or_references: [r == "y" for r in labels_or_references]).values[1] == 1
 
 
+def test_metrics_whose_names_become_equal_have_names_of_their_own():
+    long = "x" * 100
+    returned = {"rewards": [1.0], "a\nb": [2.0], "a\tb": [3.0], long + "1": [4.0], long + "2": [math.nan]}
+    read = parse_result(returned, "f", 1)
+    assert {name: values.tolist() for name, values in read.extras.items() if name != f"{long}_2"} == {
+        "a_b": [2], "a_b_2": [3], long: [4],
+    }  # fmt: skip
+    assert read.broken[f"{long}_2"].tolist() == [True] and read.broken[long].tolist() == [False]
+
+
 def called(queries, prompts, labels):
     assert (queries[0], prompts[0], labels) == ("prompt 0: a", "prompt 0: ", ["x", "y", None, "z"])
     return [1.0] * len(queries)

@@ -430,6 +430,12 @@ def test_one_number_for_all_is_every_samples_and_what_is_no_number_of_a_log_is_l
         assert extras == {"length": [6, 6]} | ({"size": [3, 3], "kept": [1, 2]} if others is logs else {})
 
 
+def test_components_whose_names_become_equal_have_names_of_their_own():
+    reply = {"rewards": [1.0], "components": {"a\nb": [2.0], "a\tb": [3.0], "c": [4.0]}, "extra_logs": {"c": [4.0]}}
+    extras = {name: values.tolist() for name, values in decode_reply(reply, 1).extras.items()}
+    assert extras == {"a_b": [2], "a_b_2": [3], "c": [4]}
+
+
 def test_names_of_components_fit_into_any_file(monkeypatch):
     named = {"\ud800": [1.0], "a\nb": [2.0], "x" * 1000: [3.0], **{str(i): [0.0] for i in range(1000)}}
     monkeypatch.setattr(Handler, "answer", sends(200, {"rewards": [1.0], "components": named}))
