@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, refused_as
 from ..runtime import collectives
 from ..runtime.files import read_jsonl
 
@@ -186,9 +186,7 @@ def check_reference(reference: Any) -> None:
     pending = [reference]
     while pending:
         value = pending.pop()
-        if isinstance(value, np.ndarray) and value.dtype.kind in "fO":
-            pending += value.ravel().tolist()
-        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, np.ndarray) and value.dtype.kind == "O":
             pending += value.ravel().tolist()
         elif not _is_finite(value):
             raise DataError(f"the reference holds {value}, which no answer equals", "reference not finite")
@@ -197,10 +195,14 @@ def check_reference(reference: Any) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Of a number; what is none has nothing infinite."""
+    """Of a number, an array or a tensor of them; what is none has nothing infinite."""
     if isinstance(value, Decimal):
         return value.is_finite()
-    return not isinstance(value, float | np.floating) or bool(np.isfinite(value))
+    if isinstance(value, torch.Tensor):
+        with refused_as(DataError, "the reference holds a tensor that cannot be read"):
+            return bool(torch.isfinite(value).all())
+    numbers = isinstance(value, float) or getattr(getattr(value, "dtype", None), "kind", "") in ("f", "c")
+    return not numbers or bool(np.isfinite(value).all())
 
 
 def _check_text(text: str, column: Any) -> None:

@@ -43,12 +43,17 @@ def test_a_label_is_a_text_or_a_whole_number(label):
     [
         np.float32("nan"), np.float64("inf"), Decimal("NaN"), Decimal("sNaN"), Decimal("-Infinity"),
         np.array([[1.0, np.nan]]), np.array(["a", np.inf], object), [np.float16("inf")],
-        torch.tensor(float("nan")), {"boxes": torch.tensor([1.0, float("inf")]).bfloat16()},
+        torch.tensor(float("nan")), np.array([complex("nan")]), {"boxes": torch.tensor([1.0, float("inf")]).bfloat16()},
     ],
 )  # fmt: skip
 def test_a_reference_with_a_number_that_is_not_finite_is_refused_whatever_holds_it(reference):
     with pytest.raises(DataError, match="rows.jsonl:3: the reference holds .*, which no answer equals"):
         parse({"prompt": "hi", "reference": reference})
+
+
+def test_a_reference_that_cannot_be_looked_at_is_refused():
+    with pytest.raises(DataError, match="rows.jsonl:3: the reference holds a tensor that cannot be read: "):
+        parse({"prompt": "hi", "reference": torch.ones(2, device="meta")})
 
 
 @pytest.mark.parametrize("reference", [np.float32(2), Decimal("1e400"), torch.tensor([1, 2]), np.array([1.0, 2.0])])

@@ -331,7 +331,12 @@ def answer_call(function: Callable[..., Any], payload: bytes, send: Callable[[An
 def _source_line_told(seconds: float, send: Callable[[Any], None]) -> Iterator[None]:
     """Send where this thread is when it is still inside after `seconds`."""
     owner = threading.get_ident()
-    timer = threading.Timer(seconds, lambda: send({"place": source_line_now(owner)}))
+
+    def tell() -> None:
+        with contextlib.suppress(ConnectionError):  # the run has ended
+            send({"place": source_line_now(owner)})
+
+    timer = threading.Timer(seconds, tell)
     timer.daemon = True
     timer.start()
     try:

@@ -245,9 +245,9 @@ class PolicyUpdate:
             last = index == len(batch.micro_batches) - 1
             experience = buffer.load(micro_batch)
             output, extra = self._forward(experience)
-            read = self.loss_inputs(experience, output, batch, index, extra)
+            read = self.loss_inputs(experience, output, batch, index, extra, first)
             if first:
-                read = self._unmoved(read, experience.info.get("replayed"), metrics)
+                metrics.add_max("ratio_max_dev_first", self._deviation_of_fresh(experience, read))
             found = []
             for part in batch.parts:
                 own, coefficient = self.config, part.settings.entropy_coef
@@ -281,21 +281,19 @@ class PolicyUpdate:
         return forward_with(terms, call, ModelInputs.of(experience), self.seed)
 
     @torch.no_grad()
-    def _unmoved(self, read: LossInputs, replayed: T | None, metrics: MetricsAccumulator) -> LossInputs:
-        """The inputs of a first update, whose ratios are 1 but for samples (B) of earlier steps.
-
-        Scores by other batch sizes round differently, in bf16 by more than GSPO's clip range: a metric says how far.
-        """
-        fresh = read.action_mask
+    def _deviation_of_fresh(self, experience: Experience, read: LossInputs) -> T:
+        """Largest |ratio - 1| over the tokens that count, by stored log-probs, without samples of earlier steps."""
+        stored = None if self.behaviour else per_action(experience, "action_log_probs")
+        mask, replayed = read.action_mask, experience.info.get("replayed")
         if replayed is not None:
-            fresh = fresh & ~replayed.bool().to(fresh.device).unsqueeze(1)
-        deviations = torch.expm1(read.log_probs.float() - read.old_log_probs.float()).abs().where(fresh, 0.0)
-        metrics.add_max("ratio_max_dev_first", deviations.max() if deviations.numel() else deviations.new_zeros(()))
-        if self.separate or self.behaviour:
-            return read
-        return replace(read, old_log_probs=torch.where(fresh, read.log_probs, read.old_log_probs).detach())
+            mask = mask & ~replayed.bool().to(mask.device).unsqueeze(1)
+        drift = read.log_probs.float() - (read.old_log_probs if stored is None else stored).float()
+        deviations = torch.expm1(drift).abs().where(mask, 0.0)
+        return deviations.max() if deviations.numel() else deviations.new_zeros(())
 
-    def loss_inputs(self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T]) -> LossInputs:
+    def loss_inputs(
+        self, experience, output, batch: TrainBatch, index: int, extra: Mapping[str, T], first: bool = False
+    ) -> LossInputs:
         """What the loss reads of a micro-batch, all (B, A).
 
         Args:
@@ -304,13 +302,19 @@ class PolicyUpdate:
             batch: of the optimizer step, with its masks.
             index: of the micro-batch in it.
             extra: what loss terms brought from the forward.
+            first: the first update of a rollout, whose ratios are 1 but for samples of earlier steps. Stored scores by
+                other batch sizes round differently, in bf16 by more than GSPO's clip range.
         """
         device = output.log_probs.device
         policy_mask, chosen = (
             None if masks is None else to_device(masks[index], device) for masks in (batch.policy_masks, batch.chosen)
         )
-        old = per_action(experience, "action_log_probs")
-        old = output.log_probs.detach() if old is None else old
+        old, own = per_action(experience, "action_log_probs"), output.log_probs.detach()
+        if old is None:
+            old = own
+        elif first and not (self.separate or self.behaviour):
+            replayed = experience.info.get("replayed")
+            old = own if replayed is None else torch.where(replayed.bool().to(device).unsqueeze(1), old, own)
         sampled = per_action(experience, "rollout_log_probs")
         if sampled is not None:  # of another prompt where an image was noisy: nothing to correct by
             sampled = torch.where(comparable(experience, torch.ones_like(sampled, dtype=torch.bool)), sampled, old)

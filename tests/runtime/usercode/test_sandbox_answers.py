@@ -247,7 +247,7 @@ from lightrft_visual.runtime.usercode.sandbox import Worker, started
 busy, spec, begun = sys.argv[1:]
 ours, theirs = socket.socketpair()
 environment = "lightrft_visual.rollout.environment_process", json.dumps({"environment": spec}), theirs
-work, arguments = (started, environment) if busy == "environment" else (Worker(spec).call, ({"prompts": ["a"]}, 60))
+work, arguments = (started, environment) if busy == "environment" else (Worker(spec).call, ({"prompts": ["a"]}, 4))
 threading.Thread(target=work, args=arguments, daemon=True).start()
 while not os.path.exists(begun):
     time.sleep(0.02)
@@ -255,6 +255,7 @@ os._exit(9)
 """
 ENDED = {
     "call": "def score(prompts):\n    wait()\n    return [1.0]",
+    "long call": "def score(prompts):\n    wait()\n    time.sleep(2.5)",  # tells at half of its limit where it is
     "loading": "wait()",
     "environment": "wait()\nscore = int",
 }

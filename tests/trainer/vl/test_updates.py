@@ -91,6 +91,9 @@ def test_a_first_update_scores_the_rollouts_by_its_own_forward(tmp_path, packed)
                 trained = apart if marked or separate else 0.0
                 assert found["ratio_max_dev"] == pytest.approx(trained, rel=1e-4, abs=1e-6)
                 assert found["ratio_max_dev_first"] == pytest.approx(0.0 if marked else apart, rel=1e-4)
+        for item in buffer.items:  # of a noisy image: nothing to correct by
+            item.info = {"distorted": True}
+        assert stepped(actor, buffer, batch, config)["rollout_logp_diff_max"] == 0
 
 
 class RightAnswers(LossTerm):
