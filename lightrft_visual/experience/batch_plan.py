@@ -101,10 +101,9 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
         staying = group[: _staying(group, gap)] if grouped and size >= gap else []
         if size >= gap and not staying:
             break
-        if staying:
-            at = bisect.bisect_left(sizes[full], cost(staying))
-            own[full].insert(at, staying)
-            sizes[full].insert(at, cost(staying))
+        if staying:  # the smallest: any smaller group would have come nearer than the one that is parted
+            own[full].insert(0, staying)
+            sizes[full].insert(0, cost(staying))
         moved = group[len(staying) :]
         moves += [(sample, empty) for sample in moved]
         loads[full] -= size - cost(staying)
