@@ -141,7 +141,7 @@ def rewards_at_turns(experience: Any, rewards: T) -> T:
         # Undiscounted, the rounding of the sum could be larger than any reward.
         rounding = 4 * torch.finfo(torch.float32).eps * (final.abs() + discounted.abs().sum())
         turns[-1] += torch.where(left.abs() > rounding, left, 0.0) / discounts[-1]
-        rewards[index, where] = torch.cat([rewards[index, where[:-1]] + turns[:-1], turns[-1:]]).to(rewards)
+        rewards[index, where] = turns.to(rewards)
     return rewards
 
 
@@ -416,7 +416,7 @@ def decoupled_rewards(
     """
     total = torch.zeros(valid.shape, device=valid.device)
     for name, weight in weights.items():
-        if name not in components and not weight.any():
+        if not weight.any():
             continue
         applies = valid & ~components[name].isnan()
         statistics = GroupStatistics(torch.where(applies, components[name], 0.0), group_ids, applies)
@@ -589,9 +589,8 @@ def _valid(experience: Any) -> T:
 
 def _counted(experience: Any) -> T:
     """(B) bool: samples that may have an advantage: valid and, for grouped estimators, comparable."""
-    valid = _valid(experience)
     comparable = (experience.info or {}).get("comparable")
-    return valid if comparable is None else valid & (comparable > 0)
+    return _valid(experience) if comparable is None else comparable > 0
 
 
 def _group_ids(experiences: list) -> T:

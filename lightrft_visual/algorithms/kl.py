@@ -168,7 +168,7 @@ def compute_reward(
         r = r.clamp(*reward_clip_range)
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True) if mask.shape[1] else positions
-    rewards = torch.where(mask & (positions == last), r.float().unsqueeze(1), 0.0)
+    rewards = torch.where(positions == last, r.float().unsqueeze(1), 0.0)
     if kl is None or kl_coef == 0:
         return rewards
     return rewards - torch.where(mask, kl_coef * kl.float(), 0.0)

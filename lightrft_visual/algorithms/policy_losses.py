@@ -299,15 +299,13 @@ def importance_weights(inputs: LossInputs, config: AlgorithmConfig) -> tuple[T, 
     (truncated importance sampling), or 0 with tis_mask (the tokens or sequences leave the loss, not the denominators).
     tis_mask drops what lies below tis_floor too: IcePop's two-sided mask ("Every Step Evolves", arXiv 2510.18855).
     """
-    log_weight = torch.where(
-        inputs.action_mask, inputs.old_log_probs - inputs.rollout_log_probs, torch.zeros_like(inputs.old_log_probs)
-    ).detach()
+    log_weight = (inputs.old_log_probs - inputs.rollout_log_probs).detach()
     shape, mode = log_weight.shape, config.tis_mode
     log_weight = of_shape(registry.tis_modes[mode].load()(log_weight), shape, f"tis_mode {mode}")
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     cut = weight > config.tis_cap
     if config.tis_floor > 0:
-        cut = cut | ((weight < config.tis_floor) & inputs.action_mask)
+        cut = cut | (weight < config.tis_floor)
     if config.tis_mask:
         return torch.where(cut, torch.zeros_like(weight), weight), cut
     return weight.clamp(max=config.tis_cap), cut

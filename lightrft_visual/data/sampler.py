@@ -193,7 +193,7 @@ def epoch_quotas(sizes: Sequence[int], probabilities: Sequence[float] | None) ->
         raise ConfigError(f"{len(probabilities)} mixing probabilities for {len(sizes)} data sets (prompt_data_probs)")
     shares = mixing_shares(probabilities)
     length = min(size / share for size, share in zip(sizes, shares))
-    return [min(size, max(1, round(share * length))) for size, share in zip(sizes, shares)]
+    return [max(1, round(share * length)) for share in shares]
 
 
 def interleaved(quotas: Sequence[int]) -> list[int]:

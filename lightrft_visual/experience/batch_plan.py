@@ -77,7 +77,7 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
 
     Each move takes from the fullest rank to the emptiest the sample that comes nearest to halving their gap, until the
-    gap is at most BALANCED of a share, or one sample, or no sample narrows it. Samples that share a prompt move
+    gap is at most BALANCED of a share or no sample narrows it. Samples that share a prompt move
     together; they are parted only where the ranks still lie further apart than the prompt's second computation costs.
 
     Args:
@@ -91,7 +91,7 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     sizes = [[cost(group) for group in each] for each in own]
     loads = [sum(each) for each in sizes]
     moves = []
-    while max(loads) - min(loads) > max(1, BALANCED * sum(loads) / ranks):
+    while max(loads) - min(loads) > BALANCED * sum(loads) / ranks:
         full, empty = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[full] - loads[empty]
         position = _nearest(sizes[full], gap / 2)
@@ -101,13 +101,12 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
         staying = group[: _staying(group, gap)] if grouped and size >= gap else []
         if size >= gap and not staying:
             break
-        if staying:
-            at = bisect.bisect_left(sizes[full], cost(staying))
-            own[full].insert(at, staying)
-            sizes[full].insert(at, cost(staying))
+        if staying:  # the smallest: any smaller group would have come nearer than the one that is parted
+            own[full].insert(0, staying)
+            sizes[full].insert(0, cost(staying))
         moved = group[len(staying) :]
         moves += [(sample, empty) for sample in moved]
-        loads[full] -= size - (cost(staying) if staying else 0)
+        loads[full] -= size - cost(staying)
         loads[empty] += cost(moved)
     return moves
 
@@ -267,12 +266,10 @@ def _deal(groups: list[list[SampleRef]], count: int) -> list[list[list[SampleRef
 
 
 def _widen(bins: list[list[list[SampleRef]]], count: int) -> list[list[list[SampleRef]]]:
-    """`count` bins out of fewer: the fullest is halved until there are enough, or none can be halved."""
+    """`count` bins out of fewer, which hold `count` groups or more: the fullest that can be halved is, each time."""
     bins = [list(each) for each in bins]
     while len(bins) < count:
         splittable = [each for each in bins if len(each) > 1]
-        if not splittable:
-            return bins + [[] for _ in range(count - len(bins))]
         largest = max(splittable, key=lambda each: computed_tokens(list(chain(*each))))
         bins.append([largest.pop() for _ in range(len(largest) // 2)])
     return bins

@@ -300,10 +300,8 @@ def _logit_gradient(
     if grad_entropy is None:
         grad = probs.mul_(grad_log_probs.neg().unsqueeze(1))
     else:
-        if banned_ids is not None:
-            log_softmax.index_fill_(1, banned_ids, 0.0)
         log_softmax.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1)).add_(grad_log_probs.unsqueeze(1))
         grad = probs.mul_(log_softmax).neg_()
     grad.scatter_add_(1, targets.unsqueeze(1), grad_log_probs.unsqueeze(1))
-    # A banned target's own column must stay without gradient.
+    # Banned columns may hold NaN here; a banned target's own must stay without gradient too.
     return grad if banned_ids is None else grad.index_fill_(1, banned_ids, 0.0)

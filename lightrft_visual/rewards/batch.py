@@ -537,11 +537,11 @@ def weighted_sum(columns: Sequence[Column], size: int, may_be_empty: T) -> tuple
         may_be_empty: (B) bool, samples that score 0 where no component applied.
     """
     total = torch.zeros(size, dtype=torch.float64)
-    applied, failed = may_be_empty.clone(), torch.zeros(size, dtype=torch.bool)
+    applied, failed = may_be_empty, torch.zeros(size, dtype=torch.bool)
     for column in columns:
         scored = ~column.values.isnan()
-        total = total + torch.where(scored, column.values.nan_to_num() * column.job.weights, 0.0)
-        applied |= scored
+        total = total + torch.where(scored, column.values * column.job.weights, 0.0)
+        applied = applied | scored
         failed |= column.failed
     valid = applied & ~failed
     return torch.where(valid, total, NAN), valid

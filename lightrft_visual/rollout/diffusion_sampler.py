@@ -177,7 +177,7 @@ def _cps(x: T, v: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T, T]
     data, noise = x - sigma * v, x + (1 - sigma) * v
     if noise_level == 0:  # the same point, without the rounding of the two detours
         return x + v * (sigma_next - sigma), std
-    return (1 - sigma_next) * data + (sigma_next.square() - std.square()).clamp_min(0).sqrt() * noise, std
+    return (1 - sigma_next) * data + (sigma_next.square() - std.square()).sqrt() * noise, std
 
 
 def _ddim(x: T, eps: T, sigma: T, sigma_next: T, noise_level: float) -> tuple[T, T]:

@@ -41,7 +41,7 @@ def _share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
         return max(0.0, float(total - step) / float(max(1, total - warmup)))
     progress = float(step - warmup) / float(max(1, total - warmup))
     share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(0.0, share * (1 - LEAST) + LEAST if name == "cosine_with_min_lr" else share)
+    return share * (1 - LEAST) + LEAST if name == "cosine_with_min_lr" else share
 
 
 def rate_schedule(name: str, optimizer: Optimizer, warmup: int, total: int) -> LambdaLR:

@@ -14,10 +14,12 @@ from lightrft_visual.algorithms.advantages import (
     assign_advantages,
     distillation_gain,
     finish_advantages,
+    finished_gae,
     get_advantage_calculator,
     get_advantages_and_returns,
     get_cumulative_returns,
     rewards_at_turns,
+    turn_ends,
 )
 from lightrft_visual.config import registry
 from lightrft_visual.config.vl import AlgorithmConfig
@@ -129,11 +131,17 @@ class TestOverTime:
         torch.testing.assert_close(spread[:-1], own[:-1])
         assert abs(spread[-1] - own[-1] - kept) < 1e-6 + kept * 1e-6 / discounts[-1]
 
-    def test_turns_without_discount_change_grouped_estimators_in_nothing(self):
+    def test_the_last_turn_ends_before_the_padding(self):
+        batch = experience([0, 0], lengths=[3, 4])
+        batch.info = {"turn_ids": [torch.tensor([0, 1, 1]), torch.zeros(4, dtype=torch.long)]}
+        assert turn_ends(batch).int().tolist() == [[1, 0, 1, 0], [0, 0, 0, 1]]
+
+    @pytest.mark.parametrize("gamma", [1.0, 0.5])
+    def test_turns_change_grouped_estimators_in_nothing(self, gamma):
         plain, turns = (experience([0, 0, 1, 1], lengths=[4, 3, 2, 4]) for _ in range(2))
         turns.info = {
             "turn_ids": [torch.tensor([0, 0, -1, 1]), torch.tensor([0, 1, 1]), torch.tensor([0, 0]), torch.arange(4)],
-            "turn_gamma": torch.ones(4),
+            "turn_gamma": torch.full((4,), gamma),
             "turn_rewards": [torch.ones(2), torch.ones(2), torch.ones(1), torch.ones(4)],
         }
         turns.action_mask = turns.action_mask.clone()
@@ -259,11 +267,18 @@ class TestShaping:
         assert batch.info["reward_clipped"].tolist() == [1.0, 1.0]
         assert final.tolist() == [0.5, -0.5] and batch.info["shaped_reward"].tolist() == [0.5, -0.5]
 
+    def test_drawn_images_have_no_overlong_penalty(self):
+        batch = experience([1, 1])
+        batch.info["loss_part"] = torch.tensor([0.0, 1.0])
+        final_rewards("reinforce", torch.ones(2), [batch], overlong_buffer=True, overlong_buffer_len=8)
+        assert batch.info["overlong_penalty"].tolist() == [-0.25, 0.0]
+
     @pytest.mark.parametrize(
         ("settings", "expected"),
         [
             ({"reward_clip": 3.0}, [1.0, 2.0]),  # 6 becomes 3
             ({"reward_running_norm": True}, [2 / 8**0.5, 4 / 8**0.5]),  # of 6 and 2
+            ({"reward_running_norm": True, "reward_clip": 1.0}, [1 / 3, 2 / 3]),
             ({"reward_running_norm": True, "reward_running_norm_minus_mean": True}, [2 / 8**0.5, 0.0]),
         ],
     )
@@ -410,6 +425,12 @@ class TestFinish:
         assert batches[1].info["advantage_clip_frac"].tolist() == [1.0]
         assert max(batch.advantages.max().item() for batch in batches) == 2.5
 
+    def test_the_clip_share_of_a_critics_advantages_is_over_tokens_and_no_teacher_is_asked(self):
+        rewards, mask = torch.tensor([[9.0, 1, 1], [9.0, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+        config = AlgorithmConfig(advantage_clip=2.5, teacher_coef=1.0)
+        advantages, _, share = finished_gae(torch.zeros(2, 3), rewards, mask, 0.0, 1.0, config)
+        assert advantages.tolist() == [[2.5, 1, 1], [2.5, 0, 0]] and share == 0.5
+
 
 def packed(batch):
     batch.packed_seq_lens = [3, 3]
@@ -539,6 +560,15 @@ class TestGDPO:
         sums = torch.tensor([half - 0.5 * half, -half + 0.5 * half, 0.0, 0.0])
         assert final[2] == 0
         torch.testing.assert_close(final[[0, 1, 3, 4]], sums / sums.std(), rtol=1e-4, atol=1e-4)
+
+    def test_a_reward_that_a_micro_batch_does_not_know_compares_none_of_its_samples(self):
+        parts = self.scored((4, 1))
+        for known in ("reward_metrics", "reward_weights"):
+            del parts[1].info[known]["length"]
+        final = torch.cat(final_rewards("gdpo", torch.zeros(5), parts))
+        half = 1 / 2**0.5
+        sums = torch.cat([self.sums()[:3], torch.tensor([half, -half])])
+        torch.testing.assert_close(final, whitened(sums), rtol=1e-4, atol=1e-4)
 
     def test_the_overlong_penalty_is_a_reward_of_its_own(self):
         plain, cut = self.scored(), self.scored()

@@ -35,6 +35,7 @@ def slope_of(inputs, **config):
         (0.800, 0.990, -1.0, 0.0, 1),  # 0.19 down, though its ratio is 0.81
         (0.800, 0.990, 1.0, -0.8 / 0.99, 0),
         (0.300, 0.100, 0.0, 0.0, 0),
+        (0.100, 0.300, 0.0, 0.0, 0),
     ],
 )
 def test_dppo_tv_by_hand(probability, drawn, advantage, slope, clipped):
@@ -52,6 +53,16 @@ def test_dppo_kl_by_hand(probability, drawn, advantage):
         slope = 0.0 if cut else -advantage * min(p / q, 10)
         found = slope_of(token(p, q, advantage), policy_loss="dppo_kl", eps_clip=bound)
         assert found == pytest.approx((slope, float(cut)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("probability", "drawn", "advantage", "bound", "slope", "clipped"),
+    [(0.5, 1.0, -1.0, 0.69, 0.0, 1), (0.5, 1.0, -1.0, 0.70, 0.5, 0), (1.0, 1.0, 1.0, 0.1, -1.0, 0)],
+)
+def test_dppo_kl_of_a_certain_token_is_finite(probability, drawn, advantage, bound, slope, clipped):
+    """Of one drawn with certainty the divergence is log 2 at probability 1/2."""
+    found = slope_of(token(probability, drawn, advantage), policy_loss="dppo_kl", eps_clip=bound)
+    assert found == pytest.approx((slope, clipped))
 
 
 def test_the_bound_on_each_side_is_its_own():
@@ -107,6 +118,13 @@ def test_off_policy_mask_by_hand():
     assert (kept.loss - cut.loss).item() == pytest.approx(math.exp(-0.5) / 4)
     cut.loss.backward()
     assert inputs.log_probs.grad[0, 0] == 0 and (inputs.log_probs.grad[:, 1] != 0).all()
+
+
+def test_off_policy_mask_and_that_of_large_entropy_keep_what_both_keep():
+    inputs = sequences([[-0.5, -0.3], [0.5, 0.3]], [[-1.0, 2.0], [-1.0, 2.0]], [[1, 1], [1, 1]])
+    inputs.policy_mask = torch.tensor([[True, False], [False, True]])
+    policy_loss(inputs, AlgorithmConfig(off_policy_delta=0.39, eps_clip=10), LossDenominators(4, 2, 2)).loss.backward()
+    assert (inputs.log_probs.grad != 0).tolist() == [[False, False], [False, True]]
 
 
 def test_off_policy_mask_leaves_the_kl_loss_and_the_denominators_alone():

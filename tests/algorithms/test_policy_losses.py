@@ -187,6 +187,7 @@ class TestSequenceLosses:
         g = math.exp((0.6 - 0.2) / 2)
         assert (loss, clipped) == pytest.approx((g, 0.5), abs=1e-6)
         assert slopes == pytest.approx([g / 2, 0.0], abs=1e-6)
+        assert self.pair([0.6, -0.5], 0.0, "gmpo")[2] == 0
 
 
 class TestCISPO:
@@ -209,6 +210,7 @@ class TestSAPO:
         loss, slope, clipped = loss_and_slope(ratio, advantage, policy_loss="sapo")
         assert (loss, slope) == pytest.approx((-4 / tau * gate * advantage, -weight * ratio * advantage), rel=1e-4)
         assert clipped == (weight < 0.5)
+        assert loss_and_slope(ratio, 0.0, policy_loss="sapo")[2] == 0
 
 
 class TestCPGD:
@@ -218,6 +220,8 @@ class TestCPGD:
         assert loss_and_slope(1.5, 2.0, policy_loss="cpgd") == pytest.approx((-2 * log(1.2), 0, 1), abs=1e-5)
         assert loss_and_slope(0.5, 2.0, policy_loss="cpgd") == pytest.approx((-2 * log(0.5), -2, 0), abs=1e-5)
         assert loss_and_slope(0.5, -2.0, policy_loss="cpgd") == pytest.approx((2 * log(0.8), 0, 1), abs=1e-5)
+        unbounded = loss_and_slope(0.1, -1.0, policy_loss="cpgd", eps_clip=1.0)
+        assert unbounded == pytest.approx((log(0.1), 1, 0), abs=1e-5)
 
     def test_drift_pulls_back_with_a_capped_slope(self):
         # Advantage 0 leaves alpha * drift; value of k3, slope min(ratio - 1, 0.2).

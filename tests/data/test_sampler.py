@@ -82,6 +82,10 @@ def test_a_larger_data_set_is_walked_through_before_any_row_repeats():
     assert all(counts[row] == 1 for row in range(5, 25))
 
 
+def test_a_data_set_of_a_tiny_share_gives_one_row_to_each_epoch():
+    assert epoch_quotas([100, 100], [0.999, 0.001]) == [100, 1]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=3), st.integers(1, 40), st.integers(0, 2**40))
 def test_even_batches_have_their_share_of_every_data_set(sizes, batch_size, seed):

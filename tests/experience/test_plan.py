@@ -120,6 +120,22 @@ def test_moves_never_widen_the_gap(step_and_ranks, by_tokens):
     assert gaps[1] <= gaps[0] and (by_tokens or gaps[1] <= 1)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "moved"),
+    [
+        ([[10, 6, 4], [10]], [4]),  # of a gap of 10, not the 10
+        ([[20, 4, 30, 6, 2], [22]], [20]),  # whatever the order: 20 of a gap of 40
+    ],
+)
+def test_the_sample_that_comes_nearest_to_halving_the_gap_moves(tokens, moved):
+    assert [sample.tokens for sample, _ in moves_between_ranks(references(tokens), 2, by_tokens=True)] == moved
+
+
+def test_a_sample_that_shares_nothing_is_in_no_group_whatever_its_number():
+    alone, pair = SampleRef(0, 1, 15, 1), [SampleRef(0, index, 5, index, group=1, prompt=3) for index in (0, 2)]
+    assert moves_between_ranks([pair[0], alone, pair[1]], 2, by_tokens=True) == [(each, 1) for each in pair]
+
+
 def test_few_samples_move():
     draw = random.Random(0)
     step = references([[draw.randint(100, 1000) for _ in range(200)] for _ in range(8)])

@@ -293,6 +293,14 @@ def test_a_shared_scorer_sees_just_the_samples_that_need_it(counted):
     assert result.metrics["reward/x"] == 3 and result.metrics["reward/y/not_applicable"] == 0
 
 
+def test_a_scorer_that_stands_twice_in_a_recipe_counts_each_sample_once_and_weighs_for_both(counted):
+    entry = {"type": "rule", "key": "counted", "name": "x", "score_key": "long"}
+    engine = RewardComputationEngine(reward_recipe={"*": [{**entry, "weight": 1.0}, {**entry, "weight": 2.0}]})
+    result = engine.compute_rewards([make_samples(["a", "bb"])])
+    assert counted.seen == [["a", "bb"]] and result.score.tolist() == [3, 6]
+    assert result.metrics["reward/x/not_applicable"] == 0
+
+
 def test_a_failure_of_a_shared_scorer_is_told_once_with_all_its_objectives(counted, caplog, monkeypatch):
     monkeypatch.setattr(Counted, "__call__", lambda self, completions: ([Failed("late"), 1.0], {"long": 1.0, "ten": 2}))
     engine = RewardComputationEngine(reward_recipe=recipe_from_components({"x": 1.0, "y": 2.0}, OBJECTIVES))
@@ -356,6 +364,14 @@ def test_two_names_of_one_server_are_one_server():
         result = engine.compute_rewards([make_samples(["r"] * 3, labels=["a", "b", None])])
         engine.close()
     assert server.calls["good"] == 1 and result.score.tolist() == [0.25, 2.5, 2.25]
+
+
+def test_a_remote_request_has_the_size_of_the_largest_micro_batch():
+    with FaultyServer() as server:
+        engine = RewardComputationEngine(None, f"{server.base}/good")
+        engine.compute_rewards([make_samples(["r"]), make_samples(["r"] * 3, first_id=1)])
+        engine.close()
+    assert server.calls["good"] == 2
 
 
 @pytest.mark.parametrize("url", ["", " ", ",", [" "]])

@@ -129,7 +129,7 @@ def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
     when = per_sample(sigma, data)
     if prediction == "flow":
         return Noised((1 - when) * data + when * noise, noise - data)
-    return Noised((1 - when.square()).clamp_min(0).sqrt() * data + when * noise, noise)
+    return Noised((1 - when.square()).sqrt() * data + when * noise, noise)
 
 
 def asked(

@@ -11,6 +11,7 @@ from lightrft_visual.algorithms.diffusion.advantages import (
     decoupled_group_advantages,
     gathered_group_advantages,
     group_advantages,
+    group_metrics,
 )
 from lightrft_visual.algorithms.diffusion.context import LossContext
 from lightrft_visual.algorithms.diffusion.ddpo import DDPO, DPOK
@@ -44,6 +45,11 @@ def test_invalid_rewards_enter_no_statistic_and_get_no_advantage():
     valid = torch.tensor([True, True, False, True])
     advantages = group_advantages(rewards, torch.tensor([0, 0, 0, 1]), valid)
     assert advantages.tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001, 0.0, 0.0])
+    wide = group_advantages(rewards, torch.tensor([0, 0, 0, 1]), valid, global_std=True)
+    unit = 1 / ((14 / 9) ** 0.5 + 1e-4)  # of 1, 3 and 4
+    assert wide.tolist() == pytest.approx([-unit, unit, 0.0, 0.0])
+    found = group_metrics(rewards, torch.tensor([0, 0, 0, 1]), valid)
+    assert (found["group_size"], found["zero_std_ratio"], found["mean_reward_100"]) == (1.5, 0.5, 3.0)
     for whole in (False, True):
         none = group_advantages(rewards, torch.tensor([0, 0, 0, 1]), torch.zeros(4).bool(), global_std=whole)
         assert (none == 0).all()
@@ -180,6 +186,23 @@ def test_clip_fraction_is_the_share_of_samples_that_the_clip_decides(guard):
     assert (ratios.expm1().abs() > 1e-9).all() and 0 < int(decided.sum()) < 5
     found = loss.loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 5.0)
     assert float(found.means["clip_fraction"]) == pytest.approx(float(decided.float().mean()))
+
+
+def test_ratios_of_the_policy_that_drew_are_exactly_one_whatever_the_replay_rounds():
+    rows, v, _ = flow_rows([1.0, -1.0, 0.5], 0.3)
+    policy = StandingStill(v, v)
+    found = FlowGRPO(clip_range=1e-9).loss(LossContext(policy, policy, on_policy=True), rows, 1.0)
+    assert float(found.loss) == -0.5 and float(found.maxima["logp_diff_max"]) > 0
+    assert (float(found.means["ratio_mean"]), float(found.means["clip_fraction"])) == (1, 0)
+
+
+def test_the_kl_of_cps_steps_is_the_squared_distance_of_their_means():
+    rows, v, _ = flow_rows([1.0, -1.0], 0.3)
+    reference = normal(2, 3, 4, seed=9)
+    policy, loss = StandingStill(v, reference), FlowGRPO(rule="cps", beta=0.1)
+    found = loss.kl(LossContext(policy, policy), rows, loss.replay(policy, rows))
+    mine, base = (transition(rows.x, each, 0.6, 0.5, 0.7, rule="cps")[0] for each in (v, reference))
+    torch.testing.assert_close(found, (mine - base).square().flatten(1).mean(1), check_dtype=False)
 
 
 def test_flow_dppo_masks_what_is_far_and_moves_farther():

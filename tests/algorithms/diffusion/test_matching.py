@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from lightrft_visual.algorithms.diffusion.awm import AWM, matching_log_prob
-from lightrft_visual.algorithms.diffusion.context import LossContext, add_noise, asked, forward_noise, squared_error
+from lightrft_visual.algorithms.diffusion.context import (
+    LossContext,
+    add_noise,
+    asked,
+    forward_noise,
+    scaled_error,
+    squared_error,
+)
 from lightrft_visual.algorithms.diffusion.crd import CenteredReward
 from lightrft_visual.algorithms.diffusion.diffusion_dpo import PAIR, ranked_pairs
 from lightrft_visual.algorithms.diffusion.nft import DiffusionNFT
@@ -84,6 +91,13 @@ def test_noise_is_a_samples_own_or_its_groups():
     assert torch.equal(shared[0], shared[1]) and torch.equal(shared[2], shared[3])
     assert not torch.equal(shared[0], shared[2])
     assert torch.equal(own, forward_noise(3, batch)) and not torch.equal(own, forward_noise(4, batch))
+
+
+def test_no_error_over_its_own_size_is_none():
+    predicted = normal(2, *SHAPE).requires_grad_()
+    found = scaled_error(predicted, predicted.detach())
+    found.sum().backward()
+    assert found.tolist() == [0, 0] and not predicted.grad.any()
 
 
 # -- AWM ---------------------------------------------------------------------------------------------------------
@@ -221,16 +235,20 @@ def crd_loss(policy, context, batch, beta, adv_max, kl_beta):
         r, a = implicit[mine], reward[mine]
         total = total + ((beta * (r - r.mean().detach()) - (a - a.mean())) ** 2).sum() * adv_max / beta
     kl = ((policy.own - policy.kept["base"]) ** 2).flatten(1).mean(1)
-    return total + (kl_beta * (1e-4 / kl_beta + reward * (1 - 1e-4 / kl_beta)) * kl)[batch.valid].sum()
+    least = min(1e-4 / kl_beta, 1.0)
+    return total + (kl_beta * (least + reward * (1 - least)) * kl)[batch.valid].sum()
 
 
 @pytest.mark.parametrize("prediction", ("flow", "epsilon"))
-def test_crd_is_the_authors_form(prediction):
-    policy = Answers(6, prediction)
-    batch = rows([1.0, -0.25, -9.0, 2.0, -1.5, 0.0], groups=[4, 4, 4, 2, 2, 2], valid=[True] * 5 + [False])
+@pytest.mark.parametrize("kl_beta", (0.1, 5e-5))
+def test_crd_is_the_authors_form(prediction, kl_beta):
+    """Samples of a group without a valid one have no gradient either."""
+    policy = Answers(7, prediction)
+    groups, valid = [4, 4, 4, 2, 2, 2, 1], [True] * 5 + [False] * 2
+    batch = rows([1.0, -0.25, -9.0, 2.0, -1.5, 0.0, 1.0], groups=groups, valid=valid)
     context = policy.context()
-    found = CenteredReward(2.0, 5.0, 0.1).loss(context, batch, 3.0)
-    expected = crd_loss(policy, context, batch, 2.0, 5.0, 0.1) / 3.0
+    found = CenteredReward(2.0, 5.0, kl_beta).loss(context, batch, 3.0)
+    expected = crd_loss(policy, context, batch, 2.0, 5.0, kl_beta) / 3.0
     mine = gradient_where_equal(found.loss, expected, policy)
     assert mine[:5].flatten(1).abs().max(dim=1).values.min() > 1e-4 and not mine[5].any()
 
@@ -271,8 +289,9 @@ def test_pairs_are_the_best_with_the_worst():
     assert sorted(pairs.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_ties_and_invalid_samples_make_no_pair():
-    rewards = torch.tensor([math.nan, 1.0, 1.0, 1.0, 3.0, 2.0])
+@pytest.mark.parametrize("unknown", [math.nan, -9.0])
+def test_ties_and_invalid_samples_make_no_pair(unknown):
+    rewards = torch.tensor([unknown, 1.0, 1.0, 1.0, 3.0, 2.0])
     valid = torch.tensor([False, True, True, True, True, True])
     signs, pairs = ranked_pairs(rewards, torch.tensor([0, 0, 0, 0, 1, 1]), valid)
     assert signs.tolist() == [0, 0, 0, 0, 1, -1]

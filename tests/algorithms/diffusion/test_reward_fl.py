@@ -1,5 +1,8 @@
 """Reward FL's gradient is the derivative of the reward, and goes only where it is said to go."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +78,14 @@ def test_steps_before_mid_run_without_gradient_and_the_last_one_is_final():
     model = TwoExperts()
     loss_of(model, RewardFL(mid_timestep=3, final_timestep=5))
     assert model.calls == [False] * 3 + [True] * 3
+
+
+def test_the_distance_to_the_reference_is_a_mean_over_the_steps_with_gradient():
+    def velocity(x, *rest):
+        return torch.full_like(x, 3.0 if torch.is_grad_enabled() else 1.0)  # the reference is asked without gradient
+
+    context = LossContext(velocity, SimpleNamespace(reference=nullcontext, trains_at=lambda timestep: True))
+    assert RewardFL(kl_beta=0.1).denoise(context, latents(), {}, *SCHEDULE).drift.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("trained", ("high", "low"))

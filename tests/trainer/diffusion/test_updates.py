@@ -87,20 +87,27 @@ class OfScores:
         return LossOutputs(-scored.scores.sum() / denominator, means={"reward": weighted_mean(*scored)})
 
 
-def test_means_of_a_reward_update_are_over_its_valid_samples():
+@pytest.mark.parametrize("epoch, purpose", [(0, "noise"), (1, "noise/1")])
+def test_means_of_a_reward_update_are_over_its_valid_samples_and_each_pass_has_its_own_noise(epoch, purpose):
     """One of two in the first micro-batch, two in the second."""
+    purposes = []
+
+    def drawn(part, conditions, step, purpose):
+        purposes.append(purpose)
+        return SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2))
+
     scores = iter([DifferentiableScore(torch.tensor([0.8, 0.0]), torch.tensor([True, False])),
                    DifferentiableScore(torch.tensor([0.2, 0.5]), torch.tensor([True, True]))])  # fmt: skip
     sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
     sampling = SimpleNamespace(
         remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
         model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
-        batch=lambda part, *rest: SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2)),
+        batch=drawn,
     )  # fmt: skip
     engine, metrics = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None), MetricsAccumulator()
     update = RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(scores), 0, 2)
-    update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, 0, metrics)
-    assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3)
+    update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, epoch, metrics)
+    assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3) and purposes == [purpose] * 2
 
 
 class Gives(FlowGRPO):
@@ -267,6 +274,19 @@ def test_the_graphs_of_the_rollout_give_the_gradient_of_its_replay(name):
     assert after["ratio_max_dev_first"] == 0 and before.keys() == after.keys()
     for key in before.keys() - {"ratio_max_dev_first", "logp_diff_max"}:
         assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-7)
+
+
+def test_an_update_without_a_valid_sample_has_a_zero_gradient():
+    drawing = policy()
+    update = ReplayUpdate(Gradients(drawing), registry.diffusion_algorithms["flow_grpo"], CLIPPED, 1.0, "first", 3)
+    experience, graph = sampled(drawing, [0, 1, 2])
+    experience.valid[:] = False
+    context = LossContext(drawing, drawing, on_policy=True)
+    found = update.step_on_graphs([Graphed(experience, graph)], context, MetricsAccumulator())
+    assert found and not any(gradient.any() for gradient in found)  # nor is one NaN
+    buffer = NaiveReplayBuffer(2)
+    buffer.append(experience)
+    assert [planned.samples for planned in plan_updates(buffer, buffer.plan(0), False)] == [1]
 
 
 def test_only_the_trained_steps_of_a_window_keep_their_graph_where_that_is_less_work_than_a_replay():

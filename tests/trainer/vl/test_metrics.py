@@ -11,7 +11,7 @@ from lightrft_visual.trainer.hooks import StepData
 from lightrft_visual.trainer.vl.evaluation import by_kind
 from lightrft_visual.trainer.vl.maker import add_kl
 from lightrft_visual.trainer.vl.parts import VLWatched
-from lightrft_visual.trainer.vl.updates import kl_per_token
+from lightrft_visual.trainer.vl.updates import add_rollout_metrics, kl_per_token
 
 
 def test_the_kl_of_a_step_is_a_mean_over_tokens():
@@ -25,6 +25,18 @@ def test_the_kl_of_a_step_is_a_mean_over_tokens():
     mean, samples = kl_per_token(batches)
     assert samples == 3 and mean == pytest.approx((40 * 0.1 + 60 * 0.3) / 100)
     assert batches[0].info["kl"].tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_groups_whose_valid_rewards_are_equal_or_alone_or_none_have_no_std():
+    rewards, groups = torch.tensor([1.0, 2, 1, 1, 9, 5, 7, 3]), torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
+    valid = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0]).bool()
+    info = {"reward": rewards, "total_length": torch.ones(8), "reward_metrics": {}}
+    tokens = {"action_mask": torch.ones(8, 1).bool(), "advantages": torch.zeros(8, 1)}
+    unknown = dict.fromkeys(("kl", "action_entropy", "action_log_probs", "teacher_log_probs"))
+    each = SimpleNamespace(info=info, group_id=groups, valid=valid, **tokens, **unknown)
+    metrics = MetricsAccumulator()
+    add_rollout_metrics(metrics, [each])
+    assert metrics.reduce()["zero_std_ratio"] == 0.75
 
 
 def test_answers_are_watched_as_texts_and_drawings_as_images():

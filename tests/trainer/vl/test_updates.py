@@ -248,6 +248,7 @@ def test_the_critics_loss_is_of_each_kinds_own_tokens(tmp_path, mode, answer, dr
     # An answer's token costs 4 / 2, a drawing's 9 / 2; the answers have 2 and 4 tokens, the drawing 3.
     assert [found["critic_loss_answer"], found["critic_loss_drawing"]] == pytest.approx([answer, drawing])
     assert found["critic_loss"] == pytest.approx(3 * answer + drawing) and "loss" not in found
+    assert found["return_mean"] == pytest.approx((6 * 2 + 3 * 3) / 9)  # over all tokens
 
 
 def test_the_tokens_of_large_entropy_are_those_of_each_kind(tmp_path):
