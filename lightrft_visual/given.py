@@ -79,11 +79,15 @@ def given(text: str) -> Any:
 class GivenRows:
     """Rows that a program holds: a list of mappings, or a `datasets.Dataset`, read as rows are asked for.
 
-    folder: where relative paths of media start.
+    folder: where relative paths of media start. Raises ConfigError where the working directory was removed.
     """
 
     def __init__(self, data: Any, name: str) -> None:
-        self.folder, self._name = Path.cwd(), name
+        try:
+            self.folder = Path.cwd()
+        except FileNotFoundError:  # MKL ends a process that multiplies there
+            raise ConfigError("the working directory was removed: change to one that exists") from None
+        self._name = name
         table = hasattr(data, "with_format") and hasattr(data, "features") and data.format["type"] != "custom"
         self._rows = data.with_format("arrow") if table else data
         self._table = table

@@ -115,21 +115,23 @@ class Checkpoint:
         from .models.diffusion.layers import load_pipeline
         from .models.diffusion.opening import adapter_of
         from .models.diffusion.wan_parts import load_wan_parts
+        from .models.weight_files import LOADING
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         load_plugins(self.run.get("plugins"))  # which may have the family
         base = self._trained_on() if self.adapted else self.path
-        if isinstance(base, str):
-            parts = {} if complete else adapter_of(base).loading()
-            with refused_as(ConfigError, f"model {base} cannot be loaded"):
-                if base.endswith(PARTS):
-                    pipeline = load_wan_parts(base, dtype, self.run.get("model", {}).get("tokenizer_path"))
-                else:
-                    pipeline = load_pipeline(base, dtype, parts)
-        else:
-            pipeline = copy.deepcopy(base).to(dtype)
-        if self.adapted:
-            join_lora(pipeline, Path(self.path))
+        with LOADING:
+            if isinstance(base, str):
+                parts = {} if complete else adapter_of(base).loading()
+                with refused_as(ConfigError, f"model {base} cannot be loaded"):
+                    if base.endswith(PARTS):
+                        pipeline = load_wan_parts(base, dtype, self.run.get("model", {}).get("tokenizer_path"))
+                    else:
+                        pipeline = load_pipeline(base, dtype, parts)
+            else:
+                pipeline = copy.deepcopy(base).to(dtype)
+            if self.adapted:
+                join_lora(pipeline, Path(self.path))
         return pipeline
 
     def text_length(self) -> int | None:

@@ -1,7 +1,6 @@
 """Shared by all tests: a cache for embedded models, so that they are built once and never in the user's own cache."""
 
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -81,12 +80,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    """Tests marked `plugin` need theirs. A fixture that asks for one that is blocked or deleted skips its tests.
-
-    vLLM's workers on CPU replace `torch.set_num_threads` by one that does nothing, for the rest of their process.
-    """
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads = torch._C.set_num_threads
+    """Tests marked `plugin` need theirs. A fixture that asks for one that is blocked or deleted skips its tests."""
     for mark in item.iter_markers("plugin"):
         pytest.importorskip(f"{blocked.ROOM}.{mark.args[0]}")
     return (yield from _skipped_without_plugin())

@@ -1,8 +1,13 @@
 """What `evaluate` and `sample` take of the run that left a checkpoint."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,6 +20,8 @@ from lightrft_visual.config.load import write_resolved
 from lightrft_visual.data.drawing_prompts import DrawPrompts
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.models.diffusion import layers, policy
+from lightrft_visual.models.weight_files import load_whole
 from lightrft_visual.rewards.settings import engine_arguments
 
 ROWS = [{"prompt": "what colour is it?", "reference": "red"}]
@@ -332,3 +339,27 @@ def test_numbers_of_numpy_and_a_suite_by_its_path_are_taken(tmp_path, data_of_sa
     (tmp_path / "suite.yaml").write_text("data: {prompt_data: org/suite, eval_data: org/suite}")
     with inference._configured(checkpoint, None, "exact", {}, tmp_path / "suite.yaml") as config:
         assert config.data.eval_data == "org/suite"
+
+
+def test_models_that_threads_ask_for_at_once_are_loaded_one_after_the_other(tmp_path, monkeypatch):
+    """As libraries change, for all of the process, how modules are made while they load one."""
+    loading, alone = threading.Lock(), []
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+
+    def load(*_, **__):
+        alone.append(not loading.locked())
+        with loading:
+            time.sleep(0.05)
+        raise ConfigError("loaded")
+
+    for module in (layers, policy):
+        monkeypatch.setattr(module, "load_pipeline", load)
+    ways = (
+        inference.Checkpoint(str(tmp_path), {}, False).pipeline,
+        partial(policy.DiffusionPolicy.from_pretrained, str(tmp_path)),
+        partial(load_whole, SimpleNamespace(from_pretrained=load), "a"),
+    )
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(way) for way in ways * 2]
+        said = [str(each.exception()) for each in asked]
+    assert said == ["loaded"] * 6 and alone == [True] * 6

@@ -1,6 +1,7 @@
 """What the weight files of a model's folder hold, from their headers alone."""
 
 import json
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..errors import ConfigError
 
 # Transformers allocates whatever config.json asks for before it compares shapes: above this it could fill the host.
 MORE_ELEMENTS, MOST_LAYERS = 50_000_000, 1000
+LOADING = threading.RLock()  # meanwhile libraries change how modules are made, for all of the process
 HEAD = "lm_head.weight"  # of models of which only hidden states are read
 DEPTHS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"}
 
@@ -45,7 +47,8 @@ def load_whole(kind: Any, path: str, unread: Collection[str] = (), **arguments: 
     Raises:
         ConfigError: weights are missing; what `from_pretrained` raises.
     """
-    model, report = kind.from_pretrained(path, output_loading_info=True, **arguments)
+    with LOADING:
+        model, report = kind.from_pretrained(path, output_loading_info=True, **arguments)
     own = dict(model.named_parameters())
     missing = sorted(name for name in report["missing_keys"] if name in own and name not in unread)
     if missing:

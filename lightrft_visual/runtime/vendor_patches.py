@@ -127,6 +127,23 @@ def without_compiled_functions() -> Iterator[None]:
 
 
 @contextmanager
+def number_of_threads_settable() -> Iterator[None]:
+    """Afterwards `torch.set_num_threads` is what it was before.
+
+    Why: vLLM's worker on CPU replaces it by a function that does nothing, for the rest of the process, so that threads
+    stay on the cores that they are bound to. In the trainer's process none are bound.
+    Versions: vLLM 0.32.
+    """
+    import torch
+
+    own = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = own
+
+
+@contextmanager
 def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Iterator[None]:
     """Inside, transformers makes models of this checkpoint with a subclass in place of their language model's class.
 

@@ -1,6 +1,7 @@
 """Reading files row by row: what a byte order mark, an empty cell, a damaged page or an endless line do."""
 
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +10,7 @@ import pytest
 import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
 from lightrft_visual.data.sources import open_source
-from lightrft_visual.errors import DataError
+from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.given import GivenRows
 
 
@@ -214,3 +215,12 @@ def test_a_cell_that_is_no_json_where_its_type_says_so_makes_its_row_bad(tmp_pat
     assert source[0] == {"prompt": "q"}
     with pytest.raises(DataError, match="a.parquet:row 1: "):
         source[1]
+
+
+def test_rows_of_a_program_in_a_working_directory_that_was_removed_are_refused_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (gone := tmp_path / "gone").mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the working directory was removed"):
+        GivenRows([{"prompt": "a"}], "train_dataset")

@@ -34,6 +34,7 @@ from ...runtime.vendor_patches import program_limit
 from ...runtime.zero3_loading import Divide
 from ..checkpointed import checkpointing_func
 from ..weight_copies import WeightCopy, gathered, lora_config, standing_in, whole_on_host
+from ..weight_files import LOADING
 from .families.base import NO_NEGATIVE, DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
 from .opening import named_family, pipeline_class, save_text_length, saved_text_length
@@ -109,7 +110,7 @@ class DiffusionPolicy(nn.Module):
             ConfigError: no family here reads the pipeline's class, or it is not the one named.
         """
         fetch_model(path)
-        with refused_as(ConfigError, f"model {path} cannot be loaded"):
+        with refused_as(ConfigError, f"model {path} cannot be loaded"), LOADING:
             adapter = named_family(pipeline_class(path), family)
             if path.endswith(PARTS):
                 return cls(adapter(load_wan_parts(path, dtype, tokenizer), text_length), lora, trainable)

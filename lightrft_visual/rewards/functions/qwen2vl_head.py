@@ -9,6 +9,7 @@ from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
 from ...data.rendering import MediaConventions, without_marks
 from ...errors import ConfigError, refused_as
+from ...models.weight_files import LOADING
 from .image_scoring import load_checkpoint
 
 HEAD = "rm_head."
@@ -58,7 +59,7 @@ def with_head(
     """
     own = {name[len(HEAD) :]: state.pop(name) for name in list(state) if name.startswith(HEAD)}
     words = [tensor for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
-    with refused_as(ConfigError, f"scorer {scorer}: weights and model do not fit"):
+    with refused_as(ConfigError, f"scorer {scorer}: weights and model do not fit"), LOADING:
         config.get_text_config().vocab_size = words[0].shape[0]  # with the tokens of its own
         model, report = Qwen2VLForConditionalGeneration.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True

@@ -25,6 +25,7 @@ from ...runtime.vendor_patches import (
     decoder_class_of_its_own,
     forget_allocators_error,
     forget_model,
+    number_of_threads_settable,
     without_compiled_functions,
 )
 from ..engine import Finished
@@ -93,7 +94,7 @@ class VLLMEngine(ResidentEngine):
             forget_allocators_error(get_accelerator().current_device())
         threads = torch.get_num_threads()
         try:
-            with apart, plain:
+            with apart, plain, number_of_threads_settable():
                 llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error

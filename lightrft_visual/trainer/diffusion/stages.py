@@ -92,7 +92,7 @@ def kept_bytes(forward: Callable[[], T], weights: Iterable[T]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself it would hold the graph for good, where its own operation saves it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = forward()

@@ -1,6 +1,7 @@
 """In which order vLLM is told to sleep, wake and load, as on an accelerator, and what it leaves of the process."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,21 @@ def test_an_engine_leaves_the_trainer_its_threads(built):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_number_of_threads_can_be_set_after_an_engine_was_built_or_failed(built, monkeypatch, fails):
+    """vLLM 0.32's worker on CPU replaces the function by one that does nothing."""
+    own = torch.set_num_threads
+
+    def replace(**_):
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+        if fails:
+            raise RuntimeError
+
+    with pytest.raises(RolloutError) if fails else nullcontext():
+        built(replace)
+    assert torch.set_num_threads is own
 
 
 def test_an_engine_is_built_where_an_earlier_ones_memory_was_freed_while_it_slept(built, monkeypatch):

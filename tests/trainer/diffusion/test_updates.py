@@ -1,5 +1,7 @@
 """An update is the same without samples of advantage 0, with several steps a forward, on the rollout's own graphs."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -314,6 +316,17 @@ def test_graphs_are_kept_up_to_a_size_counted_once_and_without_the_weights(gib, 
 
     assert graphs.fit(forward, 4, sampler) is graphs.fit(forward, 4, sampler) is fits and len(asked) == 1
     assert graphs.bytes == 4 * 3 * kept_bytes(forward, drawing.parameters()) > 1e5
+
+
+def test_a_graph_that_was_measured_is_freed_where_an_operation_saves_its_own_result():
+    def measured():
+        weight, given = torch.randn(3, 3, requires_grad=True), torch.randn(5, 3)
+        assert kept_bytes(lambda: (given @ weight).exp(), [weight]) == (5 * 3 + 5 * 3) * 4
+        return weakref.ref(weight)
+
+    weight = measured()
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize(
