@@ -1,11 +1,13 @@
 """Files that rows are read from, each with random access, its rows' names for messages, and its media root."""
 
 import csv
+import errno
 import glob
 import io
 import json
 import os
 import threading
+import weakref
 from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict
@@ -23,7 +25,7 @@ from ..given import GivenRows, given, is_given, json_in, source_of, with_json
 from ..runtime.hub import is_hub_name, load_data_set
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
-CACHE_BYTES = 2**30  # decoded row groups that a process keeps of one Parquet file
+CACHE_BYTES = 2**30  # decoded row groups that a process keeps of all its Parquet files
 PART_ROWS = 1024  # that are decoded at once
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
@@ -189,6 +191,37 @@ class TextSource(JsonSource):
         self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
 
 
+class _RowGroups:
+    """Decoded row groups of all Parquet files of the process, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[int, int], pyarrow.Table] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.RLock()  # a file may be let go of while one is read
+
+    def get(self, file: int, number: int, read: Callable[[int], pyarrow.Table]) -> pyarrow.Table:
+        """A row group of a file; the newest stays, however large."""
+        with self._lock:
+            table = self._tables.get((file, number))
+            if table is None:
+                self._tables[file, number] = table = read(number)
+                self._bytes += table.nbytes
+                while len(self._tables) > 1 and self._bytes > CACHE_BYTES:
+                    self._bytes -= self._tables.popitem(last=False)[1].nbytes
+            else:
+                self._tables.move_to_end((file, number))
+            return table
+
+    def forget(self, file: int) -> None:
+        """What a file that nobody reads any more has here."""
+        with self._lock:
+            for key in [key for key in self._tables if key[0] == file]:
+                self._bytes -= self._tables.pop(key).nbytes
+
+
+_ROW_GROUPS = _RowGroups()
+
+
 class ParquetSource(NumberedRows):
     """A Parquet file, of which a row group is decoded when one of its rows is read, and kept while there is room.
 
@@ -204,15 +237,15 @@ class ParquetSource(NumberedRows):
             names = self._file.schema_arrow.names
             self._json = json_in(self._file.schema_arrow)
         except _ARROW_ERRORS as error:
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                raise DataError(f"{path}: too many files are open: raise `ulimit -n`, or name a folder") from None
             raise DataError(f"{path}: not a parquet file: {error}") from None
         if any(count < 0 for count in counts):
             raise DataError(f"{path}: not a parquet file: its footer is damaged")
         if repeated := _repeated(names):
             raise DataError(f"{path}: its schema names column(s) {repeated} more than once")
         self._starts = [0, *accumulate(counts)]
-        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the least recently used first
-        self._bytes = 0  # of all of them
-        self._lock = threading.Lock()
+        weakref.finalize(self, _ROW_GROUPS.forget, id(self))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -226,23 +259,16 @@ class ParquetSource(NumberedRows):
             raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
 
     def _group(self, number: int) -> pyarrow.Table:
-        with self._lock:
-            if number not in self._groups:
-                table = self._read(number)
-                wanted = self._starts[number + 1] - self._starts[number]
-                if len(table) != wanted:
-                    raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
-                self._groups[number] = table
-                self._bytes += table.nbytes
-                while len(self._groups) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
-                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
-            self._groups.move_to_end(number)
-            return self._groups[number]
+        return _ROW_GROUPS.get(id(self), number, self._read)
 
     def _read(self, number: int) -> pyarrow.Table:
         # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
         parts = self._file.iter_batches(PART_ROWS, [number], use_threads=False)
-        return pyarrow.Table.from_batches(parts, self._file.schema_arrow)
+        table = pyarrow.Table.from_batches(parts, self._file.schema_arrow)
+        wanted = self._starts[number + 1] - self._starts[number]
+        if len(table) != wanted:
+            raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
+        return table
 
 
 class FolderSource(NumberedRows):

@@ -1,7 +1,7 @@
 """The prompt order: complete, mixed by the asked shares, the same for any rank count, exact on resume."""
 
 from collections import Counter
-from itertools import islice
+from itertools import cycle, islice
 
 import pytest
 from hypothesis import given, settings
@@ -94,6 +94,9 @@ def test_even_batches_have_their_share_of_every_data_set(sizes, batch_size, seed
     for batch in batches_of(sampler, 6):
         for start, size in zip(starts, sizes):
             assert abs(sum(start <= row < start + size for row in batch) - batch_size * size / total) < 2
+    for part in range(len(sizes)):
+        turns = list(islice(cycle(sampler.pattern), 3 * batch_size))
+        assert sampler._turns(part, 3 * batch_size) == turns.count(part)
     whole = PromptSampler(sizes, total, seed=seed, mixing="even")
     assert [sorted(whole.next_batch()) for _ in range(2)] == [list(range(total))] * 2
 

@@ -1,5 +1,7 @@
 """Reading files row by row: what a byte order mark, an empty cell, a damaged page or an endless line do."""
 
+import errno
+import gc
 import json
 import os
 
@@ -107,8 +109,38 @@ def parquet(folder, count=60, group=10):
     return path
 
 
+def bounded(monkeypatch):
+    """A cache of its own, for 120,000 bytes."""
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)
+    monkeypatch.setattr(sources, "_ROW_GROUPS", sources._RowGroups())
+    return sources._ROW_GROUPS
+
+
+def test_row_groups_of_all_files_share_one_bound_and_go_with_their_file(tmp_path, monkeypatch):
+    cache = bounded(monkeypatch)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    files = [open_source(parquet(tmp_path / name), "train") for name in "abc"]
+    assert [source[row]["prompt"] for source in files for row in (0, 59)] == ["question 0", "question 59"] * 3
+    held = [table.nbytes for table in cache._tables.values()]
+    assert len(held) == 2 and cache._bytes == sum(held) <= 120_000
+    files.clear()
+    gc.collect()
+    assert not cache._tables and cache._bytes == 0
+
+
+def test_more_parquet_files_than_may_be_open_are_told_so(tmp_path, monkeypatch):
+    def refused(*arguments, **named):
+        raise OSError(errno.EMFILE, "Failed to open local file")
+
+    path = parquet(tmp_path)
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", refused)
+    with pytest.raises(DataError, match="rows.parquet: too many files are open: raise `ulimit -n`, or name a folder"):
+        open_source(path, "train")
+
+
 def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups of six
+    bounded(monkeypatch)  # two groups of six
     source, decoded = open_source(parquet(tmp_path), "train"), []
     read = source._read
     monkeypatch.setattr(source, "_read", lambda number: decoded.append(number) or read(number))
@@ -121,7 +153,7 @@ def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_p
 
 
 def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_each_other_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # 20 groups of 30
+    cache = bounded(monkeypatch)  # 20 groups of 30
     source, asked = open_source(parquet(tmp_path, 30, 1), "train"), []
     read = source._read
 
@@ -142,8 +174,8 @@ def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_
 
     monkeypatch.setattr(source, "_read", lambda number: Table(read(number)))
     assert [source[row]["prompt"] for row in range(30)] == [f"question {row}" for row in range(30)]
-    kept = [table.table.nbytes for table in source._groups.values()]
-    assert 1 < len(kept) < 30 and source._bytes == sum(kept) <= 120_000
+    kept = [table.table.nbytes for table in cache._tables.values()]
+    assert 1 < len(kept) < 30 and cache._bytes == sum(kept) <= 120_000
     assert len(asked) == 30 + 30 - len(kept)
 
 

@@ -1,7 +1,19 @@
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.functions.answers import Choice, Exact, Numeric, final_answer, last_boxed, last_number
+from lightrft_visual.rewards.functions.answers import (
+    Choice,
+    Exact,
+    Numeric,
+    final_answer,
+    last_boxed,
+    last_number,
+    tagged_answer,
+)
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.functions.math import Math
 from lightrft_visual.runtime.usercode.calls import Failed
@@ -24,6 +36,17 @@ from lightrft_visual.runtime.usercode.calls import Failed
 )
 def test_exact(response, reference, wanted):
     assert Exact()([response], [reference]) == [wanted]
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "</ANSWER>", "<Answer>", "3", " ", "\n"]), max_size=12))
+def test_the_tagged_answer_is_the_last_of_all_pairs_of_tags(parts):
+    text = "".join(parts)
+    pairs = re.findall(r"(?is)<answer>(.*?)</answer>", text)
+    assert tagged_answer(text) == (pairs[-1].strip() if pairs else None)
+
+
+def test_a_response_that_repeats_the_opening_tag_is_read_once():
+    assert Exact(tagged=True)(["<answer>" * 200_000, "<answer>3</answer>" + "<answer>" * 200_000], ["3", "3"]) == [0, 1]
 
 
 def test_exact_of_tagged_answers_only_or_as_is():
