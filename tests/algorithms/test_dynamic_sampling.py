@@ -1,6 +1,9 @@
 """Dynamic sampling over ranks: luck is shared, and the batch does not depend on how many ranks there are."""
 
 import math
+import random
+import weakref
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -21,15 +24,18 @@ def collected(
 ) -> tuple[DynamicSampling, list[int]]:
     """(the sampling, its group ids): each round brings wanted * ranks new prompts, every rank its share. captions: the
     prompts that ask for an image."""
-    sampling = DynamicSampling(wanted, tries)
+    sampling, drawn = DynamicSampling(wanted, tries), []
 
     def sample_round(number: int) -> list[Rollout]:
+        held = sum(rollout() is not None for rollout in drawn)
+        assert held <= 2 * wanted * ranks, f"{held} rollouts of earlier rounds are held"
         made = []
         for place in range(wanted):
             prompt = PromptFeatures("", [1], group_id=(number * wanted + place) * ranks + rank)
             prompt.caption = "drawn" if prompt.group_id in captions else None
             rewards = (0.0, 1.0) if prompt.group_id in differing else (0.5, 0.5)
             made += [Rollout(prompt, [2], None, "", False, sample_id=0, reward=reward) for reward in rewards]
+        drawn.extend(map(weakref.ref, made))
         return made
 
     rollouts = sampling.collect(sample_round)
@@ -59,6 +65,23 @@ def test_answers_and_drawings_keep_their_shares_of_the_batch():
     assert ids == [0, 2, 5, 7] and sampling.filled == 0 and sampling.rounds == 2
     turns = {4, 5, 6, 7}  # a batch of captions behind one of questions takes no place of theirs
     assert collected(1, 0, differing={0, 1, *turns, 8}, wanted=4, tries=3, captions=turns)[1] == [0, 1, 8, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_are_those_that_would_be_chosen_if_all_rounds_were_kept(seed):
+    rng = random.Random(seed)
+    differing = {number for number in range(48) if rng.random() < 0.15}
+    captions = {number for number in range(48) if rng.random() < 0.4}
+    sampling, ids = collected(1, 0, differing, wanted=8, tries=6, captions=captions)
+    sizes = Counter(number in captions for number in range(8))
+    for rounds in range(1, 7):
+        numbers = range(8 * rounds)
+        ranked = {kind: [(n not in differing, n // 8, n) for n in numbers if (n in captions) == kind] for kind in sizes}
+        best = sorted(each for kind, size in sizes.items() for each in sorted(ranked[kind])[:size])
+        filled = sum(equal for equal, _, _ in best)
+        if len(best) == 8 and not filled:
+            break
+    assert (sampling.rounds, sampling.filled, ids) == (rounds, filled, [number for _, _, number in best])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 from torch.nn import functional as F
 
 T = torch.Tensor
-
 
 SHARE = 0.25  # of the reward's gain that gold has to make, each in its own standard deviations
 CERTAIN = 4.0  # standard errors of d, for some twelve comparisons a look; see docs/guard.md for how often it errs
@@ -209,8 +208,9 @@ class DivergenceTest:
         return torch.stack(parts) if self.paired else torch.cat(parts).unsqueeze(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The looks that later ones are compared with."""
-        return {name: [asdict(each) for each in items] for name, items in (("first", self.first), ("last", self.last))}
+        """The looks that later ones are compared with. It shares their lists, as every step takes one."""
+        looks, names = {"first": self.first, "last": self.last}, [each.name for each in fields(PairedScores)]
+        return {kind: [{name: getattr(each, name) for name in names} for each in own] for kind, own in looks.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`'s."""

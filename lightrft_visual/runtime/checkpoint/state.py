@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 from ..files import write_atomic
 from .behind import write_file
 
-TREE = "lightrft_visual.state"
+TREE = "lightrft_visual.state"  # the tensor with the JSON, which a header of at most 100 MB may be too small for
 TAG = "__type__"
 IMAGE_MODES = ("1", "L", "RGB", "RGBA", "I", "F", "I;16")
 
@@ -118,15 +118,15 @@ def save_state(path: str | Path, state: Any) -> None:
 
     CheckpointError names the place of anything else (a function, an object of a class): state must be plain.
     """
-    path = Path(path)
-    encoder = Encoder()
+    path, encoder = Path(path), Encoder()
     tree = encoder.encode(state, "state")
     write_file(path, encoder.tensors, partial(_write_state, path, tree))
 
 
 def _write_state(path: Path, tree: Any, tensors: dict[str, torch.Tensor]) -> None:
     apart = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
-    write_atomic(path, save(apart, metadata={TREE: json.dumps(tree)}))
+    text = json.dumps(tree, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    write_atomic(path, save({**apart, TREE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}))
 
 
 def load_state(path: str | Path) -> Any:
@@ -136,13 +136,13 @@ def load_state(path: str | Path) -> Any:
         raise CheckpointError(f"{path} is missing")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            tree = (file.metadata() or {}).get(TREE)  # of earlier versions
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if TREE not in metadata:
+    if tree is None and TREE not in tensors:
         raise CheckpointError(f"{path} holds no state of this package")
     try:
-        return decode(json.loads(metadata[TREE]), tensors)
+        return decode(json.loads(tensors[TREE].numpy().tobytes() if tree is None else tree), tensors)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error

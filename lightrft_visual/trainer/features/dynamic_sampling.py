@@ -37,19 +37,25 @@ class DynamicSampling:
     wanted: int
     tries: int
     apart: bool = False
-    found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank
+    found: dict[GroupRef, list[Rollout]] = field(default_factory=dict)  # on this rank, of the best so far
     rounds: int = 0
     filled: int = 0
 
     def collect(self, sample_round: Callable[[int], list[Rollout]]) -> list[Rollout]:
         """Rollouts of `wanted` groups. sample_round(k) samples and scores round k; every rank calls it alike."""
+        rank = collectives.rank()
         while True:
-            for number, group in by_group(sample_round(self.rounds)).items():
-                equal, draws = not is_informative(group, self.apart), group[0].prompt.draws
-                self.found[GroupRef(equal, self.rounds, number, collectives.rank(), draws)] = group
+            self.found |= {
+                GroupRef(not is_informative(group, self.apart), self.rounds, number, rank, group[0].prompt.draws): group
+                for number, group in by_group(sample_round(self.rounds)).items()
+            }
             self.rounds += 1
-            shares, refs = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
-            best = best_of_each_kind([ref for each in refs for ref in each])
+            shares, gathered = zip(*collectives.all_gather_object((self.wanted, list(self.found))))
+            refs = [ref for each in gathered for ref in each]
+            if self.rounds == 1:
+                kinds = Counter(ref.draws for ref in refs)
+            best = best_of_each_kind(refs, kinds)
+            self.found = {ref: self.found[ref] for ref in best if ref in self.found}
             self.filled = sum(ref.is_equal for ref in best)
             if self.rounds >= self.tries or (not self.filled and len(best) == sum(shares)):
                 break
@@ -67,10 +73,9 @@ class DynamicSampling:
         return [groups[ref] for ref in sorted(groups)]
 
 
-def best_of_each_kind(refs: list[GroupRef]) -> list[GroupRef]:
-    """The best groups of all ranks, sorted: of each kind as many as the first round has."""
-    wanted = Counter(ref.draws for ref in refs if ref.round == 0)
-    return sorted(ref for kind, count in wanted.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
+def best_of_each_kind(refs: list[GroupRef], kinds: Mapping[bool, int]) -> list[GroupRef]:
+    """The best groups of all ranks, sorted. kinds: how many of each; what is not among them now never will be."""
+    return sorted(ref for kind, count in kinds.items() for ref in sorted(r for r in refs if r.draws == kind)[:count])
 
 
 def balanced(refs: list[GroupRef], shares: list[int]) -> dict[GroupRef, int]:
@@ -127,21 +132,21 @@ class ResamplingMaker:
 
     def generate(self, prompts: PromptBatch, sampling: SamplingSettings | None = None) -> Rollouts:
         """Rollouts of as many prompts as were given. A collective."""
-        rounds: list[Rollouts] = []
+        rounds: list[tuple[SamplingSettings, dict[str, float]]] = []
 
         def sample_round(number: int) -> list[Rollout]:
             batch = prompts if number == 0 else self.more()
             rollouts = self.maker.generate(batch, sampling, sleep=number + 1 == self.tries)
             self.maker.judge(rollouts)
-            rounds.append(rollouts)
+            rounds.append((rollouts.sampling, rollouts.counts))
             return rollouts
 
         dynamic = DynamicSampling(len(prompts), self.tries, self.components)
         kept = dynamic.collect(sample_round)
         self.maker.sleep()
         found = {"dynamic_rounds": dynamic.rounds, "dynamic_filled_groups": dynamic.filled}
-        counts = over_rounds([each.counts for each in rounds]) | found
-        return Rollouts(kept, rounds[0].sampling, counts=counts, scored=True)
+        counts = over_rounds([counts for _, counts in rounds]) | found
+        return Rollouts(kept, rounds[0][0], counts=counts, scored=True)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         """They are scored; hooks learn it now, of those that are kept."""

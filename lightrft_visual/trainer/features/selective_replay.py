@@ -113,8 +113,8 @@ class SelectiveReplay(StepHook):
 
     def _keep_newest(self, ages: list[tuple[int, tuple[int, int]]]) -> None:
         """The last `capacity` of each kind stay. ages: (kind, age) of all ranks' samples."""
-        by_kind = {kind: sorted(age for own, age in ages if own == kind) for kind in {kind for kind, _ in ages}}
-        self.kept = [item for item in self.kept if _age(item) >= by_kind[part_of(item)][-self.capacity :][0]]
+        oldest = {kind: sorted(age for own, age in ages if own == kind)[-self.capacity :][0] for kind in dict(ages)}
+        self.kept = [item for item in self.kept if _age(item) >= oldest[part_of(item)]]
 
     def _offers(self, step: int) -> dict[int, list[Kept]]:
         """Every kept sample with its key, by kind: log weight plus Gumbel noise, of which the largest are a draw

@@ -138,6 +138,17 @@ def test_a_resumed_run_sees_the_same():
     assert isinstance(expected[-1], Divergence)
 
 
+def test_state_between_two_looks_shares_their_lists_and_stays_as_it_was():
+    test, (one, two, three) = DivergenceTest(True), looks(nothing, nothing, steps=3)
+    test.see(one), test.see(two)
+    state = test.state_dict()
+    test.see(three)
+    names = ("step", "prompts", "reward", "gold")
+    named = [{name: getattr(each, name) for name in names} for each in (one, two)]
+    assert state == {"first": named[:1], "last": named}
+    assert state["last"][1]["gold"] is two.gold and state["last"][1]["prompts"] is two.prompts
+
+
 def test_gold_has_risen_for_certain():
     rising, level = DivergenceTest(True), DivergenceTest(True)
     for look in looks(nothing, lambda step: 0.05 * step, steps=6):

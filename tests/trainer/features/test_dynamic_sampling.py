@@ -1,12 +1,13 @@
 """Dynamic sampling around a maker: what is drawn again, and how the numbers of rounds make those of a step."""
 
+import weakref
 from types import SimpleNamespace
 
 import torch
 from tiny_models import actor_of, checkpoint_of, turn
 
 from lightrft_visual.algorithms.kl import FixedKLController
-from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
+from lightrft_visual.experience.rollouts import PromptBatch, PromptFeatures, Rollout, Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.fast_exp_maker import FastExperienceMaker, MakerSettings
@@ -38,6 +39,22 @@ def test_equal_groups_are_drawn_again_and_hooks_see_the_scores_of_what_is_kept(t
     assert [each.reward for each in made.rollouts] == [0.0, 1.0, 2.0, 3.0]
     assert sum(len(each.sequences) for each in made.batches) == 4
     assert all((each.advantages[:, 0] != 0).all() for each in made.batches)
+
+
+def test_rollouts_of_earlier_rounds_that_are_out_leave_memory_before_the_next_round():
+    drawn, held = [], []
+
+    def generate(batch, sampling, sleep):
+        held.append(sum(rollout() is not None for rollout in drawn))
+        prompts = [PromptFeatures("", [1], group_id=number) for number in range(2 * len(held), 2 * len(held) + 2)]
+        made = [Rollout(each, [2], None, "", False, 0, reward=0.5) for each in prompts for _ in range(3)]
+        drawn.extend(map(weakref.ref, made))
+        return Rollouts(made, SamplingSettings(n=len(held)), counts={"reward/failures": 1.0})
+
+    maker = SimpleNamespace(generate=generate, judge=lambda rollouts: None, sleep=lambda: None)
+    kept = ResamplingMaker(maker, tries=5, more=lambda: [None, None]).generate([None, None])
+    assert held == [0, 6, 6, 6, 6]
+    assert len(kept) == 6 and kept.sampling == SamplingSettings(n=1) and kept.counts["reward/failures"] == 5.0
 
 
 def test_rounds_of_sampling_make_one_step():
