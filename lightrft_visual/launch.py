@@ -38,6 +38,7 @@ from .runtime.start_up import (
     start_is_over,
 )
 from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
+from .runtime.usercode.surroundings import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -127,7 +128,10 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 
 @contextmanager
 def _released_on_error() -> Iterator[list[PolicyTrainer]]:
-    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told.
+
+    Afterwards the program's random states are what they were.
+    """
     bound_spinning()  # before anything loads torch
     with importing():
         from .runtime import collectives, watchdog
@@ -135,6 +139,7 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     if not _RUNNING.acquire(blocking=False):
         raise ConfigError("another run goes on in this process: wait for it, or start a process for each")
     held: list[PolicyTrainer] = []
+    states = rng_state()
     gc.unfreeze()
     gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
     try:
@@ -150,6 +155,7 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
         raise
     finally:
         watchdog.stop()
+        set_rng_state(states)
         _RUNNING.release()
 
 

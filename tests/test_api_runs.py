@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
 PROGRAM = """
-import gc, json, os, sys
+import gc, json, os, random, sys
 from pathlib import Path
 
 import datasets
@@ -95,7 +95,9 @@ measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)
 assert set(measured) >= {"eval_reward", "eval_reward_greedy"}, measured
 again = evaluate(out / "list" / "checkpoint-000002", rows[:2], "exact", base=(model, processor))
 assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured, again)
+drawn = random.getstate()
 answers = sample(final, rows[:2], n=3, temperature=0.5)
+assert random.getstate() == drawn, "the program's own numbers begin anew"
 assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
 assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)
 

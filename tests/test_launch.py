@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from waiting import finished
@@ -19,7 +21,9 @@ from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.runtime import watchdog
+from lightrft_visual.runtime.seeding import seed_everything
 from lightrft_visual.runtime.start_up import importing
+from lightrft_visual.runtime.usercode.surroundings import put_back
 
 
 class Ended(BaseException):
@@ -224,6 +228,35 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
         assert gone() is None
     finally:
         gc.unfreeze()
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_states_of_a_program_go_on_after_a_run_as_if_there_had_been_none(fails):
+    seed_everything(3)
+    expected = [draws(), draws()]
+    seed_everything(3)
+    found = [draws()]
+    with pytest.raises(ValueError) if fails else nullcontext():
+        with launch._released_on_error():
+            seed_everything(7)
+            draws()
+            if fails:
+                raise ValueError
+    assert [*found, draws()] == expected
+
+
+def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
+    def run(seed):
+        with launch._released_on_error():
+            seed_everything(seed)
+            with put_back("mine"):
+                return draws()
+
+    assert run(7) == run(7) != run(8)
 
 
 PRESSED = """
