@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,17 +51,20 @@ LOOK_SECONDS = 0.2
 _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole process
 
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+         "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
+
+
 def quiet_libraries() -> None:
     """Keep libraries' start-up chatter out of a run's output; warnings about the run itself stay."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=".*")  # without it, Python's own would be moved
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.INFO if rank == "0" else logging.WARNING, format="%(message)s")
-    for name in ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch"):
+    for name in TALKING:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -128,10 +131,7 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 
 @contextmanager
 def _released_on_error() -> Iterator[list[PolicyTrainer]]:
-    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told.
-
-    Afterwards the program's random states are what they were.
-    """
+    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
     bound_spinning()  # before anything loads torch
     with importing():
         from .runtime import collectives, watchdog
@@ -139,24 +139,48 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     if not _RUNNING.acquire(blocking=False):
         raise ConfigError("another run goes on in this process: wait for it, or start a process for each")
     held: list[PolicyTrainer] = []
-    states = rng_state()
-    gc.unfreeze()
-    gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
-    try:
-        yield held
-    except BaseException as error:
-        if collectives.world_size() > 1:
-            watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+    with ExitStack() as way_back:
+        way_back.callback(_RUNNING.release)
+        way_back.enter_context(_put_back())
+        way_back.callback(watchdog.stop)
+        gc.unfreeze()
+        gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
         try:
-            for trainer in held:
-                _close(trainer)
-        except Exception as second:
-            logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
-        raise
+            yield held
+        except BaseException as error:
+            if collectives.world_size() > 1:
+                watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+            try:
+                for trainer in held:
+                    _close(trainer)
+            except Exception as second:
+                logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
+            raise
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Inside, libraries are quiet. Afterwards random states, warnings, logging and environment are the program's."""
+    with importing():
+        import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
+
+    states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
+    unset = QUIET.keys() - os.environ.keys()
+    levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
+    quiet_libraries()
+    ours = [each for each in warnings.filters if each not in filters]
+    added = [each for each in logging.root.handlers if each not in handlers]
+    try:
+        yield
     finally:
-        watchdog.stop()
+        for name in unset:
+            os.environ.pop(name, None)
+        for handler in added:
+            logging.root.removeHandler(handler)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        warnings.filters = [each for each in warnings.filters if each not in ours]
         set_rng_state(states)
-        _RUNNING.release()
 
 
 def _close(trainer: PolicyTrainer) -> None:
@@ -191,7 +215,6 @@ def _end_at_once(number: int, _: object) -> None:
 
 def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     bound_spinning()  # before anything loads torch
-    quiet_libraries()
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
             raise ConfigError(told)

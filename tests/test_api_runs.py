@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
 PROGRAM = """
-import gc, json, os, random, sys
+import gc, json, logging, os, random, sys, warnings
 from pathlib import Path
 
 import datasets
@@ -95,6 +95,9 @@ measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)
 assert set(measured) >= {"eval_reward", "eval_reward_greedy"}, measured
 again = evaluate(out / "list" / "checkpoint-000002", rows[:2], "exact", base=(model, processor))
 assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured, again)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.warn("the program's own", FutureWarning)
+assert caught and not logging.root.handlers and "TRANSFORMERS_VERBOSITY" not in os.environ, "runs leave traces"
 drawn = random.getstate()
 answers = sample(final, rows[:2], n=3, temperature=0.5)
 assert random.getstate() == drawn, "the program's own numbers begin anew"

@@ -2,12 +2,14 @@
 
 import gc
 import json
+import logging
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -257,6 +259,41 @@ def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
                 return draws()
 
     assert run(7) == run(7) != run(8)
+
+
+def surroundings():
+    """Of a program: what libraries are quiet by."""
+    levels = {name: logging.getLogger(name).level for name in ("", *launch.TALKING)}
+    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_logging_warnings_and_environment_of_a_program_are_its_own_after_a_run(monkeypatch, capsys, fails):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    for name in launch.QUIET.keys() - {"VLLM_LOGGING_LEVEL"}:
+        monkeypatch.delenv(name, raising=False)
+    before = surroundings()
+    with pytest.raises(ValueError) if fails else nullcontext():
+        with launch._released_on_error():
+            logging.getLogger("lightrft_visual.trainer").info("a line of the run")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.warn("old", FutureWarning, stacklevel=1)
+            assert not caught and os.environ["TOKENIZERS_PARALLELISM"] == "false"
+            assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and logging.getLogger("vllm").level == logging.ERROR
+            if fails:
+                raise ValueError
+    assert surroundings() == before and capsys.readouterr().err == "a line of the run\n"
+
+
+def test_a_program_with_handlers_of_its_own_gets_none_in_a_run_and_keeps_what_libraries_filter(monkeypatch):
+    own = logging.NullHandler()
+    monkeypatch.setattr(logging.root, "handlers", [own])
+    with warnings.catch_warnings():
+        with launch._released_on_error():
+            assert logging.root.handlers == [own] and logging.root.level == logging.WARNING
+            warnings.filterwarnings("ignore", "of a library")  # as one does when it is imported
+        assert warnings.filters[0][1].pattern == "of a library"
 
 
 PRESSED = """
