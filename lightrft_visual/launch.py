@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import registry
-from .config.load import check_ranks
+from .config.load import OF_SEVERAL, check_ranks
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
@@ -27,7 +27,7 @@ from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed,
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
 from .runtime.packages import wrong_torchvision
-from .runtime.presence import handled, hangup_ends
+from .runtime.presence import handled, hangup_ends, ranks_started
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
@@ -53,6 +53,7 @@ _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
          "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
 TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
 
 
@@ -160,12 +161,17 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    """Inside, libraries are quiet. Afterwards random states, warnings, logging and environment are the program's."""
+    """Inside, libraries are quiet. Afterwards random states, warnings, logging and environment are the program's.
+
+    The process group of a rank alone ends, unless the program began it.
+    """
     with importing():
+        import torch.distributed as dist
         import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
 
     states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
-    unset = QUIET.keys() - os.environ.keys()
+    environment = {name: os.environ.get(name) for name in (*QUIET, *PLACE)}
+    grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
     levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
     quiet_libraries()
     ours = [each for each in warnings.filters if each not in filters]
@@ -173,14 +179,21 @@ def _put_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in unset:
+        for name, value in environment.items():
             os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
         for handler in added:
             logging.root.removeHandler(handler)
         for logger, level in levels.items():
             logger.setLevel(level)
         warnings.filters = [each for each in warnings.filters if each not in ours]
         set_rng_state(states)
+        if not grouped:
+            sys.excepthook = hook  # torch puts the rank before every line of a traceback
+            if dist.is_initialized():
+                from deepspeed import comm  # which keeps groups of its own, where it has begun
+
+                (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 def _close(trainer: PolicyTrainer) -> None:

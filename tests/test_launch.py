@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forked import run_alone
 from waiting import finished
 
 from lightrft_visual import launch
@@ -294,6 +295,41 @@ def test_a_program_with_handlers_of_its_own_gets_none_in_a_run_and_keeps_what_li
             assert logging.root.handlers == [own] and logging.root.level == logging.WARNING
             warnings.filterwarnings("ignore", "of a library")  # as one does when it is imported
         assert warnings.filters[0][1].pattern == "of a library"
+
+
+GROUPS = """
+import os, sys
+import torch.distributed as dist
+from lightrft_visual import launch
+from lightrft_visual.config.shared import DistributedConfig
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+
+def run():
+    with launch._released_on_error():
+        DeepspeedStrategy(DistributedConfig()).setup_distributed()
+        assert dist.is_initialized() and [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == ["0", "1"]
+
+def program():
+    return {name: os.environ.get(name) for name in launch.PLACE}, sys.excepthook
+
+os.environ["WORLD_SIZE"] = "8"  # left over in a shell
+before = program()
+for _ in range(2):
+    run()
+    assert not dist.is_initialized() and program() == before, program()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+run()
+assert dist.is_initialized() and program()[0] == before[0], program()
+dist.destroy_process_group()
+run()
+assert not dist.is_initialized()
+print("all well")
+"""
+
+
+def test_process_group_and_variables_of_a_run_go_with_it_and_a_programs_own_stay(tmp_path):
+    (tmp_path / "groups.py").write_text(GROUPS)
+    assert run_alone(tmp_path / "groups.py", limit=120).splitlines()[-1] == "all well"
 
 
 PRESSED = """
