@@ -13,13 +13,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import registry
-from .config.load import check_ranks
+from .config.load import OF_SEVERAL, check_ranks
 from .config.sft import SFTRunConfig
 from .config.summary import in_lines
 from .config.vl import RunConfig
@@ -27,7 +27,7 @@ from .errors import ConfigError, FolderInUse, LightRFTVisualError, OutputClosed,
 from .runtime.files import disk_problem
 from .runtime.host_memory import bound_spinning
 from .runtime.packages import wrong_torchvision
-from .runtime.presence import handled, hangup_ends
+from .runtime.presence import handled, hangup_ends, ranks_started
 from .runtime.start_up import (
     foreign_lines_aside,
     importing,
@@ -38,6 +38,7 @@ from .runtime.start_up import (
     start_is_over,
 )
 from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
+from .runtime.usercode.surroundings import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -50,17 +51,21 @@ LOOK_SECONDS = 0.2
 _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole process
 
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+         "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
+TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
+
+
 def quiet_libraries() -> None:
     """Keep libraries' start-up chatter out of a run's output; warnings about the run itself stay."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=".*")  # without it, Python's own would be moved
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.INFO if rank == "0" else logging.WARNING, format="%(message)s")
-    for name in ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch"):
+    for name in TALKING:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -135,22 +140,60 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     if not _RUNNING.acquire(blocking=False):
         raise ConfigError("another run goes on in this process: wait for it, or start a process for each")
     held: list[PolicyTrainer] = []
-    gc.unfreeze()
-    gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
-    try:
-        yield held
-    except BaseException as error:
-        if collectives.world_size() > 1:
-            watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+    with ExitStack() as way_back:
+        way_back.callback(_RUNNING.release)
+        way_back.enter_context(_put_back())
+        way_back.callback(watchdog.stop)
+        gc.unfreeze()
+        gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
         try:
-            for trainer in held:
-                _close(trainer)
-        except Exception as second:
-            logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
-        raise
+            yield held
+        except BaseException as error:
+            if collectives.world_size() > 1:
+                watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+            try:
+                for trainer in held:
+                    _close(trainer)
+            except Exception as second:
+                logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
+            raise
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Inside, libraries are quiet. Afterwards random states, warnings, logging and environment are the program's.
+
+    The process group of a rank alone ends, unless the program began it.
+    """
+    with importing():
+        import torch.distributed as dist
+        import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
+
+    states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
+    environment = {name: os.environ.get(name) for name in (*QUIET, *PLACE)}
+    grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
+    levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
+    quiet_libraries()
+    ours = [each for each in warnings.filters if each not in filters]
+    added = [each for each in logging.root.handlers if each not in handlers]
+    try:
+        yield
     finally:
-        watchdog.stop()
-        _RUNNING.release()
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        for handler in added:
+            logging.root.removeHandler(handler)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        warnings.filters = [each for each in warnings.filters if each not in ours]
+        set_rng_state(states)
+        if not grouped:
+            sys.excepthook = hook  # torch puts the rank before every line of a traceback
+            if dist.is_initialized():
+                from deepspeed import comm  # which keeps groups of its own, where it has begun
+
+                (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 def _close(trainer: PolicyTrainer) -> None:
@@ -185,7 +228,6 @@ def _end_at_once(number: int, _: object) -> None:
 
 def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     bound_spinning()  # before anything loads torch
-    quiet_libraries()
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
             raise ConfigError(told)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # One program, as users write it: loaded models, images in rows, a Dataset, a hook, errors that are raised.
 PROGRAM = """
-import gc, json, os, sys
+import gc, json, logging, os, random, sys, warnings
 from pathlib import Path
 
 import datasets
@@ -95,9 +95,18 @@ measured = evaluate(final, rows[:2], "exact", eval_samples_per_prompt=1)
 assert set(measured) >= {"eval_reward", "eval_reward_greedy"}, measured
 again = evaluate(out / "list" / "checkpoint-000002", rows[:2], "exact", base=(model, processor))
 assert again["eval_reward_greedy"] == measured["eval_reward_greedy"], (measured, again)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.warn("the program's own", FutureWarning)
+assert caught and not logging.root.handlers and "TRANSFORMERS_VERBOSITY" not in os.environ, "runs leave traces"
+assert not torch.distributed.is_initialized() and "RANK" not in os.environ, "a group of one stays"
+drawn = random.getstate()
 answers = sample(final, rows[:2], n=3, temperature=0.5)
+assert random.getstate() == drawn, "the program's own numbers begin anew"
 assert [len(each) for each in answers] == [3, 3] and isinstance(answers[0][0], str)
 assert sample(final, rows[:1], temperature=0) == sample(final, rows[:1], temperature=0)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+assert sample(final, rows[:1], temperature=0)[0][0] and torch.distributed.is_initialized()
+torch.distributed.destroy_process_group()
 
 kept = Counting()
 fit("engine", ["exact"], table, engine_type="vllm", max_steps=1, callbacks=[kept])
@@ -106,6 +115,7 @@ own = set(map(id, model.modules()))
 modules = [each for each in gc.get_objects() if isinstance(each, torch.nn.Module) and id(each) not in own]
 left = sorted({type(each).__name__ for each in modules if next(each.parameters(), None) is not None})
 assert not left, f"models stay in memory: {left}"
+assert not torch.distributed.is_initialized() and "MASTER_PORT" not in os.environ, "a group of one stays"
 print("all well")
 """
 

@@ -2,24 +2,31 @@
 
 import gc
 import json
+import logging
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from forked import run_alone
 from waiting import finished
 
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.runtime import watchdog
+from lightrft_visual.runtime.seeding import seed_everything
 from lightrft_visual.runtime.start_up import importing
+from lightrft_visual.runtime.usercode.surroundings import put_back
 
 
 class Ended(BaseException):
@@ -224,6 +231,105 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
         assert gone() is None
     finally:
         gc.unfreeze()
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_states_of_a_program_go_on_after_a_run_as_if_there_had_been_none(fails):
+    seed_everything(3)
+    expected = [draws(), draws()]
+    seed_everything(3)
+    found = [draws()]
+    with pytest.raises(ValueError) if fails else nullcontext():
+        with launch._released_on_error():
+            seed_everything(7)
+            draws()
+            if fails:
+                raise ValueError
+    assert [*found, draws()] == expected
+
+
+def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
+    def run(seed):
+        with launch._released_on_error():
+            seed_everything(seed)
+            with put_back("mine"):
+                return draws()
+
+    assert run(7) == run(7) != run(8)
+
+
+def surroundings():
+    """Of a program: what libraries are quiet by."""
+    levels = {name: logging.getLogger(name).level for name in ("", *launch.TALKING)}
+    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_logging_warnings_and_environment_of_a_program_are_its_own_after_a_run(monkeypatch, capsys, fails):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    for name in launch.QUIET.keys() - {"VLLM_LOGGING_LEVEL"}:
+        monkeypatch.delenv(name, raising=False)
+    before = surroundings()
+    with pytest.raises(ValueError) if fails else nullcontext():
+        with launch._released_on_error():
+            logging.getLogger("lightrft_visual.trainer").info("a line of the run")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.warn("old", FutureWarning, stacklevel=1)
+            assert not caught and os.environ["TOKENIZERS_PARALLELISM"] == "false"
+            assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and logging.getLogger("vllm").level == logging.ERROR
+            if fails:
+                raise ValueError
+    assert surroundings() == before and capsys.readouterr().err == "a line of the run\n"
+
+
+def test_a_program_with_handlers_of_its_own_gets_none_in_a_run_and_keeps_what_libraries_filter(monkeypatch):
+    own = logging.NullHandler()
+    monkeypatch.setattr(logging.root, "handlers", [own])
+    with warnings.catch_warnings():
+        with launch._released_on_error():
+            assert logging.root.handlers == [own] and logging.root.level == logging.WARNING
+            warnings.filterwarnings("ignore", "of a library")  # as one does when it is imported
+        assert warnings.filters[0][1].pattern == "of a library"
+
+
+GROUPS = """
+import os, sys
+import torch.distributed as dist
+from lightrft_visual import launch
+from lightrft_visual.config.shared import DistributedConfig
+from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
+
+def run():
+    with launch._released_on_error():
+        DeepspeedStrategy(DistributedConfig()).setup_distributed()
+        assert dist.is_initialized() and [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == ["0", "1"]
+
+def program():
+    return {name: os.environ.get(name) for name in launch.PLACE}, sys.excepthook
+
+os.environ["WORLD_SIZE"] = "8"  # left over in a shell
+before = program()
+for _ in range(2):
+    run()
+    assert not dist.is_initialized() and program() == before, program()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+run()
+assert dist.is_initialized() and program()[0] == before[0], program()
+dist.destroy_process_group()
+run()
+assert not dist.is_initialized()
+print("all well")
+"""
+
+
+def test_process_group_and_variables_of_a_run_go_with_it_and_a_programs_own_stay(tmp_path):
+    (tmp_path / "groups.py").write_text(GROUPS)
+    assert run_alone(tmp_path / "groups.py", limit=120).splitlines()[-1] == "all well"
 
 
 PRESSED = """
