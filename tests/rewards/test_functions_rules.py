@@ -1,7 +1,19 @@
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.rewards.functions.answers import Choice, Exact, Numeric, final_answer, last_boxed, last_number
+from lightrft_visual.rewards.functions.answers import (
+    Choice,
+    Exact,
+    Numeric,
+    final_answer,
+    last_boxed,
+    last_number,
+    tagged_answer,
+)
 from lightrft_visual.rewards.functions.format import Format
 from lightrft_visual.rewards.functions.math import Math
 from lightrft_visual.runtime.usercode.calls import Failed
@@ -24,6 +36,22 @@ from lightrft_visual.runtime.usercode.calls import Failed
 )
 def test_exact(response, reference, wanted):
     assert Exact()([response], [reference]) == [wanted]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["<answer>", "<ANSWER>", "</answer>", "</an\u017fwer>", "<", "/answer>", "a", " ", "\n"]))
+)
+def test_the_tagged_answer_is_the_last_match_of_the_plain_pattern(pieces):
+    found = re.findall("<answer>(.*?)</answer>", "".join(pieces), re.DOTALL | re.IGNORECASE)
+    assert tagged_answer("".join(pieces)) == (found[-1].strip() if found else None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("scorer", "right"), [(Exact(tagged=True), "3"), (Numeric(), "3"), (Choice("ABC"), "B")])
+def test_a_response_that_repeats_an_opening_tag_is_scored_in_time_that_grows_with_its_length(scorer, right):
+    looped = "<answer>\n" * 200_000
+    assert scorer([looped, f"<answer>{right}</answer>" + looped], [right, right]) == [0, 1]
 
 
 def test_exact_of_tagged_answers_only_or_as_is():

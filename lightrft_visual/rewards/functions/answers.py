@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import ConfigError
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
@@ -27,7 +28,9 @@ def last_boxed(text: str) -> str | None:
 
 def tagged_answer(response: str) -> str | None:
     """The last <answer>...</answer> without outer spaces; None without one."""
-    tagged = _TAG.findall(response)
+    ends = [found.end() for found in _TAG_END.finditer(response)]
+    # Up to the last end only: an opening without an end is searched to the end of the text, each one again.
+    tagged = _TAG.findall(response, 0, ends[-1]) if ends else []
     return tagged[-1].strip() if tagged else None
 
 
