@@ -6,7 +6,8 @@ place to the next one of the order.
 
 import itertools
 import math
-from bisect import bisect
+from array import array
+from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -53,6 +54,9 @@ class PromptSampler:
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
         self.epoch_length = sum(self.quotas)  # rows in one epoch
         self.pattern = [] if mixing == "shuffled" else interleaved(self.quotas)
+        self._places = [array("q") for _ in self.sizes]  # of each data set in the pattern
+        for place, part in enumerate(self.pattern):
+            self._places[part].append(place)
         self.consumed = 0  # rows of the stream handed out so far
         self._order_length = self.epoch_length if mixing == "shuffled" else batch_size
         self._orders: dict[int, list[int]] = {}  # of epochs, or of batches where they are mixed otherwise
@@ -146,7 +150,7 @@ class PromptSampler:
     def _turns(self, part: int, places: int) -> int:
         """How often a data set has its turn in the first `places` of the pattern without end."""
         cycles, rest = divmod(places, len(self.pattern))
-        return cycles * self.pattern.count(part) + self.pattern[:rest].count(part)
+        return cycles * len(self._places[part]) + bisect_left(self._places[part], rest)
 
     def _rows(self, part: int, begin: int, count: int) -> list[int]:
         """Indices of `count` rows of one data set, from place `begin` of its own endless stream of permutations on."""
