@@ -6,6 +6,7 @@ import io
 import json
 import os
 import threading
+import weakref
 from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict
@@ -23,7 +24,7 @@ from ..given import GivenRows, given, is_given, json_in, source_of, with_json
 from ..runtime.hub import is_hub_name, load_data_set
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
-CACHE_BYTES = 2**30  # decoded row groups that a process keeps of one Parquet file
+CACHE_BYTES = 2**30  # decoded row groups that a process keeps of all its Parquet files
 PART_ROWS = 1024  # that are decoded at once
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
@@ -193,16 +194,17 @@ class ParquetSource(NumberedRows):
     """A Parquet file, of which a row group is decoded when one of its rows is read, and kept while there is room.
 
     Images stay in their stored form, {"bytes", "path"}. A damaged page makes the rows of its group bad, not the file.
+    The file is open only while a group is read, so that any number of files can be one data set.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path.parent)
         try:
-            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            metadata = self._file.metadata
-            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-            names = self._file.schema_arrow.names
-            self._json = json_in(self._file.schema_arrow)
+            with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+                self._metadata, schema = file.metadata, file.schema_arrow
+            counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+            names = schema.names
+            self._json = json_in(schema)
         except _ARROW_ERRORS as error:
             raise DataError(f"{path}: not a parquet file: {error}") from None
         if any(count < 0 for count in counts):
@@ -210,8 +212,7 @@ class ParquetSource(NumberedRows):
         if repeated := _repeated(names):
             raise DataError(f"{path}: its schema names column(s) {repeated} more than once")
         self._starts = [0, *accumulate(counts)]
-        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # the least recently used first
-        self._bytes = 0  # of all of them
+        self.groups: dict[int, pyarrow.Table] = {}  # what is decoded; _kept adds and takes away
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -227,22 +228,46 @@ class ParquetSource(NumberedRows):
 
     def _group(self, number: int) -> pyarrow.Table:
         with self._lock:
-            if number not in self._groups:
+            table = self.groups.get(number)
+            if table is None:
                 table = self._read(number)
                 wanted = self._starts[number + 1] - self._starts[number]
                 if len(table) != wanted:
                     raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
-                self._groups[number] = table
-                self._bytes += table.nbytes
-                while len(self._groups) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
-                    self._bytes -= self._groups.popitem(last=False)[1].nbytes
-            self._groups.move_to_end(number)
-            return self._groups[number]
+            _kept.use(self, number, table)
+            return table
 
     def _read(self, number: int) -> pyarrow.Table:
-        # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
-        parts = self._file.iter_batches(PART_ROWS, [number], use_threads=False)
-        return pyarrow.Table.from_batches(parts, self._file.schema_arrow)
+        with pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata, memory_map=True) as file:
+            # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
+            parts = file.iter_batches(PART_ROWS, [number], use_threads=False)
+            return pyarrow.Table.from_batches(parts, file.schema_arrow)
+
+
+class _Kept:
+    """Decoded row groups of all Parquet files of a process: those used last, up to CACHE_BYTES."""
+
+    def __init__(self) -> None:
+        # Sizes, the least recently used first. The groups lie with their sources and go with them.
+        self._sizes: OrderedDict[tuple[weakref.ref[ParquetSource], int], int] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def use(self, source: ParquetSource, number: int, table: pyarrow.Table) -> None:
+        key = weakref.ref(source), number
+        with self._lock:
+            if key not in self._sizes:
+                source.groups[number], self._sizes[key] = table, table.nbytes
+                self._bytes += self._sizes[key]
+            self._sizes.move_to_end(key)
+            while len(self._sizes) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
+                (owner, oldest), size = self._sizes.popitem(last=False)
+                self._bytes -= size
+                if (other := owner()) is not None:
+                    del other.groups[oldest]
+
+
+_kept = _Kept()
 
 
 class FolderSource(NumberedRows):
