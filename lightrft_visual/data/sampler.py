@@ -6,6 +6,7 @@ place to the next one of the order.
 
 import itertools
 import math
+from array import array
 from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +54,7 @@ class PromptSampler:
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
         self.epoch_length = sum(self.quotas)  # rows in one epoch
         self.pattern = [] if mixing == "shuffled" else interleaved(self.quotas)
-        self._places: list[list[int]] = [[] for _ in self.sizes]  # of each data set in the pattern
+        self._places = [array("q") for _ in self.sizes]  # of each data set in the pattern
         for place, part in enumerate(self.pattern):
             self._places[part].append(place)
         self.consumed = 0  # rows of the stream handed out so far

@@ -226,16 +226,17 @@ class ParquetSource(NumberedRows):
     """A Parquet file, of which a row group is decoded when one of its rows is read, and kept while there is room.
 
     Images stay in their stored form, {"bytes", "path"}. A damaged page makes the rows of its group bad, not the file.
+    The file is open only while a group is read, so that any number of files can be one data set.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path.parent)
         try:
-            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            metadata = self._file.metadata
-            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-            names = self._file.schema_arrow.names
-            self._json = json_in(self._file.schema_arrow)
+            with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+                self._metadata, schema = file.metadata, file.schema_arrow
+            counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+            names = schema.names
+            self._json = json_in(schema)
         except _ARROW_ERRORS as error:
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise DataError(f"{path}: too many files are open: raise `ulimit -n`, or name a folder") from None
@@ -245,7 +246,8 @@ class ParquetSource(NumberedRows):
         if repeated := _repeated(names):
             raise DataError(f"{path}: its schema names column(s) {repeated} more than once")
         self._starts = [0, *accumulate(counts)]
-        weakref.finalize(self, _ROW_GROUPS.forget, id(self))
+        self.groups: dict[int, pyarrow.Table] = {}  # what is decoded; _kept adds and takes away
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -259,16 +261,47 @@ class ParquetSource(NumberedRows):
             raise DataError(f"{self.name(row)}: row group {group} cannot be read: {text}", "damaged page") from None
 
     def _group(self, number: int) -> pyarrow.Table:
-        return _ROW_GROUPS.get(id(self), number, self._read)
+        with self._lock:
+            table = self.groups.get(number)
+            if table is None:
+                table = self._read(number)
+                wanted = self._starts[number + 1] - self._starts[number]
+                if len(table) != wanted:
+                    raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
+            _kept.use(self, number, table)
+            return table
 
     def _read(self, number: int) -> pyarrow.Table:
-        # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
-        parts = self._file.iter_batches(PART_ROWS, [number], use_threads=False)
-        table = pyarrow.Table.from_batches(parts, self._file.schema_arrow)
-        wanted = self._starts[number + 1] - self._starts[number]
-        if len(table) != wanted:
-            raise ValueError(f"it holds {len(table)} rows, the footer says {wanted}")
-        return table
+        with pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata, memory_map=True) as file:
+            # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
+            parts = file.iter_batches(PART_ROWS, [number], use_threads=False)
+            return pyarrow.Table.from_batches(parts, file.schema_arrow)
+
+
+class _Kept:
+    """Decoded row groups of all Parquet files of a process: those used last, up to CACHE_BYTES."""
+
+    def __init__(self) -> None:
+        # Sizes, the least recently used first. The groups lie with their sources and go with them.
+        self._sizes: OrderedDict[tuple[weakref.ref[ParquetSource], int], int] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def use(self, source: ParquetSource, number: int, table: pyarrow.Table) -> None:
+        key = weakref.ref(source), number
+        with self._lock:
+            if key not in self._sizes:
+                source.groups[number], self._sizes[key] = table, table.nbytes
+                self._bytes += self._sizes[key]
+            self._sizes.move_to_end(key)
+            while len(self._sizes) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
+                (owner, oldest), size = self._sizes.popitem(last=False)
+                self._bytes -= size
+                if (other := owner()) is not None:
+                    del other.groups[oldest]
+
+
+_kept = _Kept()
 
 
 class FolderSource(NumberedRows):

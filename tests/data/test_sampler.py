@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft_visual.data.sampler import PromptSampler, epoch_quotas, fitting_batch
+import lightrft_visual.data.sampler as sampler_module
+from lightrft_visual.data.sampler import PromptSampler, epoch_quotas, fitting_batch, interleaved
 from lightrft_visual.errors import ConfigError, DataError
 
 sizes_and_batch = st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 40))
@@ -110,6 +111,28 @@ def test_in_turns_a_batch_is_of_one_data_set_and_shares_are_met():
     small = [row for batch in batches for row in batch if row < 8]
     assert sorted(small[:8]) == sorted(small[8:]) == list(range(8)) and small[:8] != small[8:]
     assert len({row for batch in batches[:13] for row in batch if row >= 8}) == 40
+
+
+@pytest.mark.parametrize("mixing", ["even", "turns"])
+def test_batches_mixed_by_a_pattern_do_not_read_all_of_it_again(monkeypatch, mixing):
+    scans = []
+
+    class Pattern(list):
+        def __iter__(self):
+            scans.append("iter")
+            return super().__iter__()
+
+        def __getitem__(self, at):
+            scans.extend(["slice"] if isinstance(at, slice) else [])
+            return super().__getitem__(at)
+
+        def count(self, part):
+            scans.append("count")
+            return super().count(part)
+
+    monkeypatch.setattr(sampler_module, "interleaved", lambda quotas: Pattern(interleaved(quotas)))
+    batches_of(PromptSampler([40, 30, 20], 9, seed=1, mixing=mixing), 12)
+    assert scans == ["iter"]
 
 
 @pytest.mark.parametrize("mixing", ["even", "turns"])

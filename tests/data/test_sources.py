@@ -4,6 +4,8 @@ import errno
 import gc
 import json
 import os
+import weakref
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -99,8 +101,8 @@ def test_files_that_are_read_whole_are_bounded(tmp_path, monkeypatch):
             open_source(written(tmp_path, name, "abcdef"), "train")
 
 
-def parquet(folder, count=60, group=10):
-    path = folder / "rows.parquet"
+def parquet(folder, count=60, group=10, name="rows.parquet"):
+    path = folder / name
     rows = [
         {"prompt": f"question {row}", "image": {"bytes": bytes([row]) * 5000, "path": None}} for row in range(count)
     ]
@@ -174,9 +176,34 @@ def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_
 
     monkeypatch.setattr(source, "_read", lambda number: Table(read(number)))
     assert [source[row]["prompt"] for row in range(30)] == [f"question {row}" for row in range(30)]
-    kept = [table.table.nbytes for table in cache._tables.values()]
-    assert 1 < len(kept) < 30 and cache._bytes == sum(kept) <= 120_000
-    assert len(asked) == 30 + 30 - len(kept)
+    kept = [table.table.nbytes for table in source.groups.values()]
+    assert 1 < len(kept) < 30 and sum(kept) <= 120_000
+    assert len(asked) == 30
+
+
+def test_decoded_row_groups_of_all_files_share_one_bound_and_go_with_their_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups
+    files = [open_source(parquet(tmp_path, 20, 10, f"{number}.parquet"), "train") for number in range(3)]
+    for row in (0, 10):
+        assert {file[row]["prompt"] for file in files} == {f"question {row}"}
+        assert 50_000 < sum(table.nbytes for file in files for table in file.groups.values()) <= 120_000
+    assert [list(file.groups) for file in files] == [[], [1], [1]]
+    assert files[1][11]["prompt"] == "question 11"
+    assert files[0][0]["prompt"] == "question 0"
+    assert [list(file.groups) for file in files] == [[0], [1], []]
+    last = weakref.ref(files[0].groups[0])
+    del files[0]
+    assert last() is None
+    assert [files[1][row]["prompt"] for row in (0, 10)] == ["question 0", "question 10"]
+
+
+def test_a_parquet_file_is_not_open_while_none_of_its_groups_is_read(tmp_path):
+    path = parquet(tmp_path)
+    source = open_source(path, "train")
+    for row in (0, 59):
+        assert source[row]["prompt"] == f"question {row}"
+    opened = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert path not in [link.readlink() for link in opened if link.is_symlink()]
 
 
 def test_a_row_group_is_decoded_in_parts_as_pyarrow_refuses_nested_columns_above_2_gib(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
@@ -38,15 +38,20 @@ def test_exact(response, reference, wanted):
     assert Exact()([response], [reference]) == [wanted]
 
 
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "</ANSWER>", "<Answer>", "3", " ", "\n"]), max_size=12))
-def test_the_tagged_answer_is_the_last_of_all_pairs_of_tags(parts):
-    text = "".join(parts)
-    pairs = re.findall(r"(?is)<answer>(.*?)</answer>", text)
-    assert tagged_answer(text) == (pairs[-1].strip() if pairs else None)
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["<answer>", "<ANSWER>", "</answer>", "</an\u017fwer>", "<", "/answer>", "a", " ", "\n"]))
+)
+def test_the_tagged_answer_is_the_last_match_of_the_plain_pattern(pieces):
+    found = re.findall("<answer>(.*?)</answer>", "".join(pieces), re.DOTALL | re.IGNORECASE)
+    assert tagged_answer("".join(pieces)) == (found[-1].strip() if found else None)
 
 
-def test_a_response_that_repeats_the_opening_tag_is_read_once():
-    assert Exact(tagged=True)(["<answer>" * 200_000, "<answer>3</answer>" + "<answer>" * 200_000], ["3", "3"]) == [0, 1]
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("scorer", "right"), [(Exact(tagged=True), "3"), (Numeric(), "3"), (Choice("ABC"), "B")])
+def test_a_response_that_repeats_an_opening_tag_is_scored_in_time_that_grows_with_its_length(scorer, right):
+    looped = "<answer>\n" * 200_000
+    assert scorer([looped, f"<answer>{right}</answer>" + looped], [right, right]) == [0, 1]
 
 
 def test_exact_of_tagged_answers_only_or_as_is():

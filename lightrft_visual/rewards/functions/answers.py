@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import ConfigError
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_END = re.compile("</answer>", re.IGNORECASE)
+_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?%?")
 _EDGE = " \t\r\n.,;:!?\"'`*()[]{}"
 
@@ -28,9 +28,9 @@ def last_boxed(text: str) -> str | None:
 
 def tagged_answer(response: str) -> str | None:
     """The last <answer>...</answer> without outer spaces; None without one."""
-    # Up to the last end, or each of many openings without one would be searched through to the end of the text.
-    end = max((found.end() for found in _END.finditer(response)), default=0)
-    tagged = _TAG.findall(response[:end])
+    ends = [found.end() for found in _TAG_END.finditer(response)]
+    # Up to the last end only: an opening without an end is searched to the end of the text, each one again.
+    tagged = _TAG.findall(response, 0, ends[-1]) if ends else []
     return tagged[-1].strip() if tagged else None
 
 
