@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2434, "experience": 3174, "config": 5008, "runtime": 5922, "data": 3615,
-    "models": 5935, "rollout": 5423, "rewards": 4415, "algorithms": 1846, "trainer": 7588, "observe": 3570,
+    "": 2482, "experience": 3171, "config": 5008, "runtime": 5939, "data": 3617,
+    "models": 5937, "rollout": 5424, "rewards": 4415, "algorithms": 1843, "trainer": 7593, "observe": 3570,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

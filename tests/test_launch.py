@@ -256,7 +256,7 @@ def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
     def run(seed):
         with launch._released_on_error():
             seed_everything(seed)
-            with put_back("mine"):
+            with put_back("drawn in a run alone"):
                 return draws()
 
     assert run(7) == run(7) != run(8)

@@ -1,7 +1,6 @@
 """Files that rows are read from, each with random access, its rows' names for messages, and its media root."""
 
 import csv
-import errno
 import glob
 import io
 import json
@@ -191,37 +190,6 @@ class TextSource(JsonSource):
         self._rows = [{"prompt": line.strip()} for line in lines if line.strip()]
 
 
-class _RowGroups:
-    """Decoded row groups of all Parquet files of the process, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[int, int], pyarrow.Table] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.RLock()  # a file may be let go of while one is read
-
-    def get(self, file: int, number: int, read: Callable[[int], pyarrow.Table]) -> pyarrow.Table:
-        """A row group of a file; the newest stays, however large."""
-        with self._lock:
-            table = self._tables.get((file, number))
-            if table is None:
-                self._tables[file, number] = table = read(number)
-                self._bytes += table.nbytes
-                while len(self._tables) > 1 and self._bytes > CACHE_BYTES:
-                    self._bytes -= self._tables.popitem(last=False)[1].nbytes
-            else:
-                self._tables.move_to_end((file, number))
-            return table
-
-    def forget(self, file: int) -> None:
-        """What a file that nobody reads any more has here."""
-        with self._lock:
-            for key in [key for key in self._tables if key[0] == file]:
-                self._bytes -= self._tables.pop(key).nbytes
-
-
-_ROW_GROUPS = _RowGroups()
-
-
 class ParquetSource(NumberedRows):
     """A Parquet file, of which a row group is decoded when one of its rows is read, and kept while there is room.
 
@@ -238,8 +206,6 @@ class ParquetSource(NumberedRows):
             names = schema.names
             self._json = json_in(schema)
         except _ARROW_ERRORS as error:
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                raise DataError(f"{path}: too many files are open: raise `ulimit -n`, or name a folder") from None
             raise DataError(f"{path}: not a parquet file: {error}") from None
         if any(count < 0 for count in counts):
             raise DataError(f"{path}: not a parquet file: its footer is damaged")
@@ -272,7 +238,9 @@ class ParquetSource(NumberedRows):
             return table
 
     def _read(self, number: int) -> pyarrow.Table:
-        with pyarrow.parquet.ParquetFile(self.path, metadata=self._metadata, memory_map=True) as file:
+        with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
+            if not file.metadata.equals(self._metadata):
+                raise ValueError("the file is another one than when it was opened")
             # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
             parts = file.iter_batches(PART_ROWS, [number], use_threads=False)
             return pyarrow.Table.from_batches(parts, file.schema_arrow)

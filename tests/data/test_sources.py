@@ -1,7 +1,5 @@
 """Reading files row by row: what a byte order mark, an empty cell, a damaged page or an endless line do."""
 
-import errno
-import gc
 import json
 import os
 import weakref
@@ -14,7 +12,7 @@ import pytest
 import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
 from lightrft_visual.data.sources import open_source
-from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.errors import DataError
 from lightrft_visual.given import GivenRows
 
 
@@ -111,38 +109,8 @@ def parquet(folder, count=60, group=10, name="rows.parquet"):
     return path
 
 
-def bounded(monkeypatch):
-    """A cache of its own, for 120,000 bytes."""
-    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)
-    monkeypatch.setattr(sources, "_ROW_GROUPS", sources._RowGroups())
-    return sources._ROW_GROUPS
-
-
-def test_row_groups_of_all_files_share_one_bound_and_go_with_their_file(tmp_path, monkeypatch):
-    cache = bounded(monkeypatch)
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    files = [open_source(parquet(tmp_path / name), "train") for name in "abc"]
-    assert [source[row]["prompt"] for source in files for row in (0, 59)] == ["question 0", "question 59"] * 3
-    held = [table.nbytes for table in cache._tables.values()]
-    assert len(held) == 2 and cache._bytes == sum(held) <= 120_000
-    files.clear()
-    gc.collect()
-    assert not cache._tables and cache._bytes == 0
-
-
-def test_more_parquet_files_than_may_be_open_are_told_so(tmp_path, monkeypatch):
-    def refused(*arguments, **named):
-        raise OSError(errno.EMFILE, "Failed to open local file")
-
-    path = parquet(tmp_path)
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", refused)
-    with pytest.raises(DataError, match="rows.parquet: too many files are open: raise `ulimit -n`, or name a folder"):
-        open_source(path, "train")
-
-
 def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
-    bounded(monkeypatch)  # two groups of six
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups of six
     source, decoded = open_source(parquet(tmp_path), "train"), []
     read = source._read
     monkeypatch.setattr(source, "_read", lambda number: decoded.append(number) or read(number))
@@ -155,7 +123,7 @@ def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_p
 
 
 def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_each_other_group(tmp_path, monkeypatch):
-    cache = bounded(monkeypatch)  # 20 groups of 30
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # 20 groups of 30
     source, asked = open_source(parquet(tmp_path, 30, 1), "train"), []
     read = source._read
 
@@ -204,6 +172,14 @@ def test_a_parquet_file_is_not_open_while_none_of_its_groups_is_read(tmp_path):
         assert source[row]["prompt"] == f"question {row}"
     opened = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert path not in [link.readlink() for link in opened if link.is_symlink()]
+
+
+def test_a_parquet_file_that_is_replaced_meanwhile_gives_bad_rows(tmp_path):
+    source = open_source(parquet(tmp_path), "train")
+    assert source[0]["prompt"] == "question 0"
+    parquet(tmp_path, 50)
+    with pytest.raises(DataError, match="row group 3 cannot be read: the file is another one than when it was opened"):
+        source[30]
 
 
 def test_a_row_group_is_decoded_in_parts_as_pyarrow_refuses_nested_columns_above_2_gib(tmp_path, monkeypatch):
@@ -274,12 +250,3 @@ def test_a_cell_that_is_no_json_where_its_type_says_so_makes_its_row_bad(tmp_pat
     assert source[0] == {"prompt": "q"}
     with pytest.raises(DataError, match="a.parquet:row 1: "):
         source[1]
-
-
-def test_rows_of_a_program_in_a_working_directory_that_was_removed_are_refused_with_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (gone := tmp_path / "gone").mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(ConfigError, match="the working directory was removed"):
-        GivenRows([{"prompt": "a"}], "train_dataset")
