@@ -53,6 +53,7 @@ _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
          "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_"  # what names begin with that a run sets for them
 PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
 TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
 
@@ -170,7 +171,8 @@ def _put_back() -> Iterator[None]:
         import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
 
     states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
-    environment = {name: os.environ.get(name) for name in (*QUIET, *PLACE)}
+    set_rng_state(states | {"users": {}})  # what users' functions draw begins with the run
+    environment = dict(os.environ)
     grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
     levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
     quiet_libraries()
@@ -179,9 +181,10 @@ def _put_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+        for name in {*os.environ, *environment}:
+            if name in (*QUIET, *PLACE) or name.startswith(OF_LIBRARIES):
+                os.environ.pop(name, None)
+                os.environ.update({name: environment[name]} if name in environment else {})
         for handler in added:
             logging.root.removeHandler(handler)
         for logger, level in levels.items():

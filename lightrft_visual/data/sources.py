@@ -15,6 +15,7 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import psutil
 import pyarrow
 import pyarrow.parquet
 
@@ -22,9 +23,11 @@ from ..config.given_files import ROOT_VARIABLES, located
 from ..errors import DataError
 from ..given import GivenRows, given, is_given, json_in, source_of, with_json
 from ..runtime.hub import is_hub_name, load_data_set
+from ..runtime.presence import ranks_on_host
 from .bad_rows import MAX_ROW_BYTES, check_whole_file
 
-CACHE_BYTES = 2**30  # decoded row groups that a process keeps of all its Parquet files
+CACHE_BYTES = 2**30  # decoded row groups that a process keeps at least of all its Parquet files
+FREE_SHARE = 0.1  # of the host's free memory that they may fill, all ranks together
 PART_ROWS = 1024  # that are decoded at once
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
@@ -199,7 +202,9 @@ class ParquetSource(NumberedRows):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path.parent)
+        self._place = path.absolute()  # whatever the working directory is then
         try:
+            self._stamp = _stamp(path)
             with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
                 self._metadata, schema = file.metadata, file.schema_arrow
             counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
@@ -238,16 +243,27 @@ class ParquetSource(NumberedRows):
             return table
 
     def _read(self, number: int) -> pyarrow.Table:
-        with pyarrow.parquet.ParquetFile(self.path, memory_map=True) as file:
-            if not file.metadata.equals(self._metadata):
-                raise ValueError("the file is another one than when it was opened")
+        if _stamp(self._place) != self._stamp:
+            raise ValueError("the file is another one than when it was opened")
+        with pyarrow.parquet.ParquetFile(self._place, metadata=self._metadata, memory_map=True) as file:
             # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
             parts = file.iter_batches(PART_ROWS, [number], use_threads=False)
             return pyarrow.Table.from_batches(parts, file.schema_arrow)
 
 
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Another one where another file was written there."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _free_share() -> float:
+    """Bytes of this rank's part of FREE_SHARE."""
+    return FREE_SHARE * psutil.virtual_memory().available / ranks_on_host()
+
+
 class _Kept:
-    """Decoded row groups of all Parquet files of a process: those used last, up to CACHE_BYTES."""
+    """Decoded row groups of all Parquet files of a process: those used last, up to CACHE_BYTES or `_free_share`."""
 
     def __init__(self) -> None:
         # Sizes, the least recently used first. The groups lie with their sources and go with them.
@@ -262,7 +278,12 @@ class _Kept:
                 source.groups[number], self._sizes[key] = table, table.nbytes
                 self._bytes += self._sizes[key]
             self._sizes.move_to_end(key)
-            while len(self._sizes) > 1 and self._bytes > CACHE_BYTES:  # the newest stays, however large
+            if self._bytes <= CACHE_BYTES or self._bytes <= _free_share():
+                return
+            for key in [key for key in self._sizes if key[0]() is None]:
+                self._bytes -= self._sizes.pop(key)
+            most = max(CACHE_BYTES, _free_share())
+            while len(self._sizes) > 1 and self._bytes > most:  # the newest stays, however large
                 (owner, oldest), size = self._sizes.popitem(last=False)
                 self._bytes -= size
                 if (other := owner()) is not None:

@@ -110,6 +110,7 @@ def parquet(folder, count=60, group=10, name="rows.parquet"):
 
 
 def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_free_share", lambda: 0)
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups of six
     source, decoded = open_source(parquet(tmp_path), "train"), []
     read = source._read
@@ -123,6 +124,7 @@ def test_a_row_group_is_decoded_when_it_is_needed_and_forgotten_for_others(tmp_p
 
 
 def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_each_other_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_free_share", lambda: 0)
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # 20 groups of 30
     source, asked = open_source(parquet(tmp_path, 30, 1), "train"), []
     read = source._read
@@ -150,6 +152,7 @@ def test_the_size_of_a_row_group_is_asked_when_it_is_read_and_forgotten_not_for_
 
 
 def test_decoded_row_groups_of_all_files_share_one_bound_and_go_with_their_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_free_share", lambda: 0)
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups
     files = [open_source(parquet(tmp_path, 20, 10, f"{number}.parquet"), "train") for number in range(3)]
     for row in (0, 10):
@@ -172,6 +175,23 @@ def test_a_parquet_file_is_not_open_while_none_of_its_groups_is_read(tmp_path):
         assert source[row]["prompt"] == f"question {row}"
     opened = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert path not in [link.readlink() for link in opened if link.is_symlink()]
+
+
+def test_a_parquet_file_is_found_again_from_another_working_directory(tmp_path, monkeypatch):
+    path = parquet(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    source = open_source(Path(path.name), "train")
+    monkeypatch.chdir("/")
+    assert source[30]["prompt"] == "question 30" and source.name(30) == "rows.parquet:row 30"
+
+
+def test_groups_of_files_that_are_gone_take_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_free_share", lambda: 0)
+    monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups
+    old, new = (open_source(parquet(tmp_path, 30, 10, name), "train") for name in ("old.parquet", "new.parquet"))
+    assert new[0] and old[0]
+    del old
+    assert new[10] and list(new.groups) == [0, 1]
 
 
 def test_a_parquet_file_that_is_replaced_meanwhile_gives_bad_rows(tmp_path):

@@ -101,6 +101,10 @@ def test_choice():
         Choice("A1")
 
 
+def test_format_of_a_response_that_repeats_its_tags_is_read_once():
+    assert Format()(["<think>" + "</think><answer>" * 60_000, "<think>a</think><answer>4 " * 60_000]) == [0, 0]
+
+
 def test_format_reads_the_response_alone():
     good = "<think>x</think>\n<answer>y</answer>"
     assert Format()([good, "y", good + " more"]) == [1, 0, 0]

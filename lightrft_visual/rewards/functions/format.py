@@ -16,6 +16,10 @@ class Format:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
             raise ConfigError(f"format: pattern {pattern!r} is not a regular expression: {error}") from error
+        # Without it the search would go on from each of many tags.
+        self._end = "</answer>" if pattern == THINK_ANSWER else ""
 
     def __call__(self, completions: list[str]) -> list[float]:
-        return [float(self._pattern.fullmatch(completion) is not None) for completion in completions]
+        return [
+            float(bool(each.rstrip().endswith(self._end) and self._pattern.fullmatch(each))) for each in completions
+        ]
