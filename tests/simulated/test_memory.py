@@ -25,7 +25,8 @@ def test_states_and_weights_leave_the_device_and_come_back(ranks, stage):
         assert seen["after"] - seen["states_away"] >= 1.5 * seen["weights"] - SLACK
         assert seen["all_away"] <= SLACK
         assert abs(seen["next"] - seen["after"]) <= SLACK and abs(seen["again"] - seen["after"]) <= SLACK
-        assert seen["loading"] <= seen["after"] + SLACK  # a saved state takes the place of the present one
+        # A saved state takes the place of the present one, beside at most one tensor, the largest of 512 x 256.
+        assert seen["loading"] <= seen["after"] + 512 * 256 * 4 + SLACK
         assert seen["counted_on"]  # where one kernel of AdamW reads them
 
 
