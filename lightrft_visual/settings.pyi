@@ -385,7 +385,7 @@ class VLSettings(TypedDict, total=False):
     ema_beta: float
     """share of the average that each step keeps. Default: 0.992."""
     separate_old_log_probs: bool
-    """a forward pass of their own even where the training forward gives them. Default: False."""
+    """of a forward pass of their own even in a rollout's first update. Default: False."""
     seed: int
     """of data, sampling and new weights. Default: 42."""
     zero_stage: int

@@ -253,7 +253,7 @@ class TrainConfig(Section):
     enable_ema: bool = False  # an average of the weights is kept, evaluated and saved
     ema_beta: Annotated[float, within("[0, 1)")] = 0.992  # share of the average that each step keeps
     ema_interval: ClassVar[int] = 1
-    separate_old_log_probs: bool = False  # a forward pass of their own even where the training forward gives them
+    separate_old_log_probs: bool = False  # of a forward pass of their own even in a rollout's first update
     seed: Annotated[int, within("[0, 9223372036854775807]")] = 42  # of data, sampling and new weights
 
     def schedule(self, updates: int) -> tuple[str, int]:

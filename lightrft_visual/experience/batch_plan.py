@@ -77,8 +77,8 @@ def moves_between_ranks(step: Sequence[SampleRef], ranks: int, by_tokens: bool) 
     """(sample, new rank) of the few samples to move, so that all ranks hold nearly equal shares of one step.
 
     Each move takes from the fullest rank to the emptiest the sample that comes nearest to halving their gap, until the
-    gap is at most BALANCED of a share or no sample narrows it. Samples that share a prompt move
-    together; they are parted only where the ranks still lie further apart than the prompt's second computation costs.
+    gap is at most BALANCED of a share or no sample narrows it. Samples that share a prompt move together; they are
+    parted only where the ranks still lie further apart than the prompt's second computation costs.
 
     Args:
         step: samples of one optimizer step, of all ranks.

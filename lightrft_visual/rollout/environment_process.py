@@ -242,8 +242,6 @@ def _kill(child: int) -> None:
 
 
 if __name__ == "__main__":
-    with (
-        socket.socket(fileno=int(sys.argv[2])) as connection,
-        contextlib.suppress(ConnectionError),
-    ):  # the run has ended
+    # Where the run has ended, nobody is left to be told.
+    with contextlib.suppress(ConnectionError), socket.socket(fileno=int(sys.argv[2])) as connection:
         _serve(EpisodeConfig(**json.loads(sys.argv[1])), connection)
