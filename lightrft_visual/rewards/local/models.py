@@ -5,8 +5,8 @@ Checkpoints are divided over the ranks where the run divides its models (ZeRO-3)
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,70 +32,6 @@ from ..batch import MAX_SCORE, Call, Failed, RewardBatch, Scores, Source
 from .callables import as_list
 
 T = torch.Tensor
-
-
-Forward = Callable[[nn.Module, Sequence[int] | None], None]  # of the samples at these places; None: of anything
-
-
-class WholeModel:
-    """A copy on each rank. offload: it is on the accelerator only while it scores."""
-
-    all_ranks = False
-
-    def __init__(self, module: nn.Module, offload: bool) -> None:
-        self.module, self.offload = module, offload
-
-    def run(self, groups: Iterable[Sequence[int]], forward: Forward, device: torch.device | str) -> None:
-        """One forward for each group of samples.
-
-        Args:
-            groups: indices of the samples of each forward.
-            forward: called with the model and a group.
-            device: of the model while it runs.
-        """
-        with on_device(self.module, device, self.offload) as model:
-            for group in groups:
-                forward(model, group)
-
-
-class DividedModel:
-    """Each rank holds a part, and its weights come together module by module in every forward.
-
-    So all ranks run the same number of forwards: those with fewer samples than others add some whose scores nobody
-    reads. offload: this rank's part waits on the host between uses.
-    """
-
-    all_ranks = True
-
-    def __init__(self, module: nn.Module, offload: bool, strategy: DeepspeedStrategy) -> None:
-        self.engine = strategy.prepare_divided(module)
-        self._offload = OptimizerOffload() if offload and strategy.device.type != "cpu" else None
-        self._leave()
-
-    def run(self, groups: Iterable[Sequence[int]], forward: Forward, device: torch.device | str) -> None:
-        """As `WholeModel.run`; a collective, also for a rank without samples.
-
-        Args:
-            groups: as of `WholeModel.run`.
-            forward: likewise; without a group, called so that this rank takes part in the others' forwards.
-            device: not used; it runs on the strategy's.
-        """
-        groups = list(groups)
-        turns = int(collectives.all_reduce_max(torch.tensor([float(len(groups))])).item())
-        if self._offload is not None:
-            self._offload.come_back()
-        with torch.no_grad():
-            for turn in range(turns):
-                forward(self.engine, groups[turn] if turn < len(groups) else None)
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._offload is not None:
-            self._offload.leave(self._parts())
-
-    def _parts(self) -> Iterator[torch.Tensor]:
-        for parameter in self.engine.module.parameters():
-            yield from (part for part in (parameter.ds_tensor, parameter.ds_secondary_tensor) if part is not None)
 
 
 def dividing(strategy: Any) -> DeepspeedStrategy | None:
@@ -205,28 +141,51 @@ def by_length(lengths: Sequence[int], exact: bool = False) -> list[list[int]]:
 
 
 class HeldModel(Source):
-    """A model that scores batches of samples. all_ranks: all ranks score at once, each with a part of the model."""
+    """A model that scores batches of samples. offload: it is on the accelerator only while it scores.
+
+    strategy: where it divides models over the ranks, the model was loaded inside `loading` with it. Each rank then has
+    a part, and weights come together module by module in every forward: all ranks score at once, with as many forwards.
+    """
 
     def __init__(self, name: str, model: nn.Module, offload: bool, strategy: Any = None) -> None:
-        """strategy: model was loaded inside `loading` with it."""
         divided = dividing(strategy)
-        self.name = name
-        self.held = WholeModel(model, offload) if divided is None else DividedModel(model, offload, divided)
-        self.all_ranks, self.uses_device = self.held.all_ranks, True
+        self.name, self.offload, self.uses_device, self.all_ranks = name, offload, True, divided is not None
+        self.model = model if divided is None else divided.prepare_divided(model)
+        self._away = OptimizerOffload() if divided and offload and divided.device.type != "cpu" else None
+        self._leave()
 
     def _scored(
-        self, size: int, groups: Sequence[Sequence[int]], values: Callable[..., Sequence[float]], device: Any
+        self, size: int, groups: list[list[int]], values: Callable[..., Sequence[float]], device: Any
     ) -> list[float | None]:
         """The score of each of `size` samples that is in a group. values: scores of a group by the model, of anything
         for an empty one."""
         raw: list[float | None] = [None] * size
-
-        def forward(model: nn.Module, group: Sequence[int] | None) -> None:
-            for index, value in zip(group or (), values(model, group or ())):
-                raw[index] = value
-
-        self.held.run(groups, forward, device)
+        if self.all_ranks:
+            turns = int(collectives.all_reduce_max(torch.tensor([float(len(groups))])).item())
+            groups = groups + [[]] * (turns - len(groups))
+        with self._at_work(device) as model:
+            for group in groups:
+                for index, value in zip(group, values(model, group)):
+                    raw[index] = value
         return raw
+
+    @contextmanager
+    def _at_work(self, device: torch.device | str) -> Iterator[nn.Module]:
+        """Inside, the model is on its device, without gradients; a divided one has the strategy's."""
+        if not self.all_ranks:
+            with on_device(self.model, device, self.offload) as model:
+                yield model
+            return
+        if self._away is not None:
+            self._away.come_back()
+        with torch.no_grad():
+            yield self.model
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._away is not None:
+            held = ((each.ds_tensor, each.ds_secondary_tensor) for each in self.model.module.parameters())
+            self._away.leave(part for parts in held for part in parts if part is not None)
 
 
 class TextModel(HeldModel):

@@ -308,7 +308,7 @@ def held(engine: RewardComputationEngine, whole: bool) -> dict[str, int]:
     """Numbers of each model in this rank's part; small weights DeepSpeed also leaves together after a first use."""
     found = {}
     for name, source in engine._sources.items():
-        module = source.held.module if whole else source.held.engine.module
+        module = source.model if whole else source.model.module
         parameters = list(module.parameters())
         found[name] = sum(each.numel() if whole else each.ds_tensor.numel() for each in parameters)
     return found
