@@ -134,7 +134,7 @@ class Segments:
             return self._batches[window]
         starts, last, order = list(accumulate(self.lengths, initial=0)), (-1, 0), []
         alike: list[tuple[tuple[int, int], list[tuple[int, ...]]]] = []
-        for start, length, of in zip(starts, self.lengths, self.continues or [None] * len(starts)):
+        for start, length, of in zip(starts, self.lengths, self._continues):
             order.append((0, length, start, 0) if of is None else (self.lengths[of], length, start, starts[of]))
         for before, length, *places in sorted(order, reverse=True):
             # A fifth of padding, or 32 tokens for each segment, costs less than a further call.
@@ -349,16 +349,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 WINDOWS = "lightrft_visual_flash_windows"
 
 
-@dataclass
-class _PartsByLength:
-    """Parts by length. batches: (parts, length, their tokens in order, None for all tokens as they lie);
-    back: where each token's result lies among those of all batches."""
-
-    batches: list[tuple[int, int, T | None]]
-    back: T | None
-
-
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the ends of the parts, one tensor a forward -> _PartsByLength
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ends of the parts, one tensor a forward -> parts by length
 
 
 def attend_by_windows(tower: nn.Module) -> None:
@@ -391,17 +382,19 @@ def _window_attention(
     plan = _known.get(cu_seq_lens_q)
     if plan is None:
         plan = _known[cu_seq_lens_q] = _parts_by_length(cu_seq_lens_q)
-    made = []
-    for parts, length, tokens in plan.batches:  # (parts * length, heads, D): parts of one length, each over itself
+    made, (batches, back) = [], plan
+    for parts, length, tokens in batches:  # (parts * length, heads, D): parts of one length, each over itself
         flattened = (each.squeeze(0) if tokens is None else each.squeeze(0)[:, tokens] for each in (query, key, value))
         q, k, v = (each.unflatten(1, (parts, length)).transpose(0, 1) for each in flattened)
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
         made.append(attended.transpose(1, 2).flatten(0, 1))
-    together = made[0] if plan.back is None else torch.cat(made)[plan.back]
+    together = made[0] if back is None else torch.cat(made)[back]
     return together.unsqueeze(0), None
 
 
-def _parts_by_length(ends: T) -> _PartsByLength:
+def _parts_by_length(ends: T) -> tuple[list[tuple[int, int, T | None]], T | None]:
+    """(number of parts, length, their tokens in order) of each length, and where each token's result lies among those
+    of all; None where all parts have one length, and lie as they are."""
     bounds = on_host(ends).tolist()
     parts: dict[int, list[int]] = defaultdict(list)  # length -> first tokens
     for start, end in zip(bounds, bounds[1:]):
@@ -409,13 +402,12 @@ def _parts_by_length(ends: T) -> _PartsByLength:
             parts[end - start].append(start)
     if len(parts) == 1:
         ((length, starts),) = parts.items()
-        return _PartsByLength([(len(starts), length, None)], None)
+        return [(len(starts), length, None)], None
     tokens = {
         length: (torch.tensor(starts)[:, None] + torch.arange(length)).flatten() for length, starts in parts.items()
     }
     back = torch.cat(list(tokens.values())).argsort()
-    batches = [(len(parts[length]), length, each.to(ends.device)) for length, each in tokens.items()]
-    return _PartsByLength(batches, back.to(ends.device))
+    return [(len(parts[n]), n, each.to(ends.device)) for n, each in tokens.items()], back.to(ends.device)
 
 
 AttentionInterface.register(WINDOWS, _window_attention)

@@ -179,16 +179,30 @@ def _product(left: T, right: T) -> T:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """(log_probs, entropy) of a linear head, logits recomputed by chunks of rows in backward."""
+    """(log_probs, entropy), each (N) float32, of a linear head, logits recomputed by chunks of rows in backward. The
+    entropy is zeros where it is not asked for."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy):
         ctx.set_materialize_grads(False)
         ctx.chunk, ctx.soft_cap = chunk, soft_cap
+        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_norm, entropy, matrix = torch.empty_like(log_probs), torch.zeros_like(log_probs), _matrix(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            log_probs, entropy, log_norm = _forward_chunks(
-                hidden, _matrix(weight), bias, targets, scale, banned_ids, soft_cap, chunk, with_entropy
-            )
+            for start in range(0, hidden.shape[0], chunk):
+                part = slice(start, start + chunk)
+                logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, soft_cap)
+                largest = logits.amax(dim=1, keepdim=True)
+                weights = logits.sub_(largest).exp()
+                total = weights.sum(dim=1)
+                log_total = total.log()
+                log_norm[part] = largest.squeeze(1) + log_total
+                log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - log_total
+                if with_entropy:
+                    # log(sum) minus a weighted mean: unlike -sum p log p, no rounding error times the entropy.
+                    if banned_ids is not None:
+                        logits.index_fill_(1, banned_ids, 0.0)
+                    entropy[part] = log_total - weights.mul_(logits).sum(dim=1) / total
         # The parameter itself is saved, not its data: ZeRO-3 frees and gathers that between forward and backward.
         ctx.save_for_backward(hidden, weight, bias, targets, scale, banned_ids, log_norm, entropy)
         if not with_entropy:
@@ -231,38 +245,6 @@ class _LinearLogProbs(torch.autograd.Function):
         made = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         grads = (None if each is None else each.to(like.dtype) for each, like in made)
         return *grads, None, None, None, None, None, None
-
-
-def _forward_chunks(
-    hidden: T,
-    matrix: T,
-    bias: T | None,
-    targets: T,
-    scale: T,
-    banned_ids: T | None,
-    soft_cap: float | None,
-    chunk: int,
-    with_entropy: bool,
-) -> tuple[T, T, T]:
-    """(log_probs, entropy, log-sum-exp), each (N) float32; entropy is zeros when not asked for."""
-    log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    log_norm = torch.empty_like(log_probs)
-    entropy = torch.zeros_like(log_probs)
-    for start in range(0, hidden.shape[0], chunk):
-        part = slice(start, start + chunk)
-        logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, soft_cap)
-        largest = logits.amax(dim=1, keepdim=True)
-        weights = logits.sub_(largest).exp()
-        total = weights.sum(dim=1)
-        log_total = total.log()
-        log_norm[part] = largest.squeeze(1) + log_total
-        log_probs[part] = logits.gather(1, targets[part].unsqueeze(1)).squeeze(1) - log_total
-        if with_entropy:
-            # log(sum) minus a weighted mean: unlike -sum p log p, no rounding error is multiplied by the entropy.
-            if banned_ids is not None:
-                logits.index_fill_(1, banned_ids, 0.0)
-            entropy[part] = log_total - weights.mul_(logits).sum(dim=1) / total
-    return log_probs, entropy, log_norm
 
 
 def _matrix(weight: T) -> T:

@@ -55,51 +55,6 @@ def _held(parameter: nn.Parameter) -> T:
     return parameter.ds_tensor.data if is_zero_param(parameter) else parameter.data
 
 
-def _saved(parameters: list[nn.Parameter], values: Sequence[T]) -> dict[str, T]:
-    """What this rank saves of values of the parameters, by index: its shares under ZeRO-3; what all ranks hold whole is
-    saved by one of them each, in turn."""
-    ranks = world_size()
-    dealt = {RANKS: torch.tensor(ranks)} if ranks > 1 else {}
-    own = (is_zero_param(parameter) or index % ranks == rank() for index, parameter in enumerate(parameters))
-    return {str(index): value for index, (value, mine) in enumerate(zip(values, own)) if mine} | dealt
-
-
-def _values(parameters: list[nn.Parameter], held: Sequence[T], state: Mapping[str, T]) -> Iterator[T]:
-    """The inverse of `_saved`, one after the other; a collective where the state is a rank's of several.
-
-    Args:
-        parameters: whose values were saved.
-        held: what this rank holds of them, for shapes, types and devices.
-        state: this rank's, or that of `_joined`.
-
-    Raises:
-        ValueError: count or shapes differ.
-    """
-    ranks = int(state.get(RANKS, 1))
-    own = [is_zero_param(parameter) or index % ranks == rank() % ranks for index, parameter in enumerate(parameters)]
-    if len(state.keys() - {RANKS}) != sum(own):
-        told = f"the model trains {len(own)}, of which it should have {sum(own)}"
-        raise ValueError(f"the saved copy has {len(state.keys() - {RANKS})} tensors; {told}")
-    for index, (parameter, part, mine) in enumerate(zip(parameters, held, own)):
-        saved = state[str(index)] if mine else torch.empty_like(part)
-        if saved.shape != part.shape:
-            raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(part.shape)}")
-        if ranks > 1 and not is_zero_param(parameter):
-            saved = saved.to(part.device, part.dtype)
-            broadcast_tensor(saved, index % ranks)
-        yield saved
-
-
-def _joined(parameters: list[nn.Parameter], states: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """One rank's state of a copy, of those of another number of ranks: shares under ZeRO-3 are divided anew."""
-    joined = {name: value for state in states for name, value in state.items() if name != RANKS}
-    for index, parameter in enumerate(parameters):
-        if is_zero_param(parameter):
-            pieces = [state[str(index)] for state in states]
-            joined[str(index)] = part_of(pieces, parameter.ds_numel, share(parameter.ds_numel, world_size()), rank())
-    return joined
-
-
 def _show_new_values(parameter: nn.Parameter) -> None:
     """After a write to its parts: a small weight, which ZeRO-3 keeps whole on every rank, is gathered again, and the
     second division within a host (zpg) made anew. All ranks call it."""
@@ -113,7 +68,60 @@ def _show_new_values(parameter: nn.Parameter) -> None:
         parameter.partition()
 
 
-class WeightCopy:
+class KeptWeights:
+    """Values that are kept of parameters, and saved by the ranks together.
+
+    copies: the values, as far as this rank holds them; None for those of the parameters themselves.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], copies: list[T] | None) -> None:
+        self.parameters, self.copies = list(parameters), copies
+
+    @property
+    def values(self) -> list[T]:
+        """What this rank holds of them: its shares under ZeRO-3."""
+        return self.copies or [_held(parameter) for parameter in self.parameters]
+
+    def _own(self, ranks: int) -> list[bool]:
+        """Which of them a rank of so many saves: its shares under ZeRO-3; of what all hold whole each in turn."""
+        turn = rank() % ranks
+        return [is_zero_param(each) or index % ranks == turn for index, each in enumerate(self.parameters)]
+
+    def state_dict(self) -> dict[str, T]:
+        """What this rank saves, by index."""
+        ranks = world_size()
+        dealt = {RANKS: torch.tensor(ranks)} if ranks > 1 else {}
+        saved = zip(self.values, self._own(ranks))
+        return {str(index): value for index, (value, mine) in enumerate(saved) if mine} | dealt
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
+        """What this rank holds, of the states of another number of ranks: shares under ZeRO-3 are divided anew."""
+        joined = {name: value for state in states for name, value in state.items() if name != RANKS}
+        for index, parameter in enumerate(self.parameters):
+            if is_zero_param(parameter):
+                pieces, size = [state[str(index)] for state in states], parameter.ds_numel
+                joined[str(index)] = part_of(pieces, size, share(size, world_size()), rank())
+        return joined
+
+    def _saved(self, state: Mapping[str, T]) -> Iterator[T]:
+        """The values of a state, one after the other; a collective where it is a rank's of several. ValueError where
+        count or shapes differ from the parameters of this run."""
+        ranks = int(state.get(RANKS, 1))
+        own = self._own(ranks)
+        if len(state.keys() - {RANKS}) != sum(own):
+            told = f"the model trains {len(own)}, of which it should have {sum(own)}"
+            raise ValueError(f"the saved copy has {len(state.keys() - {RANKS})} tensors; {told}")
+        for index, (parameter, part, mine) in enumerate(zip(self.parameters, self.values, own)):
+            saved = state[str(index)] if mine else torch.empty_like(part)
+            if saved.shape != part.shape:
+                raise ValueError(f"tensor {index} of the saved copy is {tuple(saved.shape)}, not {tuple(part.shape)}")
+            if ranks > 1 and not is_zero_param(parameter):
+                saved = saved.to(part.device, part.dtype)
+                broadcast_tensor(saved, index % ranks)
+            yield saved
+
+
+class WeightCopy(KeptWeights):
     """A copy of parameters with its own memory, moved towards them by `update` and lent to the model by `swapped`.
 
     The copy is made by clone: on a CPU run `.detach().cpu()` would alias the weights and follow every step. dtype: of
@@ -122,13 +130,13 @@ class WeightCopy:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        self.parameters = list(parameters)
-        self.copies = [held.to(dtype or held.dtype, copy=True) for held in map(_held, self.parameters)]
+        own = list(parameters)
+        super().__init__(own, [held.to(dtype or held.dtype, copy=True) for held in map(_held, own)])
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """copy = decay * copy + (1 - decay) * weight; decay 0 copies the weights."""
-        for copy, parameter in zip(self.copies, self._held_parts()):
+        for copy, parameter in zip(self.values, self._held_parts()):
             copy.lerp_(parameter.to(copy.device, copy.dtype), 1.0 - decay)
 
     @contextmanager
@@ -137,7 +145,7 @@ class WeightCopy:
 
         Run no optimizer step inside. Graphs recorded before may be differentiated after it, not inside.
         """
-        weights = self._lend(self.copies)
+        weights = self._lend(self.values)
         try:
             yield
         finally:
@@ -157,23 +165,15 @@ class WeightCopy:
     def _held_parts(self) -> list[T]:
         """What this rank holds of each parameter. Raises RuntimeError where ZeRO-3 divided them after the copy."""
         parts = [_held(parameter) for parameter in self.parameters]
-        if any(part.shape != copy.shape for part, copy in zip(parts, self.copies)):
+        if any(part.shape != copy.shape for part, copy in zip(parts, self.values)):
             raise RuntimeError("the weights were divided over ranks after this copy was made: make it afterwards")
         return parts
-
-    def state_dict(self) -> dict[str, T]:
-        """What this rank saves of the copy, by index; see `_saved`."""
-        return _saved(self.parameters, self.copies)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, T]) -> None:
         """Raises ValueError where count or shapes differ from the parameters of this run. All ranks call it."""
-        for copy, value in zip(self.copies, _values(self.parameters, self.copies, state)):
+        for copy, value in zip(self.values, self._saved(state)):
             copy.copy_(value)
-
-    def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
-        """What this rank holds of the copy, of the states of another number of ranks."""
-        return _joined(self.parameters, states)
 
     def resume(self, state: Mapping[str, T] | None) -> None:
         """The saved copy, or one of the resumed weights where the run that is resumed kept none."""
@@ -183,7 +183,7 @@ class WeightCopy:
             self.load_state_dict(state)
 
 
-class FollowingWeights:
+class FollowingWeights(KeptWeights):
     """A frozen model that is moved towards a trained one of the same parameters, now and then (TR-DPO, arXiv
     2404.09656: its hard update with a mixup of 1, its soft update below).
 
@@ -194,10 +194,11 @@ class FollowingWeights:
     def __init__(
         self, frozen: nn.Module, trained: Callable[[], Iterable[nn.Parameter]], every: int, mixup: float
     ) -> None:
-        self.frozen, self.trained, self.every, self.mixup = list(frozen.parameters()), trained, every, mixup
-        rounds = mixup < 1 and any(parameter.dtype != torch.float32 for parameter in self.frozen)
-        exact = (_held(parameter).to("cpu", torch.float32, copy=True) for parameter in self.frozen)
-        self._exact = [*exact] if rounds else None
+        own = list(frozen.parameters())
+        rounds = mixup < 1 and any(parameter.dtype != torch.float32 for parameter in own)
+        exact = (_held(parameter).to("cpu", torch.float32, copy=True) for parameter in own)
+        super().__init__(own, [*exact] if rounds else None)
+        self.trained, self.every, self.mixup = trained, every, mixup
 
     def step(self, number: int) -> bool:
         """After step `number`: whether the frozen model was moved. All ranks call it."""
@@ -206,31 +207,18 @@ class FollowingWeights:
         self._write(self.mixup, (_held(parameter) for parameter in self.trained()))
         return True
 
-    @property
-    def values(self) -> list[T]:
-        """What this rank holds of the frozen weights, in fp32 where their own type would round small moves away."""
-        return self._exact or [_held(parameter) for parameter in self.frozen]
-
     @torch.no_grad()
     def _write(self, share: float, values: Iterable[T]) -> None:
-        for parameter, own, value in zip(self.frozen, self.values, values, strict=True):
+        for parameter, own, value in zip(self.parameters, self.values, values, strict=True):
             own.lerp_(value.to(own.device, own.dtype), share)
-            if self._exact:
+            if self.copies:
                 _held(parameter).copy_(own)
             if is_zero_param(parameter):
                 _show_new_values(parameter)
 
-    def state_dict(self) -> dict[str, T]:
-        """What this rank saves of the frozen weights, by index; see `_saved`."""
-        return _saved(self.frozen, self.values)
-
-    def state_of_ranks(self, states: Sequence[Mapping[str, T]]) -> dict[str, T]:
-        """What this rank holds of the frozen weights, of the states of another number of ranks."""
-        return _joined(self.frozen, states)
-
-    def load_state_dict(self, state: dict[str, T]) -> None:
+    def load_state_dict(self, state: Mapping[str, T]) -> None:
         """Go on with the saved weights. All ranks call it."""
-        self._write(1.0, _values(self.frozen, self.values, state))
+        self._write(1.0, self._saved(state))
 
 
 class WeightAverage(WeightCopy):

@@ -217,8 +217,7 @@ def load_recipe(source: str) -> Recipe:
 def wrong_names(config: RewardConfig) -> list[str]:
     """What is wrong with the recipe and the components of a run, as far as no code is loaded for them."""
     try:
-        recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
-        recipe = compose_recipe(recipe, config.components, config.kwargs)
+        recipe = recipe_of(config)
         entries = recipe.components() if recipe else []
         for entry in entries:
             _ = registry.scorers[entry.key] if entry.type == "rule" else None
@@ -247,11 +246,16 @@ def recipe_from_components(components: Mapping[str, float], kwargs: Mapping[str,
     a user function), `score_key`, `transport` (inprocess | http | ray) and `url` (for http) are read here; the rest
     goes to the scorer. The weighted sum is reported as `avg`. Raises ConfigError.
     """
-    if not components:
+    recipe = compose_recipe(None, components, kwargs)
+    if recipe is None:
         raise ConfigError("reward.components is empty: name at least one scorer with its weight")
-    settings = _checked_settings(kwargs, components)
-    listed = [_entry_of_component(str(n), weight, settings.get(str(n), {})) for n, weight in components.items()]
-    return Recipe(parse_recipe({ANY_LABEL: listed}).entries, average=True)
+    return recipe
+
+
+def recipe_of(config: RewardConfig) -> Recipe | None:
+    """The recipe of a run with its components laid over it; None without either. Raises ConfigError."""
+    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
+    return compose_recipe(recipe, config.components, config.kwargs)
 
 
 def compose_recipe(
@@ -267,8 +271,9 @@ def compose_recipe(
             label where it stands; any other is added to every label.
         kwargs: `reward.kwargs`, {name: settings}, laid over those that the recipe gives.
     """
-    if recipe is None:
-        return recipe_from_components(components, kwargs) if components else None
+    if recipe is None and not components:
+        return None
+    recipe = recipe or Recipe({ANY_LABEL: []})
     present = {entry.name for entry in recipe.components()}
     settings = _checked_settings(kwargs, [*present, *components])
     added = [

@@ -9,7 +9,7 @@ from ..runtime.usercode.calls import LoadedFunction
 from ..runtime.usercode.loading import callable_name, load_reward_fn
 from .local.callables import Signature, check_inputs
 from .local.forms import check_form
-from .recipe import ANY_LABEL, Recipe, RecipeEntry, compose_recipe, load_recipe, parse_recipe
+from .recipe import ANY_LABEL, Recipe, RecipeEntry, load_recipe, parse_recipe, recipe_of
 from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url, token_from_env
 
@@ -73,8 +73,7 @@ def engine_arguments(
     """
     token_from_env(config.reward_token_env)
     functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
-    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
-    recipe = compose_recipe(recipe, config.components, config.kwargs)
+    recipe = recipe_of(config)
     by_hand = [f for f in functions if "model_reward_list" in Signature(f, callable_name(f)).names]
     if by_hand and (recipe is not None or len(by_hand) > 1):
         other = "another one" if recipe is None else "reward_recipe"
@@ -135,8 +134,7 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
     """
     if all(each.has_references for each in (*trained, *held_out)):
         return
-    recipe = load_recipe(config.reward_recipe) if config.reward_recipe else None
-    recipe = compose_recipe(recipe, config.components, config.kwargs)
+    recipe = recipe_of(config)
     if recipe is None and config.given:
         return
     chosen, other = "", ""

@@ -80,8 +80,7 @@ class TransformersEngine(RolloutEngine):
             checkpoint: for its tokenizer.
             actor: which is trained, and sampled from.
         """
-        size = config.rollout.micro_rollout_batch_size
-        return cls(actor, checkpoint.tokenizer, size)
+        return cls(actor, checkpoint.tokenizer, config.rollout.micro_rollout_batch_size)
 
     @property
     def actor(self) -> Actor:

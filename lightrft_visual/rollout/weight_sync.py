@@ -11,10 +11,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -257,7 +258,7 @@ class Checks:
     the checksum that one of them has found; 0 for none."""
 
     def __init__(self, file: T) -> None:
-        self._word = file[:8].view(torch.int64).numpy()
+        self._word = file[:8].numpy().view(np.uint64)
 
     def clear(self) -> None:
         """Before other content is written."""
@@ -265,25 +266,18 @@ class Checks:
 
     def passed(self, checksum: int) -> bool:
         """Whether a process has found this checksum."""
-        return int(self._word[0]) == _signed(checksum)
+        return int(self._word[0]) == checksum
 
     def note(self, checksum: int) -> None:
         """Found by this process."""
-        self._word[0] = _signed(checksum)
+        self._word[0] = checksum
 
 
-def _signed(checksum: int) -> int:
-    return checksum - 2**64 if checksum >= 2**63 else checksum
-
-
-@dataclass
 class MemoryFile:
     """Memory for `size` bytes that other processes of the host can map, while this object lives."""
 
-    size: int
-    _descriptor: int = field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self._name = f"lightrft_weights_{secrets.token_hex(16)}"
         self._descriptor = os.memfd_create(self._name)
         os.ftruncate(self._descriptor, HEADER + self.size)

@@ -87,7 +87,7 @@ def copies_on_two_ranks(whole):
         (following.state_dict(), FollowingWeights(layer(), layer().parameters, every=1, mixup=0.5)),
     ):
         other.load_state_dict(state if whole is None else whole[len(found)])
-        held = other.copies if isinstance(other, WeightAverage) else other.frozen
+        held = other.values
         found.append((state, [float(each.detach().mean()) for each in held], getattr(other, "steps", 0)))
     with pytest.raises(ValueError, match="tensors"):
         average.load_state_dict({"steps": torch.tensor(1), "7": torch.ones(2), "8": torch.ones(2), "9": torch.ones(2)})
@@ -107,7 +107,7 @@ def test_two_ranks_save_each_tensor_once_and_both_have_all_of_them_again():
     assert alone.steps == 1 and [float(each.mean()) for each in alone.copies] == [1, 2]
     follows = FollowingWeights(layer(), layer().parameters, every=1, mixup=0.5)
     follows.load_state_dict(follows.state_of_ranks(joined[1]))
-    assert [float(each.detach().mean()) for each in follows.frozen] == [3, 4]
+    assert [float(each.detach().mean()) for each in follows.values] == [3, 4]
     # As a rank of an earlier version, and one that was alone, saves them.
     wholes = alone.state_dict(), follows.state_dict()
     for state_of_rank in forked.on_ranks(copies_on_two_ranks, wholes):

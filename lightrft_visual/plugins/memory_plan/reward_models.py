@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from ...config.shared import RewardConfig
-from ...rewards.recipe import Recipe, RecipeEntry, compose_recipe, load_recipe, recipe_from_components
+from ...rewards.recipe import Recipe, RecipeEntry, recipe_from_components, recipe_of
 from ...rewards.registry import find_scorer, named_entries, own_settings, scorer_names
 from .meta import Work, on_meta
 from .shapes import find_shipped
@@ -97,8 +97,7 @@ def _read(path: str):
 
 def _scorers(reward: RewardConfig) -> Iterator[RecipeEntry]:
     """The scorers that run in this process, each as often as it is built."""
-    recipe = load_recipe(reward.reward_recipe) if reward.reward_recipe else None
-    recipe = compose_recipe(recipe, reward.components, reward.kwargs)
+    recipe = recipe_of(reward)
     built = set()
     for entry in _parts(recipe):
         if (entry.transport or reward.reward_transport) == "inprocess" and entry.scorer not in built:
