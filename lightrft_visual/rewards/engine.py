@@ -174,18 +174,10 @@ class RewardComputationEngine:
         labels_cut_away: Callable[[], Collection[str | None]] = frozenset,
         resources: ResourcesConfig | None = None,
     ) -> RewardComputationEngine:
-        """The engine that a configuration describes.
+        """The engine that a configuration describes. tokenizer: the policy's, of which torch models given directly need
+        the padding id. strategy: where it divides models over the ranks, local reward models are divided too.
 
-        Args:
-            config: what scores, with time limits, retries and the like.
-            tokenizer: the policy's, of which torch models given directly need the padding id.
-            strategy: of the run; where it divides models over the ranks, local reward models are divided too.
-            packing_samples: see the class.
-            labels: as of `engine_arguments`.
-            columns: likewise.
-            references: see the class.
-            labels_cut_away: as of `engine_arguments`.
-            resources: see the class.
+        Args: as of `engine_arguments`, and of the class.
         """
         arguments = engine_arguments(config, labels, columns, labels_cut_away)
         arguments |= {"tokenizer": tokenizer, "strategy": strategy, "packing_samples": packing_samples}
@@ -300,13 +292,7 @@ class RewardComputationEngine:
     ) -> RewardOutput:
         """Score generated media. With `recipe_from_components` the weighted sum is also a component named `avg`.
 
-        Args:
-            prompts: as of `batch_from_media`.
-            images: likewise.
-            videos: likewise.
-            chunk: samples a remote request.
-            device: as in `compute_rewards`.
-            columns: further arguments of `batch_from_media`, such as labels and metadata.
+        Args: as of `batch_from_media`, of which columns are the further ones, and of `score`.
         """
         return self.score(batch_from_media(prompts, images, videos, **columns), chunk, device)
 

@@ -50,14 +50,7 @@ def per_sample(value: float | T, like: T) -> T:
 
 
 def euler_step(x: T, v: T, sigma: float | T, sigma_next: float | T) -> T:
-    """x + v dt in at least fp32: the deterministic flow-matching step.
-
-    Args:
-        x: (B, …) latents.
-        v: (B, …) velocities there.
-        sigma: where they are; a float or (B).
-        sigma_next: where they go.
-    """
+    """x + v dt in at least fp32: the deterministic flow-matching step. Args: as of `sde_step`."""
     x, v = upcast(x), upcast(v)
     return x + v * (per_sample(sigma_next, x) - per_sample(sigma, x))
 
@@ -111,15 +104,9 @@ def _without_noise(sigma: float | T, sigma_next: float | T, noise_level: float, 
 
 
 def transition(x: T, v: T, sigma: float | T, sigma_next: float | T, noise_level: float, *, rule: str) -> tuple[T, T]:
-    """Mean (B, …) and standard deviation (B, 1, …) of the step.
+    """Mean (B, …) and standard deviation (B, 1, …) of the step. Raises ConfigError for a rule that is none of RULES.
 
-    Args:
-        x: (B, …) latents.
-        v: (B, …) what the model answers there.
-        sigma: where they are; a float or (B).
-        sigma_next: where they go.
-        noise_level: as in `sde_step`; 0 gives the rule's ODE step, std 0.
-        rule: one of RULES, else ConfigError.
+    Args: as of `sde_step`; a noise_level of 0 gives the rule's ODE step, std 0.
     """
     if rule not in RULES:
         raise ConfigError(f"step rule {rule!r} is unknown; it must be one of: {', '.join(RULES)}")
@@ -203,11 +190,7 @@ class VelocityModel(Protocol):
     family: DiffusionFamily
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float) -> T:
-        """What it predicts, (B, …).
-
-        Args: as of `DiffusionFamily.velocity`.
-        """
-        ...
+        """What it predicts, (B, …). Args: as of `DiffusionFamily.velocity`."""
 
 
 def sample_generators(

@@ -119,15 +119,7 @@ class RolloutStage:
         purpose: str = "rollout",
         seed: int | None = None,
     ) -> list[Rollout]:
-        """`requests` and `draw` in one.
-
-        Args:
-            batch: the prompts.
-            settings: how tokens are chosen, and how many samples a prompt has.
-            policy_version: of the engine's weights, which the rollouts carry.
-            purpose: as of `requests`, as `seed` is.
-            seed: default: the run's.
-        """
+        """`requests` and `draw` in one. Args: as of `requests` and `draw`."""
         return self.draw(self.requests(batch, purpose, seed), settings, policy_version)
 
     def requests(self, batch: PromptBatch, purpose: str = "rollout", seed: int | None = None) -> list[PromptFeatures]:

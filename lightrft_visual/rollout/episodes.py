@@ -94,11 +94,7 @@ class EpisodeStage(RolloutStage):
         policy_version: int = 0,
         finished: Taker | None = None,
     ) -> list[Rollout]:
-        """As in the base: an episode for each of the n samples of a prompt.
-
-        Args:
-            requests, settings, policy_version, finished: as in the base.
-        """
+        """As in the base: an episode for each of the n samples of a prompt."""
         if any(each.variants for each in requests):
             raise RolloutError("variants of prompts (noisy images) cannot be part of episodes")
         round_ = _Round(self, requests, settings, policy_version, finished)

@@ -128,18 +128,12 @@ class DiffusionPolicy(nn.Module):
         return self.family.device
 
     def forward(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
-        """Velocity (B, …), fp32. The engine's hooks run through this method.
-
-        Args: as of `DiffusionFamily.velocity`.
-        """
+        """Velocity (B, …), fp32; the engine's hooks run here. Args: as of `DiffusionFamily.velocity`."""
         with self._kept_activations():
             return self.family.velocity(latents, timesteps, conditions, guidance_scale)
 
     def velocity(self, latents: T, timesteps: T, conditions: dict[str, T], guidance_scale: float = 1.0) -> T:
-        """The same as `forward`.
-
-        Args: as of `DiffusionFamily.velocity`.
-        """
+        """The same as `forward`. Args: as of `DiffusionFamily.velocity`."""
         return self(latents, timesteps, conditions, guidance_scale)
 
     def move_to(self, device: torch.device) -> None:
@@ -275,10 +269,7 @@ class DiffusionPolicy(nn.Module):
             yield
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Latent shape of one sample for a size in pixels.
-
-        Args: as of `DiffusionFamily.latent_shape`.
-        """
+        """Latent shape of one sample for a size in pixels. Args: as of `DiffusionFamily.latent_shape`."""
         return self.family.latent_shape(height, width, frames)
 
     def trainable_parameters(self) -> list[nn.Parameter]:

@@ -324,11 +324,7 @@ def serve(scorer: Callable[..., Any] | Source, host: str, port: int, settings: S
     The scorer runs in the thread that calls this, the main one of a process: libraries with time limits by
     `signal.alarm`, as math_verify, work in no other.
 
-    Args:
-        scorer: as of `create_app`.
-        host: as of `bind`.
-        port: likewise.
-        settings: likewise.
+    Args: as of `create_app` and `bind`.
     """
     scoring = _CallingThread()
     app = create_app(scorer, settings, scoring.run)

@@ -82,18 +82,12 @@ class CosmosPredict2(DiffusionFamily):
 
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
-        """1 less.
-
-        Args: as of `DiffusionFamily.stock_guidance`.
-        """
+        """1 less. Args: as of `DiffusionFamily.stock_guidance`."""
         return super().stock_guidance(pipeline, scale - 1, negative)
 
     @classmethod
     def evaluated(cls, scheduler: Any, name: str, flow_shift: float | None) -> Any:
-        """The pipeline's own, at whose timesteps alone it draws.
-
-        Args: as of `DiffusionFamily.evaluated`.
-        """
+        """The pipeline's own, at whose timesteps alone it draws. Args: as of `DiffusionFamily.evaluated`."""
         return scheduler if name == "model_default" and flow_shift is None else None
 
     def decode(self, latents: T) -> T:

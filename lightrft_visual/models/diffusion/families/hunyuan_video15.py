@@ -66,10 +66,7 @@ class HunyuanVideo15(DiffusionFamily):
 
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
-        """The scale is the guider's, which is a part of the pipeline.
-
-        Args: as of `DiffusionFamily.stock_guidance`.
-        """
+        """The scale is the guider's, which is a part of the pipeline. Args: as of `DiffusionFamily.stock_guidance`."""
         pipeline.guider = pipeline.guider.new(guidance_scale=max(scale, 1.0))
         return {"negative_prompt": negative}
 

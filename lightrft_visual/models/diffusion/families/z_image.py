@@ -48,10 +48,7 @@ class ZImage(KLImages):
 
     @classmethod
     def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
-        """The pipeline guides from 0 on, and runs from 1 on.
-
-        Args: as of `DiffusionFamily.stock_guidance`.
-        """
+        """The pipeline guides from 0 on, and runs from 1 on. Args: as of `DiffusionFamily.stock_guidance`."""
         return super().stock_guidance(pipeline, scale if scale > 1 else 0.0, negative)
 
     def latent_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:

@@ -59,10 +59,7 @@ class Unregistered(VLMFamily):
 
     @classmethod
     def read(cls, output: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> list[VisionTensors]:
-        """The vision tensors of the prompt of one processor call.
-
-        Args: as of `VLMFamily.read`.
-        """
+        """The vision tensors of the prompt of one processor call. Args: as of `VLMFamily.read`."""
         names = [name for name in cls.tensors if images[0] and output.get(name) is not None]
         return [VisionTensors([cls.images_first({name: as_tensor(output[name]) for name in names})])]
 
