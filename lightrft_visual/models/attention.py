@@ -287,13 +287,12 @@ def _kernel(
     q: T, k: T, v: T, ends: tuple[T, T], longest: tuple[int, int], scale: float | None, *, causal: bool, left: int
 ) -> T:
     """q (T, heads, D), k and v (keys, key heads, D) -> (1, T, heads, D) by the device's varlen kernel."""
+    window = (left, 0 if causal else -1)
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
 
-        right = 0 if causal else -1
-        return flash_attn_varlen_func(
-            q, k, v, *ends, *longest, softmax_scale=scale, causal=causal, window_size=(left, right)
-        ).unsqueeze(0)
+        made = flash_attn_varlen_func(q, k, v, *ends, *longest, softmax_scale=scale, causal=causal, window_size=window)
+        return made.unsqueeze(0)
     from torch.nn.attention.varlen import varlen_attn
 
     settings: dict[str, bool] = {}
@@ -302,7 +301,6 @@ def _kernel(
             settings["enable_gqa"] = True
         else:  # up to PyTorch 2.11 the kernel wants as many heads of keys as of queries
             k, v = (each.repeat_interleave(queries_a_key, dim=1) for each in (k, v))
-    window = (left, 0 if causal else -1)
     return varlen_attn(q, k, v, *ends, *longest, scale=scale, window_size=window, **settings).unsqueeze(0)
 
 

@@ -59,20 +59,19 @@ class EarlyScores:
     """
 
     def __init__(self, needed: Mapping[StreamingSource, Sequence[int]], call: Call, data: Mapping[str, Any]) -> None:
-        self.call, self.data = call, data
+        self.data = data
         self._rollouts: dict[int, Rollout] = {}
-        self._parts: list[tuple[list[int], Future[RewardBatch]]] = []
+        self._parts: list[Future[RewardBatch]] = []
         self._waiting: defaultdict[int, list[tuple[set[int], list[int], Future[RewardBatch]]]] = defaultdict(list)
         self._asked: dict[int, tuple[list[Future[RewardBatch]], list[Future[Scores]]]] = {}  # by id of the source
         for source, indices in needed.items():
             cut = [list(indices[start : start + call.chunk]) for start in range(0, len(indices), call.chunk)]
-            parts = [(part, Future()) for part in cut]
-            self._parts += parts
-            for part, future in parts:
+            given: list[Future[RewardBatch]] = [Future() for _ in cut]
+            for part, future in zip(cut, given):
                 missing = set(part)
                 for index in part:
                     self._waiting[index].append((missing, part, future))
-            given = [future for _, future in parts]
+            self._parts += given
             self._asked[id(source)] = given, source.submit_parts(given, call)
 
     def scores(self, source: Any, batch: RewardBatch) -> JoinedScores | None:
@@ -97,7 +96,7 @@ class EarlyScores:
 
     def cancel(self) -> None:
         """The samples that are missing will not come."""
-        for _, future in self._parts:
+        for future in self._parts:
             future.cancel()
 
 

@@ -323,17 +323,14 @@ class _Round:
         return [self._rollout(key) for key in range(len(self.conversations))]
 
     def _rollout(self, key: int) -> Rollout:
-        if key not in self.made:
-            self.made[key] = self._new_rollout(key)
-        return self.made[key]
-
-    def _new_rollout(self, key: int) -> Rollout:
+        if key in self.made:
+            return self.made[key]
         own = self.conversations[key]
         ids, log_probs = own.token_ids, own.log_probs
         if not ids:  # it failed before anything was sampled: a token that no one trains on
             eos = self.stage.data_processor.tokenizer.convert_tokens_to_ids(self.stage.renderer.end_tokens[0])
             ids, log_probs, own.episode.turn_ids = [eos], [0.0], [-1]
-        return Rollout(
+        self.made[key] = Rollout(
             own.prompt,
             ids,
             log_probs,
@@ -345,6 +342,7 @@ class _Round:
             episode=own.episode,
             experts=own.experts,
         )
+        return self.made[key]
 
     def _any_rank(self, own: bool) -> bool:
         """Whether it holds on any rank, where ranks generate together; else whether it holds here."""

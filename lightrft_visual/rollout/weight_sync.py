@@ -57,12 +57,8 @@ def named_weights(engine: TrainEngine, bucket_bytes: int = BUCKET_BYTES) -> Iter
     """(checkpoint name, tensor) of every weight of the policy, in module order; tied weights come once.
 
     Tensors are the trainer's own, where nothing has to be gathered or merged: read them at once. LoRA layers come
-    as base + scale * B A, leaving the layers themselves as they are.
-
-    Args:
-        engine: which trains the policy.
-        bucket_bytes: gathered at a time under ZeRO-3 (one larger weight alone), so all ranks must consume in step; a
-            gathered tensor stays as long as it is referred to.
+    as base + scale * B A, leaving the layers themselves as they are. bucket_bytes: gathered at a time under ZeRO-3 (one
+    larger weight alone), so all ranks must consume in step; a gathered tensor stays as long as it is referred to.
     """
     model = engine.module.model
     weights = _merged(model) if is_adapted(model) else _plain(model)
@@ -172,12 +168,7 @@ def _sum(parameter: nn.Parameter, layer: LoraLayer | None) -> T:
 
 def gathered_state_dict(engine: TrainEngine, keep: bool) -> dict[str, T]:
     """All weights under checkpoint names on the host, and what a checkpoint holds beside them (running means of
-    batch norms). A collective.
-
-    Args:
-        engine: which trains the policy.
-        keep: whether this rank keeps them (rank 0); elsewhere the result is empty.
-    """
+    batch norms). A collective. keep: whether this rank keeps them (rank 0); elsewhere the result is empty."""
     state: dict[str, T] = {}
     for name, tensor in itertools.chain(named_weights(engine), _kept_buffers(engine.module.model)):
         if keep:

@@ -48,8 +48,7 @@ def test_a_request_leaves_when_its_samples_are_finished_and_holds_what_it_would_
     early = engine.begin([None] * 8, 3)
     for prompt in (1, 0, 3):
         early.add(2 * prompt, made[2 * prompt : 2 * prompt + 2])
-    part = early._parts
-    assert [future.done() for _, future in part] == [True, False, True]  # samples 0-2, 3-5, 6-7
+    assert [future.done() for future in early._parts] == [True, False, True]  # samples 0-2, 3-5, 6-7
     early.add(4, made[4:6])
     found = engine.score_rollouts(made, 3, early=early)
     assert early_source.seen == late_source.seen == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -71,7 +70,7 @@ def test_a_finished_prompt_asks_about_its_own_requests_alone(monkeypatch):
     early = engine.begin([None] * 60, 3)
     for prompt in range(30):
         early.add(2 * prompt, made[2 * prompt : 2 * prompt + 2])
-    assert len(asked) == 20 and all(future.result() for _, future in early._parts)
+    assert len(asked) == 20 and all(future.result() for future in early._parts)
     assert engine.score_rollouts(made, 3, early=early).score.tolist() == list(range(60))
 
 
@@ -82,7 +81,7 @@ def test_only_the_samples_that_a_recipe_names_are_waited_for():
     made = rollouts(3, 2, labels=["near", "far", "near"])
     early = engine.begin([rollout.prompt.label for rollout in made], 8)
     early.add(2, made[2:4])
-    assert all(future.done() for _, future in early._parts)
+    assert all(future.done() for future in early._parts)
     engine.score_rollouts(made, 8, early=early)
     assert source.seen == [[2, 3]]
 

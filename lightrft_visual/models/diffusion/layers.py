@@ -1,7 +1,7 @@
 """Layers of diffusers with the same values in fewer operations: attention over image and text, frozen RMS norms."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def load_divided(
         library, kind = index.get(name) or (None, None)
         if library == "diffusers" and (files := weight_files(folder / name, SAFETENSORS_WEIGHTS_NAME)):
             kept = () if name in cast else getattr(diffusers, kind)._keep_in_fp32_modules or ()
-            parts[name] = _load(getattr(diffusers, kind), folder / name, _Weights(files, dtype, kept), divide)
+            parts[name] = _load(getattr(diffusers, kind), folder / name, files, dtype, kept, divide)
     return parts
 
 
@@ -167,48 +167,41 @@ def load_pipeline(path: str, dtype: torch.dtype, parts: dict[str, Any]) -> Diffu
     return pipeline
 
 
-class _Weights:
-    """Weights by name, read when they are asked for, in the precision that they are used in."""
+def _load(
+    kind: type[ModelMixin],
+    folder: Path,
+    files: Mapping[str, Path],
+    dtype: torch.dtype,
+    kept_in_fp32: Collection[str],
+    divide: Divide,
+) -> ModelMixin:
+    """Modules are filled and divided one by one, with the values that rank 0 reads. files: that of each weight."""
 
-    def __init__(self, files: dict[str, Path], dtype: torch.dtype, kept_in_fp32: Collection[str]) -> None:
-        self.files, self.dtype, self.kept = files, dtype, set(kept_in_fp32)
-
-    def read(self, name: str, shape: torch.Size, values: bool = True) -> T:
+    def read(name: str, shape: torch.Size, values: bool = True) -> T:
         """The weight, or where its values are not wanted a tensor like it. Raises ConfigError where it does not fit."""
-        if name not in self.files:
-            raise ConfigError(f"{self._folder} lacks the weight {name}")
-        with safe_open(self.files[name], "pt") as file:
+        if name not in files:
+            raise ConfigError(f"{folder} lacks the weight {name}")
+        with safe_open(files[name], "pt") as file:
             found = tuple(file.get_slice(name).get_shape())
             if found != tuple(shape):
-                raise ConfigError(f"{self._folder}: {name} is {found}, the model's is {tuple(shape)}")
+                raise ConfigError(f"{folder}: {name} is {found}, the model's is {tuple(shape)}")
             value = file.get_tensor(name) if values else torch.empty(shape)
-        return value.to(torch.float32 if self.kept.intersection(name.split(".")) else self.dtype)
+        return value.to(dtype if set(kept_in_fp32).isdisjoint(name.split(".")) else torch.float32)
 
-    @property
-    def _folder(self) -> Path:
-        return next(iter(self.files.values())).parent
-
-
-def _load(kind: type[ModelMixin], folder: Path, weights: _Weights, divide: Divide) -> ModelMixin:
-    """Modules are filled and divided one by one, with the values that rank 0 reads."""
     # What is drawn for weights that are overwritten must not change what is drawn later: adapters start alike under
     # every ZeRO stage.
-    with torch.random.fork_rng([]), init_empty_weights(), local_torch_dtype(weights.dtype):
+    with torch.random.fork_rng([]), init_empty_weights(), local_torch_dtype(dtype):
         model = kind.from_config(kind.load_config(folder))
     for prefix, module in model.named_modules():
         for name, empty in list(module.named_parameters(recurse=False)):
-            value = weights.read(_joined(prefix, name), empty.shape, collectives.is_rank_0())
+            value = read(f"{prefix}.{name}".lstrip("."), empty.shape, collectives.is_rank_0())
             module.register_parameter(name, nn.Parameter(value))
         divide(module.parameters(recurse=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if _joined(prefix, name) in weights.files:
-                module.register_buffer(name, weights.read(_joined(prefix, name), buffer.shape))
+            if (path := f"{prefix}.{name}".lstrip(".")) in files:
+                module.register_buffer(name, read(path, buffer.shape))
     model.register_to_config(_name_or_path=str(folder))
     return model.eval()
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def flow_match_schedule(num_steps: int, shift: float = 1.0, last: float | None = None) -> tuple[T, T]:

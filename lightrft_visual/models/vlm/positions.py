@@ -80,13 +80,8 @@ class GridCursor:
         self.kind, self.next = kind, 0
 
     def take(self, wanted: int, name: Callable[[], str]) -> T | None:
-        """(n, 3) grids whose tokens fill the next sample's placeholders exactly; None without any. Raises DataError
-        where they do not.
-
-        Args:
-            wanted: placeholders of the sample.
-            name: of the sample, for the error.
-        """
+        """(n, 3) grids whose tokens fill the `wanted` placeholders of the next sample exactly; None without any. Raises
+        DataError where they do not. name: of the sample, for the error."""
         start, found = self.next, 0
         while found < wanted and self.next < len(self.tokens):
             found += self.tokens[self.next]

@@ -91,11 +91,7 @@ class ImageReward:
 
 def published(state: dict[str, torch.Tensor], model: str) -> BlipForImageTextRetrieval:
     """BLIP with the published file's weights; its images are smaller than BLIP's own, its eps is that of its code.
-
-    Args:
-        state: the file.
-        model: BLIP's folder or hub name, for its configuration. Raises ConfigError for weights that do not fit.
-    """
+    model: BLIP's folder or hub name, for its configuration. Raises ConfigError for weights that do not fit."""
     config = load_checkpoint(BlipConfig.from_pretrained, model, "image_reward")
     config.vision_config.image_size = config.vision_config.patch_size * isqrt(state[POSITIONS].shape[1] - 1)
     config.vision_config.layer_norm_eps = 1e-6

@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw
 from ...data.media import load_image
 from ..environments import Action, ToolCall
 from ..tools import ToolEnvironment
+from .zoom import in_pixels
 
 ARM = 0.06  # of the cross at a missed point, in shares of the shorter side
 INK = (255, 0, 255)
@@ -34,7 +35,7 @@ class Click(ToolEnvironment):
         numbers = [float(each) for each in re.findall(r"-?\d+\.?\d*", target)] if isinstance(target, str) else target
         if numbers is None or len(numbers) != 4:
             raise ValueError(f"the row's target is {target!r}; it is left, top, right, bottom")
-        self.target = _pixels(numbers, self.screen.size)
+        self.target = in_pixels(numbers, self.screen.size)
         self.hit = False
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
@@ -54,16 +55,10 @@ class Click(ToolEnvironment):
         """
         if not math.isfinite(x) or not math.isfinite(y):
             raise ValueError("a point has finite numbers")
-        x, y = _pixels([x, y], self.screen.size)
+        x, y = in_pixels([x, y], self.screen.size)
         left, top, right, bottom = self.target
         self.hit = left <= x <= right and top <= y <= bottom
         return _marked(self.screen, x, y)
-
-
-def _pixels(numbers: list[float], size: tuple[int, int]) -> list[float]:
-    """Coordinates in pixels: where all are from 0 to 1 they are shares of the sides."""
-    shares = all(0 <= number <= 1 for number in numbers)
-    return [number * size[i % 2] if shares else number for i, number in enumerate(numbers)]
 
 
 def _marked(screen: Image.Image, x: float, y: float) -> Image.Image:

@@ -65,8 +65,7 @@ def pixel_box(box: list[float], size: tuple[int, int]) -> tuple[int, int, int, i
         raise ValueError(f"a box has four numbers, not {len(box)}")
     if not all(map(math.isfinite, box)):
         raise ValueError("a box has finite numbers")
-    shares = all(0 <= number <= 1 for number in box)
-    left, top, right, bottom = (number * size[i % 2] if shares else number for i, number in enumerate(box))
+    left, top, right, bottom = in_pixels(box, size)
     left, right = max(0, math.floor(left)), min(size[0], math.ceil(right))
     top, bottom = max(0, math.floor(top)), min(size[1], math.ceil(bottom))
     if left >= right or top >= bottom:
@@ -75,3 +74,9 @@ def pixel_box(box: list[float], size: tuple[int, int]) -> tuple[int, int, int, i
     if max(wide, high) > MOST_ASPECT * min(wide, high):
         raise ValueError(f"the box {box} is more than {MOST_ASPECT} times as long as wide")
     return left, top, right, bottom
+
+
+def in_pixels(numbers: list[float], size: tuple[int, int]) -> list[float]:
+    """Coordinates in pixels: where all are from 0 to 1 they are shares of the sides."""
+    shares = all(0 <= number <= 1 for number in numbers)
+    return [number * size[i % 2] if shares else number for i, number in enumerate(numbers)]

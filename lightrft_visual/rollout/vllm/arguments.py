@@ -159,9 +159,7 @@ def prepare_environment(dtype: str) -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a forked process cannot use the accelerator
     if get_accelerator().device_name() == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    elif (
-        dtype == "float32"
-    ):  # Triton multiplies float32 in 10 bits where nothing is said: log-probs then differ by 3e-4
+    elif dtype == "float32":  # else Triton multiplies it in 10 bits: log-probs then differ by 3e-4
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)

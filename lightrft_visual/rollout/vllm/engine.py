@@ -114,9 +114,7 @@ class VLLMEngine(ResidentEngine):
             settings: n, and how tokens are chosen.
             finished: called with (number of a prompt, its completions) as soon as all of these are there.
         """
-        own = slice(0, len(prompts))
-        if self.sharing.group is not None:
-            prompts, own = self.sharing.share(prompts)
+        prompts, own = self.sharing.share(prompts)
         entries = [self.entry(prompt) for prompt in prompts]
         params = [self.params(settings, _stream(prompt), prompt.limit) for prompt in prompts]
         if not entries:
