@@ -431,8 +431,7 @@ for _name, _about, _reward in (
     ("embedded_zoom", "a mark that is seen by a closer look", "exact"),
     ("embedded_click", "a button on a screen", "environment"),
 ):
-    _recipe = f'{{"*": [["rule", "{_reward}", 1.0]]}}'
-    entry(_name, "resolve:place_questions", _about, reward=_recipe, preset=_name)
+    entry(_name, "resolve:place_questions", _about, reward=f'{{"*": [["rule", "{_reward}", 1.0]]}}', preset=_name)
 environments.below(_embedded)("embedded_zoom", "zoom:EmbeddedZoom", "the task of this name: a quarter, closer")
 drawing_tasks.below(_embedded)(
     "embedded", "resolve:place_captions", "captions of coloured shapes",
@@ -448,6 +447,7 @@ checkpoint_resolvers.below(_embedded)(
 entry = services.below(PLUGINS)
 entry("memory_plan", "memory_plan.check", "what a run will hold, before it loads; sizes that fit")
 entry("placement", "ray.placement", "rollouts in workers of their own (placement split)")
+entry("drawing_placement", "ray.drawing", "the same of diffusion runs")
 entry("ray_rewards", "ray.reward_pool", "rewards in Ray actors")
 entry("unified", "unified.task", "the embedded model that also draws, and its task")
 entry("kernels", "liger.kernels", "Liger's kernels in vision-language models (use_liger_kernel)")

@@ -41,8 +41,7 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     """Write into `found` what the file's settings mean together, and into `left_out` those that do not count there.
 
     Args:
-        system: as of `unset_there`.
-        verb: as of `unset_there`.
+        system, verb: as of `unset_there`.
         found: the settings of the file.
         left_out: what a person is told of settings, by name.
         whole: no other file holds settings, so that what is not there has its system's default.

@@ -117,10 +117,7 @@ def draw(colours: T, shapes: T, area: T, x: T, y: T, size: int) -> T:
     Args:
         colours: (B) long, indices into COLOURS.
         shapes: (B) long, indices into SHAPES.
-        area: as of `shape_masks`.
-        x: as of `shape_masks`.
-        y: as of `shape_masks`.
-        size: as of `shape_masks`.
+        area, x, y, size: as of `shape_masks`.
     """
     masks = shape_masks(area, x, y, size)
     mask = masks.gather(1, shapes.view(-1, 1, 1, 1).expand(-1, 1, size, size))
@@ -134,8 +131,7 @@ def random_images(
     """Images (B, 3, size, size) in 0..1 at random sizes and centres.
 
     Args:
-        colours: as of `draw`.
-        shapes: as of `draw`.
+        colours, shapes: as of `draw`.
         size: pixels of the image's side.
         generator: on the host, of areas and centres.
         variety: of these, 0 for the mean ones only.

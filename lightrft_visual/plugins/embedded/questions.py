@@ -85,7 +85,7 @@ def draw_question(kind: str, split: str, rng: random.Random, size: int) -> Quest
         prompt, scenes, answer = make_question(kind, rng)
         looks = {(scene.colour, scene.shape) for scene in scenes}
         if split != "demonstrations" or looks <= SHOWN_LOOKS:
-            return Question(kind, prompt, [draw_scene(scene, size) for scene in scenes], answer, looks)
+            return Question(kind, prompt, [draw_scenes([scene], size) for scene in scenes], answer, looks)
 
 
 def make_question(kind: str, rng: random.Random) -> tuple[str, list[Scene], str]:
@@ -131,13 +131,8 @@ def single_scene(rng: random.Random, large: bool, shape: str | None = None) -> S
     return Scene((centre,), radius, rng.choice(list(COLOURS)), shape or rng.choice(SHAPES))
 
 
-def draw_scene(scene: Scene, size: int) -> Image.Image:
-    """The scene as an RGB image of size x size pixels."""
-    return draw_scenes([scene], size)
-
-
 def draw_scenes(scenes: list[Scene], size: int) -> Image.Image:
-    """Several scenes in one RGB image of size x size pixels."""
+    """Scenes over each other in one RGB image of size x size pixels."""
     image = Image.new("RGB", (size, size), BACKGROUND)
     draw = ImageDraw.Draw(image)
     for scene in scenes:

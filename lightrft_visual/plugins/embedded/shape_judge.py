@@ -25,6 +25,7 @@ from .shape_match import ShapeMatch
 logger = logging.getLogger(__name__)
 T = torch.Tensor
 NEITHER = 1  # one class beside the colours, and one beside the shapes
+MEASURED = 1024  # fresh images of each kind that a trained judge is held against
 
 
 @dataclass(frozen=True)
@@ -242,23 +243,17 @@ def train_judge(settings: JudgeSettings) -> ShapeJudge:
     return judge.eval().requires_grad_(False)
 
 
-@dataclass(frozen=True)
-class JudgeAccuracy:
-    """Shares of fresh images, drawn from another seed than the training's, that the judge names rightly."""
-
-    drawings: float  # all that it tells of drawings
-    others: float  # what is no drawing: the colour, the shape, or neither
-
-
-def _measure(judge: ShapeJudge, settings: JudgeSettings, count: int = 1024) -> JudgeAccuracy:
-    """The judge's own accuracy on `count` drawings and `count` other images that it has not seen."""
+def _accuracy(judge: ShapeJudge, settings: JudgeSettings) -> dict[str, float]:
+    """Shares of fresh images, drawn from another seed than the training's, that the judge names rightly: of drawings
+    all that it tells; of others, which are none, the colour, the shape, or neither."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
-    others, *other_labels = no_drawings(count, settings.side, generator)
-    shares = []
-    for images, labels in (_drawings(settings, count, generator), (others, other_labels)):
+    others, *other_labels = no_drawings(MEASURED, settings.side, generator)
+    fresh = {"drawings": _drawings(settings, MEASURED, generator), "others": (others, other_labels)}
+    shares = {}
+    for name, (images, labels) in fresh.items():
         right = [logs.argmax(-1) == label for logs, label in zip(judge(images), labels)]
-        shares.append(torch.stack(right).all(dim=0).float().mean().item())
-    return JudgeAccuracy(*shares)
+        shares[name] = torch.stack(right).all(dim=0).float().mean().item()
+    return shares
 
 
 def kinds_of(judge: ShapeJudge, images: T) -> T:
@@ -274,9 +269,9 @@ def judge_file(settings: JudgeSettings | None = None) -> Path:
 
     def build(path: Path) -> None:
         judge = train_judge(settings)
-        accuracy = _measure(judge, settings)
-        logger.info("  it names %.1f %% of fresh drawings rightly", 100 * accuracy.drawings)
-        save_file(judge.state_dict(), path, {"accuracy": json.dumps(asdict(accuracy))})
+        accuracy = _accuracy(judge, settings)
+        logger.info("  it names %.1f %% of fresh drawings rightly", 100 * accuracy["drawings"])
+        save_file(judge.state_dict(), path, {"accuracy": json.dumps(accuracy)})
 
     told = "training the judge of the embedded drawings once: a quarter of a minute of one core"
     return built_once(cache_folder() / "models" / f"shape-judge-{key_of(asdict(settings))}.safetensors", build, told)

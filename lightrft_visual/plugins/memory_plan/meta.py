@@ -293,9 +293,7 @@ def _drop_gradient(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def weights_bytes(module: nn.Module | None) -> int:
+def weights_bytes(module: nn.Module) -> int:
     """Of weights and buffers, each in its own precision."""
-    if module is None:
-        return 0
     tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}
     return sum(each.numel() * each.element_size() for each in tensors.values())

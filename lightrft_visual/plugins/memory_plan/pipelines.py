@@ -1,8 +1,6 @@
 """Diffusion pipelines on meta tensors: of a folder's configurations, of the hub's cache, or of those shipped here."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
+from transformers.modeling_utils import local_torch_dtype
 
 from ...config import registry
 from ...config.constraints import load_target
@@ -39,7 +38,7 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
     """
     model = config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float32
-    with _default_precision(dtype):
+    with local_torch_dtype(dtype):
         pipeline, saved = _pipeline(config)
     if pipeline is None:
         return None
@@ -54,16 +53,6 @@ def pipeline_policy(config: DiffusionRunConfig) -> DiffusionPolicy | None:
         policy = DiffusionPolicy(family, LoraSettings.from_config(model), model.trained_denoisers)
     adapters_in(policy.denoisers, dtype)
     return policy
-
-
-@contextmanager
-def _default_precision(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _pipeline(config: DiffusionRunConfig) -> tuple[DiffusionPipeline | None, int | None]:

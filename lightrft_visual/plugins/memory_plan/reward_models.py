@@ -36,20 +36,18 @@ def judges_of(config: Any) -> dict[str, RewardModel]:
     reward = config.reward
     if config.distributed.resources.rewards_placed:
         reward = replace(reward, reward_pretrain=None)
-    return reward_models(reward_model=reward, gold=config.guard.gold(reward))
+    gold = config.guard.gold(reward)
+    return reward_models({"reward model": reward} | ({} if gold is None else {"gold": gold}))
 
 
-def reward_models(**rewards: RewardConfig | None) -> dict[str, RewardModel]:
+def reward_models(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardModel]:
     """Those of several reward engines, by name: checkpoints of `reward_pretrain`, and of the scorers that have a model.
 
     rewards: configurations by what the models are called. A hub name that is neither in the cache nor shipped here is
     left out: its shape is nowhere to be found.
     """
     found = {}
-    for kind, reward in rewards.items():
-        if reward is None:
-            continue
-        what = kind.replace("_", " ")
+    for what, reward in rewards.items():
         for name, path in named_entries(reward.reward_pretrain).items():
             model = _judge(path)
             if model is not None:

@@ -100,9 +100,9 @@ class Plan:
         ]
         return sorted(found, key=lambda each: -each[2])
 
-    def fullest(self, where: str = DEVICE) -> Phase:
-        """The phase that holds most."""
-        return max(self.phases, key=lambda phase: phase.total(where))
+    def fullest(self) -> Phase:
+        """The phase that holds most on the device."""
+        return max(self.phases, key=lambda phase: phase.total(DEVICE))
 
     @property
     def seconds(self) -> float:

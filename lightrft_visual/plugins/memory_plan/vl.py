@@ -1,8 +1,7 @@
 """The plan of a vision-language run: what one rank holds while it loads, generates, scores, trains and syncs.
 
 All lengths are the longest that the settings allow: prompts of `prompt_max_len`, whole of images as far as
-`max_pixels` lets them be, and responses of `generate_max_len`, or
-episodes of `max_episode_tokens`.
+`max_pixels` lets them be, and responses of `generate_max_len`, or episodes of `max_episode_tokens`.
 """
 
 from dataclasses import replace

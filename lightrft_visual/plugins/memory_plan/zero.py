@@ -80,7 +80,7 @@ def rounded(name: str, sizes: Iterable[float]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Zero:
-    """The settings that decide who holds what. fused: AdamW as one kernel, without temporaries of its own."""
+    """The settings that decide who holds what."""
 
     config: DistributedConfig
     ranks: int

@@ -173,9 +173,6 @@ class WorkerDrawing:
         """Rollouts by micro-batch, on the host."""
         return [_moved(each, torch.device("cpu")) for each in self.sampling.draw(requests, step)]
 
-    def close(self) -> None:
-        """Nothing to shut down."""
-
 
 def _moved(value: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device; media stay on the host."""

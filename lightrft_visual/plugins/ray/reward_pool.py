@@ -64,7 +64,7 @@ class ActorPool(PendingSource):
         self._ray = connect(self._needed_for, cpus=cpus)
         if self._moved is not None:
             self._ray.cloudpickle.register_pickle_by_value(self._moved)
-        usual = {"num_cpus": 0, "runtime_env": process_environment()}
+        usual = {"num_cpus": 0, "runtime_env": process_environment()}  # Ray reserves no core for them
         each = [usual | dict(own) for own in options]
         actors = named_actors(self._ray, RewardActor, "reward", each, build, arguments, torch.get_num_threads())
         self._wait_until_ready(list(actors.values()))
@@ -157,11 +157,10 @@ def actor_pool(resources: ResourcesConfig) -> dict[str, Any]:
     Raises ConfigError for more actors than devices."""
     devices, gpus = resources.reward_devices, resources.reward_num_gpus
     count = resources.reward_num_workers or (len(devices) if devices else 1)
-    common: dict[str, Any] = {"num_cpus": 0}  # Ray reserves no core for them
     rollouts = resources.rollout_num_cpus * (resources.rollout_num_workers or 1)
     pool = {"cpus": max(os.cpu_count() or 1, rollouts)}
     if get_accelerator().device_name() == "cpu" or not (devices or gpus):
-        return pool | {"options": [common] * count}
+        return pool | {"options": [{}] * count}
     pool["device"] = None
     if gpus is not None:
         if gpus > count and gpus % count:
@@ -169,7 +168,7 @@ def actor_pool(resources: ResourcesConfig) -> dict[str, Any]:
                 f"reward_num_gpus {gpus:g} are {gpus / count:g} for each of {count} actors (reward_num_workers): Ray "
                 "gives parts of one GPU, or whole ones"
             )
-        return pool | {"options": [common | {"num_gpus": gpus / count}] * count}
+        return pool | {"options": [{"num_gpus": gpus / count}] * count}
     if count > len(devices):
         raise ConfigError(f"reward_num_workers is {count}, but rewards have {len(devices)} device(s)")
-    return pool | {"options": [common | {"runtime_env": on_devices(device)} for device in devices[:count]]}
+    return pool | {"options": [{"runtime_env": on_devices(device)} for device in devices[:count]]}

@@ -7,8 +7,8 @@ how questions are answered. Every look occurs in them, and no image of dev or te
 import os
 import random
 
-from ..embedded.questions import COLOURS, SHAPES, Scene, draw_scene, random_scene, single_scene
-from ..embedded.task import EmbeddedTask, Question, TaskSource, belongs, build_task
+from ..embedded.questions import COLOURS, SHAPES, Scene, draw_scenes, random_scene, single_scene
+from ..embedded.task import EmbeddedTask, Question, TaskSource, build_task
 
 VERSION = 1  # part of the folder's name and of every draw
 PROMPT = "describe the image"
@@ -29,14 +29,11 @@ def described(scene: Scene) -> str:
     return f"{COUNTS[count - 1]} {size} {scene.colour} {scene.shape}{'s' if count > 1 else ''}"
 
 
-def _draw_description(split: str, rng: random.Random, size: int) -> Question:
-    """A scene of one to three shapes, or of a large one, that belongs to the split, and its description."""
-    while True:
-        scene = single_scene(rng, large=rng.random() < 0.7) if rng.random() < 0.5 else random_scene(rng)
-        look = (scene.colour, scene.shape)
-        question = Question("description", PROMPT, [draw_scene(scene, size)], described(scene), {look})
-        if belongs(question, split):
-            return question
+def _draw_description(row: int, split: str, rng: random.Random, size: int) -> Question:
+    """A scene of one to three shapes, or of a large one, and its description."""
+    scene = single_scene(rng, large=rng.random() < 0.7) if rng.random() < 0.5 else random_scene(rng)
+    look = (scene.colour, scene.shape)
+    return Question("description", PROMPT, [draw_scenes([scene], size)], described(scene), {look})
 
 
 def vocabulary_texts() -> list[str]:
@@ -48,7 +45,7 @@ def vocabulary_texts() -> list[str]:
 SOURCE = TaskSource(
     "descriptions",
     VERSION,
-    lambda row, split, rng, size: _draw_description(split, rng, size),
+    _draw_description,
     "descriptions",
     vocabulary_texts,
 )

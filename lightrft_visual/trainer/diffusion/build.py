@@ -58,7 +58,7 @@ def build_diffusion_trainer(config: DiffusionRunConfig, callbacks: Sequence[Any]
     """
     check_hooks(callbacks)
     if config.distributed.split:
-        registry.services.load("placement").check_drawing(config)
+        registry.services.load("drawing_placement").check_remote(config)
     config = with_reward(config)
     check_reward_config(config.reward)
     trained_on = TrainingReward.from_config(config)
@@ -154,7 +154,7 @@ def _engine(config: DiffusionRunConfig, sampling: DiffusionSampling, old: Weight
     if not config.distributed.split:
         return own
     path = registry.pipeline_folder(config.model.pretrain, config.model.family)
-    return registry.services.load("placement").drawing(config, own, path)
+    return registry.services.load("drawing_placement").remote_drawing(config, own, path)
 
 
 def _evaluation(

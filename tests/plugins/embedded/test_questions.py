@@ -98,7 +98,7 @@ def test_impossible_sizes_are_refused(tmp_path, sizes):
 
 def separate_shapes(scene) -> int:
     """Connected regions of non-background pixels, counted by flood fill."""
-    ink = np.any(np.asarray(questions.draw_scene(scene, 56)) != questions.BACKGROUND, axis=-1)
+    ink = np.any(np.asarray(questions.draw_scenes([scene], 56)) != questions.BACKGROUND, axis=-1)
     count, left = 0, {(int(y), int(x)) for y, x in np.argwhere(ink)}
     while left:
         count, stack = count + 1, [left.pop()]
@@ -112,7 +112,7 @@ def separate_shapes(scene) -> int:
 
 def extent(scene) -> int:
     """Height in pixels of what is drawn."""
-    ink = np.argwhere(np.any(np.asarray(questions.draw_scene(scene, 56)) != questions.BACKGROUND, axis=-1))
+    ink = np.argwhere(np.any(np.asarray(questions.draw_scenes([scene], 56)) != questions.BACKGROUND, axis=-1))
     return int(ink[:, 0].max() - ink[:, 0].min() + 1)
 
 
@@ -124,7 +124,9 @@ def test_the_answer_is_what_is_drawn(kind):
         if kind == "count":
             assert separate_shapes(scenes[0]) == int(answer)
         elif kind == "colour":
-            drawn = {tuple(pixel) for pixel in np.asarray(questions.draw_scene(scenes[0], 56)).reshape(-1, 3).tolist()}
+            drawn = {
+                tuple(pixel) for pixel in np.asarray(questions.draw_scenes(scenes[:1], 56)).reshape(-1, 3).tolist()
+            }
             assert drawn == {questions.BACKGROUND, questions.COLOURS[answer]}
         elif kind == "shape":
             assert scenes[0].shape == answer

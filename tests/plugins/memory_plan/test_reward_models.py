@@ -128,4 +128,4 @@ TWO, OWN, BOTH = {"a": 1.0, "b": 1.0}, {"scorer": "clip_score"}, ["pick_score", 
     ],
 )  # fmt: skip
 def test_each_model_that_a_recipe_builds_counts_once(settings, names) -> None:
-    assert list(reward_models(model=RewardConfig(**settings))) == [f"model {name}" for name in names]
+    assert list(reward_models({"model": RewardConfig(**settings)})) == [f"model {name}" for name in names]

@@ -191,7 +191,7 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
 
     on("cpu")
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3))
-    assert pool["options"] == [{"num_cpus": 0}] * 3 and pool["cpus"] >= 1 and "device" not in pool
+    assert pool["options"] == [{}] * 3 and pool["cpus"] >= 1 and "device" not in pool
     on("cuda")
     monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
     pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]))

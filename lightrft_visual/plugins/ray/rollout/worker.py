@@ -122,7 +122,3 @@ class Worker:
             raise
         except Exception as error:
             raise RolloutError(f"the worker's engine failed: {type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        """Release the engine."""
-        self.engine.close()

@@ -63,7 +63,7 @@ class LocalCluster:
         return WeightPost(turns=turns)
 
     def close(self):
-        self.worker.close()
+        self.worker.engine.close()
 
 
 @contextmanager
