@@ -18,13 +18,15 @@ A prompt's own reward and gold come from the same samples, so what they share in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from ...runtime.collectives import all_gather_object
 
 T = torch.Tensor
 
@@ -72,20 +74,15 @@ class Divergence:
     gold: tuple[float, float]
 
 
-def paired_scores_of(step: int, samples: Iterable[tuple[int, float, float]]) -> PairedScores:
-    """Of (prompt, reward, gold) of samples: means by prompt, in the order of the prompts' numbers."""
+def paired_scores_of(step: int, mine: Sequence[tuple[int, float, float]]) -> PairedScores:
+    """Means by prompt over all ranks, in the order of the prompts' numbers. A collective. mine: (prompt, reward, gold)
+    of this rank's samples."""
     by_prompt: dict[int, list[tuple[float, float]]] = {}
-    for prompt, reward, gold in samples:
+    for prompt, reward, gold in (sample for part in all_gather_object(mine) for sample in part):
         by_prompt.setdefault(prompt, []).append((reward, gold))
     prompts = sorted(by_prompt)
     means = [[sum(column) / len(column) for column in zip(*by_prompt[each])] for each in prompts]
     return PairedScores(step, prompts, [reward for reward, _ in means], [gold for _, gold in means])
-
-
-def joined(items: Sequence[PairedScores]) -> PairedScores | None:
-    """One look at the prompts of several of the same step; None of none."""
-    parts = [[getattr(each, name) for each in items] for name in ("prompts", "reward", "gold")]
-    return PairedScores(items[0].step, *([one for part in each for one in part] for each in parts)) if items else None
 
 
 class DivergenceTest:
@@ -297,11 +294,19 @@ def coverage(thumbs: T, groups: T, references: T, reference_groups: T) -> float:
     return (nearest <= radius)[radius.isfinite()].float().mean().item()
 
 
-def image_statistics(thumbs: T, groups: T) -> dict[str, float]:
-    """Of thumbnails (N, 3, S, S) with their groups (N): `image_diversity` within groups (left out where there are no
-    pairs), and means over images of `image_colours` (entropy of the histogram of LEVELS³ colours, bits), `image_edges`
-    (mean difference of neighbouring pixels), `image_brightness`, and `image_blank`, the share of images whose pixels
-    are all but equal."""
+def image_statistics(media: T, groups: T) -> dict[str, float]:
+    """Of the images of all ranks, by their thumbnails; nothing without any. A collective.
+
+    `image_diversity` within groups (left out where there are no pairs), and means over images of `image_colours`
+    (entropy of the histogram of LEVELS³ colours, bits), `image_edges` (mean difference of neighbouring pixels),
+    `image_brightness`, and `image_blank`, the share of images whose pixels are all but equal. media: of this rank, as
+    `thumbnails` takes them, with their groups (N).
+    """
+    parts = all_gather_object((thumbnails(media).numpy(), groups.tolist()))
+    thumbs = torch.cat([torch.from_numpy(each) for each, _ in parts])
+    groups = torch.tensor([group for _, part in parts for group in part])
+    if not len(thumbs):
+        return {}
     images = thumbs.float() / 255
     varied = diversity(thumbs, groups)
     edges = (images.diff(dim=2).abs().mean(dim=(1, 2, 3)) + images.diff(dim=3).abs().mean(dim=(1, 2, 3))) / 2
@@ -322,16 +327,3 @@ def colour_entropy(thumbs: T) -> T:
     counts = torch.bincount((colour + image).flatten(), minlength=len(thumbs) * LEVELS**3).view(len(thumbs), -1)
     shares = counts / counts.sum(dim=1, keepdim=True)
     return torch.special.entr(shares).sum(dim=1) / torch.log(torch.tensor(2.0))
-
-
-def gathered(media: T, groups: T, gather: Callable[[Any], list[Any]]) -> tuple[T, T]:
-    """Thumbnails and groups of the images of all ranks. A collective.
-
-    Args:
-        media: of this rank, as `thumbnails` takes them.
-        groups: (N), of each.
-        gather: one object of each rank to all of them, in the order of ranks.
-    """
-    parts = gather((thumbnails(media).numpy(), groups.tolist()))
-    thumbs = torch.cat([torch.from_numpy(each) for each, _ in parts])
-    return thumbs, torch.tensor([group for _, part in parts for group in part])

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...config.shared import GuardConfig
-from .divergence import DivergenceTest, PairedScores
+from ...runtime.collectives import all_gather_object
+from .divergence import RISEN, DivergenceTest, PairedScores
 
-RISEN = 3.0  # standard deviations by which a running mean has risen for certain
 EARLY = 2.0  # times the bounds, around the first value, while a band is learnt
 SMOOTHING = 0.3  # weight of a new value in the running means that are compared
 
@@ -148,23 +148,18 @@ def repetition(tokens: Sequence[Hashable]) -> float:
     return 1 - len(set(pairs)) / len(pairs) if len(pairs) > 1 else 0.0
 
 
-def text_statistics(
-    tokens: Sequence[Sequence[int]], groups: Sequence[int], gather: Callable[[Any], list[Any]]
-) -> dict[str, float]:
-    """Of the responses of all ranks, alike on each: `repetition`, its mean; `identical_share`, the share of a
-    group's responses that are its most common one; `common_answer`, the share of groups whose most common response is
-    the same one. Two groups or more with two responses each are needed for the last two; they are left out otherwise.
+def text_statistics(tokens: Sequence[Sequence[int]], groups: Sequence[int]) -> dict[str, float]:
+    """Of the responses of all ranks: `repetition`, its mean; `identical_share`, the share of a group's responses that
+    are its most common one; `common_answer`, the share of groups whose most common response is the same one. Two groups
+    or more with two responses each are needed for the last two; they are left out otherwise. A collective.
 
-    Args:
-        tokens: ids that were sampled, of each response of this rank.
-        groups: numbers of each response's group.
-        gather: one object of each rank to all of them, in the order of ranks.
+    tokens: ids that were sampled, of each response of this rank; groups: numbers of each response's group.
     """
     by_group: dict[int, Counter] = defaultdict(Counter)
     for response, group in zip(tokens, groups):
         by_group[group][hash(tuple(response))] += 1  # hashes of numbers are alike in all processes
     own = [(*counts.most_common(1)[0], counts.total()) for counts in by_group.values()]
-    parts = gather((sum(map(repetition, tokens)), len(tokens), own))
+    parts = all_gather_object((sum(map(repetition, tokens)), len(tokens), own))
     number, tops = sum(count for _, count, _ in parts), [top for *_, each in parts for top in each]
     found = {"repetition": sum(repeated for repeated, *_ in parts) / number} if number else {}
     if len(tops) < 2 or all(total < 2 for *_, total in tops):

@@ -65,8 +65,7 @@ def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOut
     """
     scores, valid = reward
     usable = valid.bool().cpu() & gold.valid.bool().cpu()
-    mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score))))
-    return paired_scores_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
+    return paired_scores_of(step, list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score)))))
 
 
 @dataclass

@@ -13,11 +13,9 @@ from ...data.drawing_prompts import DrawPrompts
 from ...data.sampler import PromptSampler
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
-from ...observe.guard.divergence import PairedScores, gathered, image_statistics
-from ...observe.metrics import MetricsAccumulator
+from ...observe.guard.divergence import PairedScores, image_statistics
 from ...observe.recorder import Record, records_from_media
 from ...rewards.batch import RewardOutput
-from ...runtime import collectives
 from ...runtime.seeding import derive_seed
 from ...runtime.sequence import SequenceGroup
 from ...runtime.train_engine import TrainEngine
@@ -70,8 +68,10 @@ class DrawingWatched:
 
     def add_statistics(self, step: StepData) -> None:
         """Of the step's images; of pairs of a file there are none. A collective."""
-        if isinstance(step.rollouts, Drawn):
-            add_image_metrics(step.metrics, step.rollouts.requests, step.rollouts.media)
+        drawn = step.rollouts
+        found = image_statistics(drawn.media, drawn.requests.group_ids) if isinstance(drawn, Drawn) else {}
+        for name, value in found.items():
+            step.metrics.add(name, value)
 
     def gold_of(self, drawn: Drawn) -> RewardOutput:
         return score_samples(self.gold.rewards, drawn.requests, drawn.media)
@@ -96,19 +96,6 @@ def records_of_drawn(drawn: Drawn) -> list[Record]:
     )  # fmt: skip
 
 
-def add_image_metrics(metrics: MetricsAccumulator, requests: DrawingBatch, media: torch.Tensor) -> None:
-    """See `image_statistics`; of all ranks' media. A collective.
-
-    Args:
-        metrics: what they are added to.
-        requests: of this rank's B samples.
-        media: (B, 3, …) in 0..1.
-    """
-    thumbs, groups = gathered(media, requests.group_ids, collectives.all_gather_object)
-    for name, value in image_statistics(thumbs, groups).items():
-        metrics.add(name, value)
-
-
 @dataclass(kw_only=True)
 class DiffusionParts(RunParts):
     """Everything a diffusion run is made of; `build` puts it together from a configuration."""
@@ -128,11 +115,6 @@ class DiffusionParts(RunParts):
     gold: DrawingGold | None = None
     teacher: DiffusionPolicy | None = None
     sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
-
-    @property
-    def has_gold(self) -> bool:
-        """Whether a judge that training never sees is named."""
-        return self.gold is not None
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""

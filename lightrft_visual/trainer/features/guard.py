@@ -135,4 +135,4 @@ class GuardHook(StepHook):
 
 def build(parts: Any) -> GuardHook:
     """Always: evaluations have a best one also where nothing is watched."""
-    return GuardHook(parts.config.guard, parts.watched(), parts.has_gold, parts.maker.rewards.paying)
+    return GuardHook(parts.config.guard, parts.watched(), parts.gold is not None, parts.maker.rewards.paying)

@@ -45,7 +45,7 @@ def paired_scores_at(step: int, rollouts: Sequence[Rollout], scores: Sequence[tu
         for each, (score, valid) in zip(rollouts, scores)
         if valid and each.valid
     ]
-    return paired_scores_of(step, (sample for part in collectives.all_gather_object(mine) for sample in part))
+    return paired_scores_of(step, mine)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ...data.rendering import caption_of, messages_of, prompt_ids, render_prompt
 from ...data.sampler import PromptSupply
 from ...experience.rollouts import Episode, PromptBatch, PromptFeatures, Rollout, Turn
 from ...models.loading import Checkpoint
-from ...observe.guard.divergence import SIDE, PairedScores, gathered, image_statistics
+from ...observe.guard.divergence import SIDE, PairedScores, image_statistics
 from ...observe.guard.watch import text_statistics
 from ...observe.metrics import MetricsAccumulator
 from ...observe.recorder import records_from_rollouts
@@ -174,8 +174,7 @@ class VLWatched:
         """Of texts, and where there are any of drawings. A collective."""
         answers = [each for each in step.rollouts if not each.prompt.draws]
         groups = [each.prompt.group_id for each in answers]
-        sampled, gather = [each.sampled_ids for each in answers], collectives.all_gather_object
-        for name, value in text_statistics(sampled, groups, gather).items():
+        for name, value in text_statistics([each.sampled_ids for each in answers], groups).items():
             step.metrics.add(name, value)
         if self.draws:
             add_image_metrics(step.metrics, step.rollouts)
@@ -205,10 +204,8 @@ def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) 
     drawn = [each for each in rollouts if each.prompt.draws]
     images = [torch.from_numpy(np.array(each.image.convert("RGB"))).permute(2, 0, 1) / 255 for each in drawn]
     media = torch.stack(images) if images else torch.zeros(0, 3, SIDE, SIDE)
-    thumbs, groups = gathered(
-        media, torch.tensor([each.prompt.group_id for each in drawn]), collectives.all_gather_object
-    )
-    for name, value in (image_statistics(thumbs, groups) if len(thumbs) else {}).items():
+    groups = torch.tensor([each.prompt.group_id for each in drawn])
+    for name, value in image_statistics(media, groups).items():
         metrics.add("drawing_diversity" if name == "image_diversity" else name, value)
 
 
@@ -232,11 +229,6 @@ class VLParts(RunParts):
     gate: ParityGate | None = None
     reference_module: torch.nn.Module | None = None  # a frozen copy with weights of its own
     gold: RewardComputationEngine | None = None
-
-    @property
-    def has_gold(self) -> bool:
-        """Whether a judge that training never sees is named."""
-        return self.gold is not None
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""

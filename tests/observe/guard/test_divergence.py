@@ -17,7 +17,6 @@ from lightrft_visual.observe.guard.divergence import (
     coverage,
     distances,
     diversity,
-    joined,
     paired_scores_of,
     thumbnails,
 )
@@ -54,10 +53,6 @@ def nothing(step):
 def test_means_by_prompt_in_the_order_of_prompts():
     look = paired_scores_of(3, [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)])
     assert look == PairedScores(3, [2, 7], [0.5, 0.5], [1.0, 0.5])
-    assert joined([look, PairedScores(3, [9], [1.0], [0.0])]) == PairedScores(
-        3, [2, 7, 9], [0.5, 0.5, 1.0], [1.0, 0.5, 0.0]
-    )
-    assert joined([]) is None
 
 
 def test_steps_that_nobody_could_score_are_no_base():
