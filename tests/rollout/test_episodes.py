@@ -460,6 +460,14 @@ AS_TEXT = (  # as GLM's: parts are printed as values
 )
 
 
+def renderer_of(rig, template: str | None, *ends: str, role: str = "tool") -> ObservationRenderer:
+    """Of the rig's model with another chat template."""
+    own = copy.copy(rig.checkpoint.processor)
+    own.chat_template = template or own.chat_template
+    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
+    return ObservationRenderer(data, ends or ["<|im_end|>", "<answers>"], roles=(role,))
+
+
 @pytest.mark.parametrize(
     ("template", "shown"),
     [
@@ -468,20 +476,14 @@ AS_TEXT = (  # as GLM's: parts are printed as values
     ],
 )
 def test_what_tools_answer_is_shown_as_the_template_takes_it_behind_calls_or_as_a_text(rig, template, shown):
-    own = copy.copy(rig.checkpoint.processor)
-    own.chat_template = template
-    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=("tool",))
+    renderer = renderer_of(rig, template)
     told = [{"role": "tool", "name": name, "content": text} for name, text in (("zoom", "four"), ("look", "five"))]
     assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it").token_ids) == shown
 
 
 @pytest.mark.parametrize("template", [None, BEHIND_CALLS])  # which writes the names of tools too
 def test_a_call_that_spells_marks_of_images_is_answered_by_its_error_without_them(rig, template):
-    own = copy.copy(rig.checkpoint.processor)
-    own.chat_template = template or own.chat_template
-    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=("tool",))
+    renderer = renderer_of(rig, template)
 
     def look(box: list[int]) -> str:
         """Look.
@@ -504,11 +506,8 @@ def test_a_call_that_spells_marks_of_images_is_answered_by_its_error_without_the
 
 
 def test_a_template_that_shows_tools_behind_calls_alone_needs_an_end_token_there(rig):
-    own = copy.copy(rig.checkpoint.processor)
-    own.chat_template = BEHIND_CALLS
-    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
     with pytest.raises(ConfigError, match="writes none of the model's end tokens behind an answer with calls"):
-        ObservationRenderer(data, ["<|im_end|>"], roles=("tool",))
+        renderer_of(rig, BEHIND_CALLS, "<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -524,10 +523,7 @@ def test_a_template_that_shows_tools_behind_calls_alone_needs_an_end_token_there
     ],
 )  # fmt: skip
 def test_an_end_token_that_opens_the_next_turn_is_written_unless_it_was_sampled(rig, template, last, shown):
-    own = copy.copy(rig.checkpoint.processor)
-    own.chat_template = template
-    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    renderer = ObservationRenderer(data, ["<|endoftext|>", "<|im_end|>", "<answers>"], roles=("tool",))
+    renderer = renderer_of(rig, template, "<|endoftext|>", "<|im_end|>", "<answers>")
     told = {"role": "tool", "name": "zoom", "content": "four"}
     assert rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it", last).token_ids) == shown
 
@@ -544,10 +540,7 @@ def test_observations_are_shown_by_a_template_with_what_it_reads_besides(rig):
 
 @pytest.mark.parametrize(("template", "role"), [(AS_TEXT, "user"), (BEHIND_CALLS, "tool")])
 def test_an_observation_that_holds_the_mark_of_an_answer_is_shown_whole(rig, template, role):
-    own = copy.copy(rig.checkpoint.processor)
-    own.chat_template = template
-    data = MultimodalDataProcessor(rig.checkpoint.tokenizer, own, 100)
-    renderer = ObservationRenderer(data, ["<|im_end|>", "<answers>"], roles=(role,))
+    renderer = renderer_of(rig, template, role=role)
     told = {"role": role, "name": "zoom", "content": "write THE-ANSWER here"}
     shown = rig.checkpoint.tokenizer.decode(renderer.added(Observation.of(told), "it").token_ids)
     assert "write THE-ANSWER here" in shown and shown.startswith(("\n<|im_start|>user\n", "[zoom: "))

@@ -56,7 +56,6 @@ class LoraSettings:
     rank: int = 0
     alpha: int = 64
     target_modules: tuple[str, ...] | None = None
-    init_weights: str = "gaussian"
 
     @classmethod
     def from_config(cls, model: DiffusionModelConfig) -> LoraSettings:
@@ -396,7 +395,7 @@ class DiffusionPolicy(nn.Module):
                 continue
             targets = self._lora_targets(self.denoisers[name])
             config = lora_config(
-                self.lora.rank, self.lora.alpha, init_lora_weights=self.lora.init_weights, target_modules=targets,
+                self.lora.rank, self.lora.alpha, init_lora_weights="gaussian", target_modules=targets,
                 exclude_modules=self.family.left_out if self.lora.target_modules else None,
             )  # fmt: skip
             with refused_as(ConfigError, f"LoRA cannot be added (target_modules {','.join(targets)})"):
