@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2485, "experience": 3171, "config": 5008, "runtime": 5939, "data": 3638,
-    "models": 5875, "rollout": 5371, "rewards": 4358, "algorithms": 1843, "trainer": 7566, "observe": 3557,
+    "": 2485, "experience": 3110, "config": 5008, "runtime": 5939, "data": 3607,
+    "models": 5875, "rollout": 5371, "rewards": 4358, "algorithms": 1839, "trainer": 7566, "observe": 3557,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

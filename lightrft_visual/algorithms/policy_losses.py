@@ -220,10 +220,8 @@ def policy_loss(
     inputs = _checked(inputs, config)
     mask, mode = inputs.action_mask, config.loss_agg_mode
     outputs = _policy_metrics(inputs, denominators)
-    token_loss, named = (
-        registry.policy_losses[config.policy_loss].load()(inputs, config),
-        f"policy_loss {config.policy_loss}",
-    )
+    named = f"policy_loss {config.policy_loss}"
+    token_loss = registry.policy_losses[config.policy_loss].load()(inputs, config)
     if not isinstance(token_loss, TokenLoss):
         raise ConfigError(f"{named} gave a {type(token_loss).__name__}, not a TokenLoss")
     for each in (token_loss.values, token_loss.clipped):
@@ -246,12 +244,10 @@ def policy_loss(
         kl_loss = aggregate(estimate, mask, mode, denominators)
         outputs.loss = outputs.loss + (config.init_kl_coef if kl_coef is None else kl_coef) * kl_loss
         outputs.metrics["kl_loss"] = kl_loss.detach()
-    own = {
-        name: token_mean(
-            of_shape(numbers, mask.shape, f"{named}: the metric {name}").detach().float(), mask, denominators
-        )
-        for name, numbers in token_loss.metrics.items()
-    }
+    own = {}
+    for name, numbers in token_loss.metrics.items():
+        of_shape(numbers, mask.shape, f"{named}: the metric {name}")
+        own[name] = token_mean(numbers.detach().float(), mask, denominators)
     given: list[tuple[str, Mapping[str, T]]] = [("a policy mask", masked), (named, own)]
     for term in terms_of(config):
         share, metrics = added(term, inputs, mode, denominators)

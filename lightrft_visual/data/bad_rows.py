@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,13 @@ class BadRows:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows if row.source not in known)
 
 
+@cache
+def warn_once(told: str, *arguments: Any) -> None:
+    """Of what many rows have alike: at the first, on rank 0."""
+    if collectives.is_rank_0():
+        logger.warning(told, *arguments)
+
+
 def list_bad_rows(output_dir: str | Path, resumed: bool, *found: BadRows) -> None:
     """Keep `bad_rows.jsonl` of a run from here on; a run that starts afresh begins a new list. Rank 0 writes."""
     path = Path(output_dir) / FILE_NAME
@@ -152,12 +160,15 @@ MAX_ROW_BYTES = 128 * 2**20  # one row of a .jsonl file, images as base64 includ
 MAX_WHOLE_FILE_BYTES = 2 * 2**30  # of files that are read as a whole
 
 
-def check_values(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose values later stages cannot write, print or turn into numbers, wherever they hide in it.
+def check_values(row: Any) -> None:
+    """Refuse what is no row, and one whose values later stages cannot write, print or turn into numbers, wherever they
+    hide in it.
 
     Raises DataError naming the column: for text that is not valid Unicode (a lone surrogate), integers of more than
     about 300 digits, and nesting deeper than MAX_DEPTH.
     """
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row must be a mapping of columns, not {type(row).__name__}", "row form")
     pending: list[tuple[Any, int, Any]] = [(value, 1, column) for column, value in row.items()]
     pending += [(column, 1, column) for column in row]
     while pending:

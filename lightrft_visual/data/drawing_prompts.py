@@ -49,8 +49,9 @@ class DrawPrompts(PromptDataset):
         return self._decoded(super().__getitem__(index))
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        parsed = _parse(source[row], source.name(row), self._root(source), self.config, self.most_images)
-        return replace(parsed, index=index, reference=reference_in(source, parsed.reference))
+        parsed = _parse(source[row], self._root(source), self.config, self.most_images)
+        reference = reference_in(source, parsed.reference)
+        return replace(parsed, source=source.name(row), index=index, reference=reference)
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -60,15 +61,15 @@ class DrawPrompts(PromptDataset):
         return image_size(image)
 
 
-def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_images: int) -> PromptRow:
-    _check_mapping(raw, name)
-    _check_columns(raw, name, config)
+def _parse(raw: Any, root: Any, config: DiffusionDataConfig, most_images: int) -> PromptRow:
+    check_values(raw)
+    _check_columns(raw, config)
     check_reference(raw.get(config.reference_key))
-    prompt = _text(raw.get(config.input_key), raw, name, config)
+    prompt = _text(raw.get(config.input_key), raw, config)
     if len(prompt) > MAX_CAPTION:
-        raise DataError(f"{name}: the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
+        raise DataError(f"the prompt has {len(prompt)} characters, above {MAX_CAPTION}", "prompt too long")
     column = image_column(raw, config.image_key)
-    images = _images(raw, column, name, most_images, root) if most_images else []
+    images = _images(raw, column, most_images, root) if most_images else []
     # Rewards are given prompt, label and reference anyway; a column that a flag names stays under its own name too.
     read = {config.image_key} | ({column} if images else set())
     defaults = read | {getattr(DiffusionDataConfig, flag) for flag in ROLES}
@@ -83,20 +84,13 @@ def _parse(raw: Any, name: str, root: Any, config: DiffusionDataConfig, most_ima
         label=None if label is None else str(label),
         reference=raw.get(config.reference_key),
         metadata=resolve_images(metadata, root),
-        source=name,
     )
 
 
-def _check_mapping(raw: Any, name: str) -> None:
-    if not isinstance(raw, Mapping):
-        raise DataError(f"{name}: a row must be a mapping of columns, not {type(raw).__name__}", "row form")
-    check_values(raw)
-
-
-def _text(prompt: Any, raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> str:
+def _text(prompt: Any, raw: Mapping[str, Any], config: DiffusionDataConfig) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         columns = ", ".join(map(str, raw))
-        raise DataError(f"{name}: no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
+        raise DataError(f"no text in column {config.input_key!r}; the row has: {columns}", "prompt form")
     return prompt
 
 
@@ -112,15 +106,15 @@ def images_in(cell: Any) -> list[Any]:
     return list(cell) if isinstance(cell, (list, tuple)) else [] if _empty(cell) else [cell]
 
 
-def _images(raw: Mapping[str, Any], column: str, name: str, most: int, root: Any) -> list[Any]:
+def _images(raw: Mapping[str, Any], column: str, most: int, root: Any) -> list[Any]:
     """The row's images, not yet decoded. Raises DataError for none and for more than the model takes."""
     found = images_in(json_list(raw.get(column)))
     if any(map(_empty, found)) or not found:
         usual = () if column != DiffusionDataConfig.image_key else USUAL_COLUMNS
         where = " or ".join(repr(each) for each in (column, *usual))
-        raise DataError(f"{name}: this model starts from an image, and column {where} has none", "media missing")
+        raise DataError(f"this model starts from an image, and column {where} has none", "media missing")
     if len(found) > most:
-        raise DataError(f"{name}: {len(found)} images in column {column!r}; this model takes {most}", "media count")
+        raise DataError(f"{len(found)} images in column {column!r}; this model takes {most}", "media count")
     return [resolve_source(image, root) for image in found]
 
 
@@ -128,13 +122,13 @@ def _empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, (str, list, tuple)) and not cell)
 
 
-def _check_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> None:
+def _check_columns(raw: Mapping[str, Any], config: DiffusionDataConfig) -> None:
     """A column that a flag names must be there."""
     for flag in ROLES[1:]:
         key = getattr(config, flag)
         if key not in raw and key != getattr(DiffusionDataConfig, flag):
             columns = ", ".join(map(str, raw))
-            raise DataError(f"{name}: no column {key!r} ({flag}); the row has: {columns}", "column missing")
+            raise DataError(f"no column {key!r} ({flag}); the row has: {columns}", "column missing")
 
 
 PICK_A_PIC = ("jpg_0", "jpg_1")
@@ -150,30 +144,30 @@ class PreferencePairs(DrawPrompts):
         super().__init__(spec, split, limit, config, most_images=2)
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
-        return replace(_pair(source[row], source.name(row), self._root(source), self.config), index=index)
+        return replace(_pair(source[row], self._root(source), self.config), source=source.name(row), index=index)
 
 
-def _pair(raw: Any, name: str, root: Any, config: DiffusionDataConfig) -> PromptRow:
-    _check_mapping(raw, name)
-    keys = _image_columns(raw, name, config)
-    prompt = _text(raw.get(config.input_key) or raw.get(CAPTION), raw, name, config)
+def _pair(raw: Any, root: Any, config: DiffusionDataConfig) -> PromptRow:
+    check_values(raw)
+    keys = _image_columns(raw, config)
+    prompt = _text(raw.get(config.input_key) or raw.get(CAPTION), raw, config)
     for key in keys:
         if raw.get(key) is None or isinstance(raw[key], str) and not raw[key]:
             columns = ", ".join(map(str, raw))
-            raise DataError(f"{name}: no image in column {key!r}; the row has: {columns}", "media missing")
-    return PromptRow(prompt=prompt, images=[resolve_source(raw[key], root) for key in keys], source=name)
+            raise DataError(f"no image in column {key!r}; the row has: {columns}", "media missing")
+    return PromptRow(prompt=prompt, images=[resolve_source(raw[key], root) for key in keys])
 
 
-def _image_columns(raw: Mapping[str, Any], name: str, config: DiffusionDataConfig) -> tuple[str, str]:
+def _image_columns(raw: Mapping[str, Any], config: DiffusionDataConfig) -> tuple[str, str]:
     """The columns of the chosen and of the rejected image. Raises DataError for a tie, or no preference."""
     if config.chosen_key in raw or PREFERENCE not in raw:
         return config.chosen_key, config.rejected_key
     try:
         first = float(raw[PREFERENCE])
     except (TypeError, ValueError):
-        raise DataError(f"{name}: {PREFERENCE} is {raw[PREFERENCE]!r}, no number", "preference form") from None
+        raise DataError(f"{PREFERENCE} is {raw[PREFERENCE]!r}, no number", "preference form") from None
     if first == 0.5:
-        raise DataError(f"{name}: neither image is preferred ({PREFERENCE} is 0.5)", "tie")
+        raise DataError(f"neither image is preferred ({PREFERENCE} is 0.5)", "tie")
     if first not in (0.0, 1.0):
-        raise DataError(f"{name}: {PREFERENCE} is {first}; it must be 0, 0.5 or 1", "preference form")
+        raise DataError(f"{PREFERENCE} is {first}; it must be 0, 0.5 or 1", "preference form")
     return PICK_A_PIC if first == 1 else PICK_A_PIC[::-1]

@@ -1,6 +1,5 @@
 """Prompts as text: a model's chat template, and how its processor handles images and videos in it."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +13,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..config.vl import DataConfig
 from ..errors import ConfigError, DataError, reason_of
-from ..runtime.collectives import is_rank_0
+from .bad_rows import warn_once
 from .media import Video
 from .rows import PromptRow
 
-logger = logging.getLogger(__name__)
 _VISION_NAME = re.compile("vision|image|img|video", re.IGNORECASE)
 ModelInput = ProcessorMixin | PreTrainedTokenizerBase
 # By the model input: by its template, roles of messages and what else is given, which of the messages is left out.
@@ -256,18 +254,9 @@ def render_answer(
         written, asked, whole_answer = ("".join(text.split()) for text in (prompt + behind[:stop], prompt, answer))
         if whole_answer in written and written.rindex(whole_answer) + len(whole_answer) > len(asked):
             return behind[:stop], end_here
-    _say_as_it_stands()
+    told = "the chat template does not write every answer whole behind its prompt: such ones are trained as they stand"
+    warn_once(told)
     return answer, end
-
-
-@cache
-def _say_as_it_stands() -> None:
-    """Once, on rank 0."""
-    if is_rank_0():
-        told = (
-            "the chat template does not write every answer whole behind its prompt: such ones are trained as they stand"
-        )
-        logger.warning(told)
 
 
 def _rendered(row: PromptRow, model_input: ModelInput, config: DataConfig, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -5,13 +5,11 @@ a list of parts in OpenAI's and Hugging Face's spelling; also such messages as J
 parts that bring no source of their own; without any placeholder they go before the text of the first user message.
 """
 
-import logging
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -23,8 +21,7 @@ from ..config import registry
 from ..config.vl import DataConfig
 from ..errors import DataError
 from ..experience.rollouts import media_list
-from ..runtime.collectives import is_rank_0
-from .bad_rows import check_reference, check_values
+from .bad_rows import check_reference, check_values, warn_once
 from .forms import (
     MediaCell,
     Reading,
@@ -38,7 +35,6 @@ from .forms import (
 )
 from .media import is_path, resolve_source
 
-logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
@@ -89,15 +85,13 @@ def parse_row(
         DataError: for a missing column, a prompt of the wrong form, or media that do not match the placeholders.
     """
     try:
-        if not isinstance(raw, Mapping):
-            raise DataError(f"a row must be a mapping of columns, not {type(raw).__name__}", "row form")
         check_values(raw)
         reading = read_form(raw, config)
         reading = _answer_apart(replace(reading, columns=_with_inner(reading.columns, config)), config)
         columns = reading.columns
         _check_columns(columns, config)
         if are_mappings(json_list(columns.get("tools"))):
-            _say_tools_unread()
+            warn_once("column 'tools' is not shown to the model: a run has the tools that --tools names")
         prompt: Any = columns[config.input_key]
         messages = _as_messages(messages_in(prompt)) if config.apply_chat_template else None
         cells = {kind: _media_cell(columns, config, kind, messages) for kind in MEDIA}
@@ -194,24 +188,10 @@ def _media_cell(
     contents = [message["content"] for message in messages or ()]
     placed = {part for content in contents for part, own in _parts(content) if part in MEDIA and own is not None}
     found = find_media(columns, config, kind, placed)
+    told = "column %r holds %ss that are not read, as the rows have others: --%ss_key or --input_key chooses it"
     for column in found.unread:
-        _say_unread(column, kind)
+        warn_once(told, column, kind, kind)
     return found
-
-
-@cache
-def _say_unread(column: str, kind: str) -> None:
-    """Once, on rank 0."""
-    if is_rank_0():
-        told = "column %r holds %ss that are not read, as the rows have others: --%ss_key or --input_key chooses it"
-        logger.warning(told, column, kind, kind)
-
-
-@cache
-def _say_tools_unread() -> None:
-    """Once, on rank 0."""
-    if is_rank_0():
-        logger.warning("column 'tools' is not shown to the model: a run has the tools that --tools names")
 
 
 def _form(name: str | None, cells: Mapping[str, MediaCell]) -> str | None:

@@ -45,11 +45,7 @@ class PromptSampler:
         probabilities: Sequence[float] | None = None,
         mixing: str = "shuffled",
     ) -> None:
-        """sizes: rows of each data set, whose indices follow each other. Raises ConfigError or DataError."""
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be positive")
-        if not sizes or min(sizes) < 1:
-            raise DataError(f"every data set needs at least one row; sizes are {list(sizes)}")
+        """sizes: rows of each data set, one at least, whose indices follow each other. Raises ConfigError."""
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
         self.epoch_length = sum(self.quotas)  # rows in one epoch
@@ -244,9 +240,8 @@ class PromptSupply:
         Raises DataError for a bad row that may not be skipped, for a larger share of them than max_bad_share, and when
         no row is left.
         """
-        order, rank, world = self.sampler.take(self.sampler.batch_size), collectives.rank(), collectives.world_size()
-        PromptSampler.shard(order, rank, world)  # refuses a batch that does not divide
-        mine = range(rank, len(order), world)
+        order = self.sampler.take(self.sampler.batch_size)
+        mine = PromptSampler.shard(range(len(order)), collectives.rank(), collectives.world_size())
         loaded: dict[int, PromptRow | BadRow] = {}  # by place in the batch
         while True:
             if self._known:

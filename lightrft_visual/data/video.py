@@ -216,11 +216,11 @@ def _metadata(indices: list[int], total: int, fps: float, backend: str) -> dict[
     }
 
 
-def _frame_limit(count: int, options: Mapping[str, float]) -> int:
+def _frame_limit(count: int, options: Mapping[str, Any]) -> int:
     """Pixels that each of `count` kept frames may have. Raises DataError for a chosen size that is too much."""
-    limit = min(int(options.get("max_pixels", MAX_FRAME_PIXELS)), MAX_VIDEO_PIXELS // count)
-    if "resized_height" in options and "resized_width" in options:
-        height, width = int(options["resized_height"]), int(options["resized_width"])
+    limit = min(options.get("max_pixels", MAX_FRAME_PIXELS), MAX_VIDEO_PIXELS // count)
+    if "resized_height" in options:
+        height, width = options["resized_height"], options["resized_width"]
         check_aspect_ratio((width, height), "resized_height, resized_width: a frame")
         if width * height * count > MAX_VIDEO_PIXELS:
             raise DataError(
@@ -231,10 +231,10 @@ def _frame_limit(count: int, options: Mapping[str, float]) -> int:
     return limit
 
 
-def _bound_frame(frame: Image.Image, options: Mapping[str, float], limit: int) -> Image.Image:
+def _bound_frame(frame: Image.Image, options: Mapping[str, Any], limit: int) -> Image.Image:
     """Shrink a frame of more than `limit` pixels; the final size is the model's video processor's choice."""
-    if "resized_height" in options and "resized_width" in options:
-        height, width = int(options["resized_height"]), int(options["resized_width"])
+    if "resized_height" in options:
+        height, width = options["resized_height"], options["resized_width"]
     elif frame.width * frame.height > limit:
         height, width = smart_resize(frame.height, frame.width, factor=28, max_pixels=limit, min_pixels=28 * 28)
     else:

@@ -129,17 +129,26 @@ def _nearest(numbers: list[int], target: float) -> int | None:
 def micro_batches(
     step: Sequence[SampleRef], ranks: int, micro_batch_size: int, token_budget: int | None = None
 ) -> list[list[list[SampleRef]]]:
-    """Each rank's micro-batches of one step: by tokens where there is a budget of them, else by samples.
+    """Each rank's micro-batches of one step: by tokens where there is a budget of them, else by samples, with sizes
+    that differ by one sample at most.
+
+    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples.
 
     Args:
         step: samples of one optimizer step, of all ranks.
         ranks: how many there are; a group of ranks that hold the same samples is one.
-        micro_batch_size: see `plan_by_count`; not read where there is a token budget.
+        micro_batch_size: most samples of a micro-batch, not read where there is a token budget. Where samples share
+            prompts it takes more of them, up to the tokens of so many samples that share nothing.
         token_budget: of a micro-batch, see `plan_by_tokens`; None for none.
     """
-    if token_budget is None:
-        return plan_by_count(step, ranks, micro_batch_size)
-    return plan_by_tokens(step, ranks, token_budget)
+    if token_budget is None and any(sample.group is not None for sample in step):
+        token_budget = micro_batch_size * max(sample.tokens for sample in step)
+    if token_budget is not None:
+        return plan_by_tokens(step, ranks, token_budget)
+    own = _by_rank(step, ranks)
+    count = max(-(-len(each) // micro_batch_size) for each in own)
+    cuts = [[len(each) * index // count for index in range(count + 1)] for each in own]
+    return [[each[start:stop] for start, stop in zip(at, at[1:])] for each, at in zip(own, cuts)]
 
 
 def most_tokens(samples: Sequence[SampleRef], micro_batch_size: int, token_budget: int | None = None) -> int:
@@ -147,29 +156,9 @@ def most_tokens(samples: Sequence[SampleRef], micro_batch_size: int, token_budge
 
     Args:
         samples: those of a rank, or others of which its own are no longer.
-        micro_batch_size: as of `micro_batches`.
-        token_budget: as of `micro_batches`.
+        micro_batch_size, token_budget: as of `micro_batches`.
     """
     return min(computed_tokens(samples), token_budget or micro_batch_size * max(sample.tokens for sample in samples))
-
-
-def plan_by_count(step: Sequence[SampleRef], ranks: int, micro_batch_size: int) -> list[list[list[SampleRef]]]:
-    """Micro-batches of each rank with sizes that differ by one sample at most.
-
-    All ranks get as many as the fullest rank needs; some are empty where a rank has too few samples.
-
-    Args:
-        step: samples of one optimizer step, of all ranks.
-        ranks: how many there are.
-        micro_batch_size: most samples of a micro-batch. Where samples share prompts it takes more of them, up to the
-            tokens of so many samples that share nothing.
-    """
-    if any(sample.group is not None for sample in step):
-        return plan_by_tokens(step, ranks, micro_batch_size * max(sample.tokens for sample in step))
-    own = _by_rank(step, ranks)
-    count = max(-(-len(each) // micro_batch_size) for each in own)
-    cuts = [[len(each) * index // count for index in range(count + 1)] for each in own]
-    return [[each[start:stop] for start, stop in zip(at, at[1:])] for each, at in zip(own, cuts)]
 
 
 def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[list[list[SampleRef]]]:

@@ -244,7 +244,7 @@ class NaiveReplayBuffer:
         ids, which samples make up a step does not depend on the number of ranks, and some samples change ranks so that
         each has an equal share of every step (only if samples are held on the CPU); the indices are valid until the
         next change of the buffer. Steps of responses are made of whole groups where they fit. With `share_prefix`,
-        which changes no step, micro-batches are too, and a prompt's tokens count once (see `batch_plan.plan_by_count`).
+        which changes no step, micro-batches are too, and a prompt's tokens count once (see `batch_plan.micro_batches`).
 
         Args:
             seed: of the order; pass another one for each epoch.
@@ -328,9 +328,9 @@ class NaiveReplayBuffer:
         invalid. All ranks must call it. strategy: whose `all_reduce(tensor, "sum")` to use; None for the process group.
         Raises ConfigError if the samples have no such per-action or per-sample field; samples without a value stay so.
         """
-        held = [item for item in self.items if _numbers(item, attribute) is not None]
-        values = _concat([_numbers(item, attribute).double() for item in held])
-        counts = _concat([_counted(item, _numbers(item, attribute)) for item in held]).bool()
+        held = [(item, own) for item in self.items if (own := _numbers(item, attribute)) is not None]
+        values = _concat([own.double() for _, own in held])
+        counts = _concat([_counted(item, own) for item, own in held]).bool()
         kept = values[counts]
         sums = torch.stack([kept.sum(), counts.sum().double()])
         total, count = self._sum(sums, strategy).tolist()
@@ -339,10 +339,9 @@ class NaiveReplayBuffer:
         if not count:
             return
         normal = (values - mean) * max(squares / count, _MIN_VARIANCE) ** -0.5
-        for item, part in zip(held, normal.split([_numbers(item, attribute).numel() for item in held])):
-            like = _numbers(item, attribute)
-            dtype = like.dtype if like.is_floating_point() else torch.float32
-            setattr(item, attribute, part.reshape(like.shape).to(dtype, copy=True))
+        for (item, own), part in zip(held, normal.split([own.numel() for _, own in held])):
+            dtype = own.dtype if own.is_floating_point() else torch.float32
+            setattr(item, attribute, part.reshape(own.shape).to(dtype, copy=True))
 
     @staticmethod
     def _sum(tensor: T, strategy: Any) -> T:

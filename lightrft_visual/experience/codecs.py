@@ -1,4 +1,4 @@
-"""Fields of single samples to fields of a batch, and back: one class a `Kind`, with make, split and strip side by side.
+"""Fields of single samples to fields of a batch, and back: one class a `Kind`, with make and split side by side.
 
 `split(make(column)) == column` for every kind. `make_fields` and `split_fields` do it for all fields of a class.
 """
@@ -65,14 +65,6 @@ class Splitting:
         return [(max(start - offset, 0), max(stop - offset, 0)) for start, stop in self.layout.spans]
 
 
-@dataclass(frozen=True)
-class KeepRange:
-    """What stays of one sample without its padding, in token columns and in action columns."""
-
-    tokens: slice
-    actions: slice
-
-
 class Codec:
     """How one kind of field is batched."""
 
@@ -97,10 +89,6 @@ class Codec:
             context: of the whole batch, with the layout that `make` has filled.
         """
         raise NotImplementedError
-
-    def strip(self, value: Any, keep: KeepRange) -> Any:
-        """One sample's value without the positions that `keep` leaves out; the same object where the kind has none."""
-        return value
 
 
 class Line(Codec):
@@ -138,9 +126,6 @@ class Line(Codec):
             value = (value != 0).to(context.layout.mask_dtype)
         sizes = context.batch.num_actions if self.of_actions else context.batch.packed_seq_lens
         return _cut(value.reshape(-1), sizes, name)
-
-    def strip(self, value: T, keep: KeepRange) -> T:
-        return value[keep.actions if self.of_actions else keep.tokens].clone()
 
 
 class Numbers(Line):
@@ -182,9 +167,6 @@ class Numbers(Line):
             if tensors_equal(part[:1].expand_as(part), part):
                 parts[index] = part[:1].clone()
         return parts
-
-    def strip(self, value: T, keep: KeepRange) -> T:
-        return value if len(value) == 1 else super().strip(value, keep)
 
 
 class Sample(Codec):
@@ -336,7 +318,7 @@ def _odd(value: Any, name: str, index: int | None, wanted: str) -> DataError:
 
 
 def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict[str, Any]:
-    """The batch's value of every field of the items' class.
+    """The batch's value of every field of the items' class; of a packed one also its lengths.
 
     Args:
         items: the samples, at least one, all of one class.
@@ -359,7 +341,7 @@ def make_fields(items: Sequence[Any], packed: bool, layout: BatchLayout) -> dict
         absent = [index for index, value in enumerate(column) if value is None]
         if absent and batch[name] is not None:
             layout.absent[name] = absent
-    return batch
+    return batch | ({"packed_seq_lens": context.lengths, "num_actions": context.actions} if packed else {})
 
 
 def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -> dict[str, list]:
@@ -384,14 +366,6 @@ def split_fields(batch: Any, specs: dict[str, FieldSpec], layout: BatchLayout) -
                 column[index] = None
         columns[name] = column
     return columns
-
-
-def strip_fields(item: Any, keep: KeepRange) -> None:
-    """Strip the padding of one sample, in place."""
-    for name, spec in replay_fields(type(item)).items():
-        value = getattr(item, name)
-        if value is not None:
-            setattr(item, name, CODECS[spec.kind].strip(value, keep))
 
 
 def packed_lengths(items: Sequence[Any]) -> tuple[list[int], list[int]]:

@@ -5,14 +5,14 @@ text, vision-language and diffusion: it reads the `FieldSpec` of each field. Eve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import DataError
-from .codecs import KeepRange, make_fields, packed_lengths, split_fields, strip_fields
-from .fields import Kind, replay_fields, values_equal
+from .codecs import make_fields, split_fields
+from .fields import Kind, replay_fields
 from .types import (
     BatchLayout,
     DiffusionFields,
@@ -75,13 +75,6 @@ def is_vl_experience(experience: Any) -> bool:
     return hasattr(experience, "pixel_values")
 
 
-def items_equal(left: AnyItem, right: AnyItem) -> bool:
-    """Same class, and in every field the same None-ness, type, shape, dtype and values (NaN equals NaN)."""
-    return type(left) is type(right) and all(
-        values_equal(getattr(left, each.name), getattr(right, each.name)) for each in fields(left)
-    )
-
-
 def make_experience_batch(items: Sequence[AnyItem], packing_samples: bool = False) -> AnyExperience:
     """Batch single samples, padded or packed (see `experience.py` for both forms).
 
@@ -103,10 +96,7 @@ def make_experience_batch(items: Sequence[AnyItem], packing_samples: bool = Fals
     item_class = type(items[0])
     if packing_samples and item_class is BufferItemDiffusion:
         raise DataError("diffusion samples cannot be packed: set packing_samples to false")
-    values = make_fields(items, packing_samples, layout)
-    if packing_samples:
-        values["packed_seq_lens"], values["num_actions"] = packed_lengths(items)
-    return _BATCH_OF[item_class](**values, layout=layout)
+    return _BATCH_OF[item_class](**make_fields(items, packing_samples, layout), layout=layout)
 
 
 def _recast(item: AnyItem, target: type) -> AnyItem:
@@ -181,14 +171,11 @@ def part_of(item: AnyItem) -> int:
 
 
 def _strip_item(item: BufferItem | BufferItemVL) -> None:
-    total = len(item.sequences)
-    _, (actions,) = packed_lengths([item])
-    masks = [None if mask is None else mask.unsqueeze(0) for mask in (item.attention_mask, item.action_mask)]
-    start, stop = _real_spans(item.sequences.unsqueeze(0), *masks, width=total - actions)[0]
-    if (start, stop) == (0, total):
-        return
-    prompt = total - actions
-    strip_fields(item, KeepRange(slice(start, stop), slice(max(start - prompt, 0), max(stop - prompt, 0))))
+    batch = make_experience_batch([item])
+    spans = _real_spans(batch.sequences, batch.attention_mask, batch.action_mask, batch.layout.prompt_width)
+    if spans != batch.layout.spans:
+        (stripped,) = split_experience_batch(batch, replace(batch.layout, spans=spans))
+        vars(item).update(vars(stripped))
 
 
 def _real_spans(sequences: T, attention_mask: T | None, action_mask: T | None, width: int) -> list[tuple[int, int]]:

@@ -194,21 +194,17 @@ class PromptBatch:
         count = len(prompts)
         columns = {"images": images, "videos": videos, "references": references, "labels": labels, "metadata": metadata}
         columns["captions"] = captions
+        given: dict[str, list] = {}
         for name, column in columns.items():
             check_column(column, name)
             if column is not None and len(column) != count:
                 raise DataError(f"{count} prompts but {len(column)} {name}")
-        return cls(
-            list(prompts),
-            [media_list(cell) for cell in ([None] * count if images is None else images)],
-            [media_list(cell) for cell in ([None] * count if videos is None else videos)],
-            list(references) if references is not None else [None] * count,
-            list(labels) if labels is not None else [None] * count,
-            list(metadata) if metadata is not None else [{} for _ in range(count)],
-            list(captions) if captions is not None else [None] * count,
-            torch.arange(count) if ids is None else ids,
-            list(messages or ()),
-        )
+            given[name] = [None] * count if column is None else list(column)
+        given |= {name: [media_list(cell) for cell in given[name]] for name in ("images", "videos")}
+        if metadata is None:
+            given["metadata"] = [{} for _ in prompts]
+        ids = torch.arange(count) if ids is None else ids
+        return cls(list(prompts), **given, ids=ids, messages=list(messages or ()))
 
 
 def check_texts(prompts: Sequence[Any]) -> None:
@@ -240,12 +236,11 @@ class PromptFeatures:
     trainer will use: an engine's must equal them. unexpanded: ids with one placeholder a medium, for engines that
     expand by themselves, in place of the text where that is not what the ids were made of. messages: what was rendered,
     where it is known. limit: most tokens of the response, where the settings' own limit is larger. images, videos:
-    decoded media, each None once it is let go of;
-    vision: what the model reads of them, which an engine that preprocesses by itself leaves aside. seed: fixes the
-    sampling of all its responses, whatever else is in the batch. caption: what is to be drawn, where the response is an
-    image; None where it is text. continued: tokens of a response that is already begun, which goes on behind them;
-    copy: which of the prompt's it is. variants: what some of its samples are drawn from instead.
-    loss_part: the part of the loss that its samples belong to.
+    decoded media, each None once it is let go of; vision: what the model reads of them, which an engine that
+    preprocesses by itself leaves aside. seed: fixes the sampling of all its responses, whatever else is in the batch.
+    caption: what is to be drawn, where the response is an image; None where it is text. continued: tokens of a response
+    that is already begun, which goes on behind them; copy: which of the prompt's it is. variants: what some of its
+    samples are drawn from instead. loss_part: the part of the loss that its samples belong to.
     """
 
     text: str

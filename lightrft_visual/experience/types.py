@@ -35,8 +35,7 @@ class BatchLayout:
     spans: first and last + 1 token column of each sample in padded form (None in packed form); prompt_width: columns
     before the actions; absent: samples that lack a field which others have; single: samples that hold one number for
     all their actions; lengths: of tensors by name that are padded to the longest, how long each sample's own is;
-    text_only: samples that came as BufferItem into a vision batch; mask_dtype: of the items'
-    attention masks.
+    text_only: samples that came as BufferItem into a vision batch; mask_dtype: of the items' attention masks.
     """
 
     spans: list[tuple[int, int]] | None = None

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 from PIL import Image
-from replay_cases import diffusion_item, text_item, vision_item
+from replay_cases import diffusion_item, items_equal, text_item, vision_item
 
 from lightrft_visual.errors import CheckpointError, ConfigError, DataError
 from lightrft_visual.experience.batch_plan import MicroBatch
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
-from lightrft_visual.experience.items import items_equal, make_experience_batch
+from lightrft_visual.experience.items import make_experience_batch
 from lightrft_visual.experience.types import ExperienceDiffusion
 from lightrft_visual.experience.vision import VisionTensors
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replay_cases import diffusion_item, diffusion_items, mixed_items, text_item, text_items, vision_item
+from replay_cases import (
+    diffusion_item,
+    diffusion_items,
+    items_equal,
+    mixed_items,
+    text_item,
+    text_items,
+    vision_item,
+)
 
 from lightrft_visual.errors import DataError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
@@ -17,7 +25,6 @@ from lightrft_visual.experience.items import (
     BufferItem,
     BufferItemVL,
     is_vl_experience,
-    items_equal,
     make_experience_batch,
     remove_padding_in_sequences,
     replay_fields,

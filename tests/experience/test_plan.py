@@ -16,7 +16,6 @@ from lightrft_visual.experience.batch_plan import (
     most_tokens,
     moves_between_ranks,
     own_micro_batches,
-    plan_by_count,
     plan_by_tokens,
     shuffled_steps,
 )
@@ -89,7 +88,7 @@ def test_token_plans_hold_every_sample_once_within_the_budget_where_a_prompt_cou
 @settings(deadline=None)
 @given(steps_of_ranks, st.integers(1, 5))
 def test_count_plans_hold_every_sample_once(tokens, size):
-    plans = plan_by_count(references(tokens), len(tokens), size)
+    plans = micro_batches(references(tokens), len(tokens), size)
     assert_complete(plans, tokens)
     assert len(plans[0]) == max(-(-len(own) // size) for own in tokens)
     for plan in plans:
@@ -143,7 +142,7 @@ def test_few_samples_move():
 
 
 def test_empty_micro_batches_get_a_filler_and_a_sample_longer_than_the_budget_is_named():
-    fillers = own_micro_batches(plan_by_count(references([[1, 1, 1], [1]]), 2, 1)[1])
+    fillers = own_micro_batches(micro_batches(references([[1, 1, 1], [1]]), 2, 1)[1])
     assert sorted(batch.filler for batch in fillers) == [False, True, True]
     assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
     with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
@@ -177,10 +176,10 @@ def test_groups_stay_together_and_large_ones_are_cut_evenly():
 def test_a_micro_batch_takes_more_samples_where_they_share():
     """Up to the tokens of as many that share nothing."""
     step = grouped([[(90, [10] * 16)]])
-    (plan,) = plan_by_count(step, 1, 4)
+    (plan,) = micro_batches(step, 1, 4)
     assert [len(batch) for batch in plan] == [16]
     alone = [replace(sample, group=None) for sample in step]
-    assert [len(batch) for batch in plan_by_count(alone, 1, 4)[0]] == [4] * 4
+    assert [len(batch) for batch in micro_batches(alone, 1, 4)[0]] == [4] * 4
 
 
 def test_steps_are_made_of_whole_groups():

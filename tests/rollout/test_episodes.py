@@ -11,11 +11,12 @@ import torch
 from engine_rig import Rig
 from episode_rig import batch_of, most_begun, rig_of, stage_of
 from PIL import Image
+from replay_cases import items_equal
 from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
 
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
-from lightrft_visual.experience.items import items_equal, make_experience_batch, split_experience_batch, strip_padding
+from lightrft_visual.experience.items import make_experience_batch, split_experience_batch, strip_padding
 from lightrft_visual.experience.rollouts import (
     Episode,
     PromptBatch,

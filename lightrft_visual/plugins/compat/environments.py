@@ -63,7 +63,7 @@ def _adapted(environment: Any, more: Sequence[Any]) -> Any:
     if "AgentExecutorBase" in bases:
         told = "an executor of OpenRLHF that generates by itself"
         raise ConfigError(f"{type(environment).__name__} is {told}: name a class with reset and step instead")
-    if hasattr(type(environment), "_step_payload") or any("EnvClient" in b.__name__ for b in type(environment).__mro__):
+    if hasattr(type(environment), "_step_payload") or any("EnvClient" in name for name in bases):
         return OpenEnvClient(environment)
     if callable(getattr(environment, "step", None)) and not _resets_by_columns(environment):
         return environment
@@ -71,9 +71,7 @@ def _adapted(environment: Any, more: Sequence[Any]) -> Any:
     return TRLEnvironment(environment, tools) if tools else environment
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL
-# ---------------------------------------------------------------------------------------------------------------------
+# -- TRL --------------------------------------------------------------------------------------------------------------
 
 
 def public_methods(environment: Any) -> list[Any]:
@@ -152,9 +150,7 @@ def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# OpenRLHF
-# ---------------------------------------------------------------------------------------------------------------------
+# -- OpenRLHF ---------------------------------------------------------------------------------------------------------
 
 
 class OpenRLHFAgent(Environment):
@@ -293,9 +289,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     """In the place of OpenRLHF's class of this name."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# OpenEnv
-# ---------------------------------------------------------------------------------------------------------------------
+# -- OpenEnv ----------------------------------------------------------------------------------------------------------
 
 
 class OpenEnvClient(Environment):

@@ -19,7 +19,7 @@ from .pool import WorkerPool
 
 @dataclass
 class _Batch:
-    """Prompts that were begun together. left: responses that are not finished."""
+    """Prompts that were begun together."""
 
     prompts: list[PromptFeatures]
     settings: SamplingSettings
