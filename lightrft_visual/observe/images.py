@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..data.media import evenly_spaced, is_video, to_rgb, video_frames
 from ..errors import DataError, writable
+from ..runtime.files import write_atomic
 from ..runtime.packages import needed
 
 IMAGE_SIDE = 512  # pixels; longer sides are scaled down before an image of a rollout is stored
@@ -49,14 +50,14 @@ def film_strip(frames: Sequence[Image.Image], count: int = STRIP_FRAMES, height:
     return strip
 
 
-def _encode(image: Image.Image, lossless: bool, quality: int = 85) -> tuple[bytes, str]:
-    """File content and suffix."""
+def _encode(image: Image.Image, lossless: bool, quality: int = 85) -> bytes:
+    """The content of a PNG or of a JPEG file."""
     buffer = io.BytesIO()
     if lossless:
         image.save(buffer, "PNG", optimize=True)
-        return buffer.getvalue(), ".png"
-    image.save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue(), ".jpg"
+    else:
+        image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
 
 
 def save_image(folder: Path, image: Any) -> str:
@@ -82,7 +83,7 @@ def _store(folder: Path, image: Image.Image, lossless: bool) -> str:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name("." + target.name)
-        partial.write_bytes(_encode(image, lossless)[0])
+        partial.write_bytes(_encode(image, lossless))
         partial.replace(target)
     return f"images/{target.name}"
 
@@ -96,9 +97,9 @@ def data_uri(image: Image.Image, side: int, quality: int = 72) -> str:
         quality: of the JPEG, 1 to 95.
     """
     image = fit(image, side)
-    choices = [(_encode(image, False, quality)[0], "jpeg")]
+    choices = [(_encode(image, False, quality), "jpeg")]
     if image.width * image.height <= PNG_PIXELS:
-        choices.append((_encode(image, True)[0], "png"))
+        choices.append((_encode(image, True), "png"))
     content, kind = min(choices, key=lambda choice: len(choice[0]))
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
@@ -223,11 +224,7 @@ def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]
         records: as of `contact_sheet`.
     """
     folder = Path(folder)
-    sheet = contact_sheet(records)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{SHEET}"
-    sheet.save(partial, "PNG", optimize=True)
-    os.replace(partial, folder / SHEET)
+    write_atomic(folder / SHEET, _encode(contact_sheet(records), lossless=True))
     for index, record in enumerate(records):
         for video in record.get("videos") or []:
             write_mp4(folder / f"video_{index:03d}.mp4", video)

@@ -292,10 +292,7 @@ class CsvSink(Sink):
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
-        record = {
-            "step": step,
-            **{column_name(name) if not name.isprintable() else name: value for name, value in metrics.items()},
-        }
+        record = {"step": step, **metrics}
         new = [name for name in record if name not in self.columns]
         if new or not self.path.exists():
             self.columns += new

@@ -8,7 +8,7 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,8 +60,7 @@ class RunParts:
     console: RunConsole = field(init=False)
 
     def __post_init__(self) -> None:
-        output, active = self.loop.output, collectives.is_rank_0()
-        self.console = RunConsole(self.loop.total_steps, line_every=output.logging_steps, active=active)
+        self.console = RunConsole(self.loop.total_steps, line_every=self.loop.output.logging_steps)
 
 
 def synchronize() -> None:
@@ -167,11 +166,15 @@ class PolicyTrainer(ABC):
         """Go on from `state_dict`'s."""
 
     def close(self) -> None:
-        """Release what hooks and DeepSpeed's engines hold; call it after `fit`, before the process group ends."""
-        self.hooks.close()
-        self._hook_context.close()
-        for engine in self.engines().values():
-            engine.close()
+        """Release what hooks, engines and scorers hold; call it after `fit`, before the process group ends."""
+        with ExitStack() as behind:
+            if (maker := getattr(self.parts, "maker", None)) is not None:  # supervised runs have none
+                behind.callback(maker.engine.close)  # which may end the process group
+                behind.callback(maker.rewards.close)
+            self.hooks.close()
+            self._hook_context.close()
+            for engine in self.engines().values():
+                engine.close()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the

@@ -16,6 +16,7 @@ from ...config.shared import GuardConfig
 from ...runtime.collectives import all_gather_object
 from .divergence import RISEN, DivergenceTest, PairedScores
 
+BAND_WIDTH = 6.0  # standard deviations of the steps learnt from that a band reaches at least
 EARLY = 2.0  # times the bounds, around the first value, while a band is learnt
 SMOOTHING = 0.3  # weight of a new value in the running means that are compared
 
@@ -25,8 +26,8 @@ class Bounds:
     """How wide the band of a number is around the median m of its first values, whose standard deviation is s.
 
     low, high: which sides count. share: the band reaches at least share |m| to each side; floor: and at least this far;
-    it reaches `width` s where that is more. soft: learning itself moves the number (entropy falls, answers agree), so
-    leaving counts only while gold, or where there is none the reward, has not risen.
+    it reaches BAND_WIDTH s where that is more. soft: learning itself moves the number (entropy falls, answers agree),
+    so leaving counts only while gold, or where there is none the reward, has not risen.
     """
 
     share: float = 0.5
@@ -46,7 +47,6 @@ class Band:
 
     bounds: Bounds
     learn: int
-    width: float
     values: list[float] = field(default_factory=list)
     outside: int = 0  # values in a row
 
@@ -57,7 +57,7 @@ class Band:
         learnt = len(self.values) >= self.learn
         middle = statistics.median(self.values) if learnt else self.values[0]
         reach = max(self.bounds.share * abs(middle), self.bounds.floor)
-        reach = max(self.width * self.deviation(), reach) if learnt else EARLY * reach
+        reach = max(BAND_WIDTH * self.deviation(), reach) if learnt else EARLY * reach
         low = middle - reach if self.bounds.low else float("-inf")
         return low, (middle + reach if self.bounds.high else float("inf"))
 
@@ -185,7 +185,6 @@ STEP_BANDS: dict[str, Bounds] = {
     "image_blank": Bounds(floor=0.1, low=False),
 }
 LEARN_STEPS = 5  # that bands are learnt from
-BAND_WIDTH = 6.0  # standard deviations of these steps that a band reaches at least
 DRIFT = 1.5  # times the base's own variety: how far images may be from the base's of the same noise
 PARTING_WIDTH = 4.0  # standard deviations of a running mean whose best is a maximum over many steps
 
@@ -246,7 +245,7 @@ class Guard:
                 value = _finite(metrics, name)
                 if value is None:
                     continue
-                band = self.bands.setdefault(name, Band(bounds, self.learn_steps, BAND_WIDTH))
+                band = self.bands.setdefault(name, Band(bounds, self.learn_steps))
                 outside = band.see(value)
                 limits = band.limits()
                 if limits is not None and outside >= self.config.patience and not (bounds.soft and risen):
@@ -306,21 +305,19 @@ class Guard:
         paying = [name for own in self.paying if (name := f"reward/{own}") in metrics]
         for name in paying if len(paying) > 1 else ():
             value = _finite(metrics, name)
-            if value is not None:
-                parting = self.partings.setdefault(name, Parting(self.learn_steps, PARTING_WIDTH))
-                self._tell_parting(step, name, parting, parting.see(step, reward, value), alarms)
+            if value is None:
+                continue
+            parting = self.partings.setdefault(name, Parting(self.learn_steps, PARTING_WIDTH))
+            if parting.see(step, reward, value) < self.config.patience:
+                self.raised.discard(name)
+                continue
+            text = (
+                f"{name} fell from {parting.best_gold:.3g} (step {parting.best_step}) to {parting.gold:.3g}, the "
+                f"reward went from {parting.best_reward:.3g} to {parting.reward:.3g}"
+            )
+            limits = (parting.best_gold, math.inf)
+            self._raise(step, name, parting.gold, limits, alarms, parting.best_step, text)
         return alarms
-
-    def _tell_parting(self, step: int, name: str, parting: Parting, apart: int, alarms: list[Alarm]) -> None:
-        if apart < self.config.patience:
-            self.raised.discard(name)
-            return
-        text = (
-            f"{name} fell from {parting.best_gold:.3g} (step {parting.best_step}) to {parting.gold:.3g}, the reward "
-            f"went from {parting.best_reward:.3g} to {parting.reward:.3g}"
-        )
-        limits = (parting.best_gold, math.inf)
-        self._raise(step, name, parting.gold, limits, alarms, parting.best_step, text)
 
     def _raise(
         self,
@@ -355,7 +352,7 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.bands = {
-            name: Band(STEP_BANDS[name], self.learn_steps, BAND_WIDTH, list(kept["values"]), int(kept["outside"]))
+            name: Band(STEP_BANDS[name], self.learn_steps, list(kept["values"]), int(kept["outside"]))
             for name, kept in state["bands"].items()
         }
         self.partings = {name: Parting.of(kept) for name, kept in state["partings"].items()}

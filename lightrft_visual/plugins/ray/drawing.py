@@ -79,8 +79,9 @@ class RemoteDrawing(DiffusersEngine):
         made = []
         for future in begun:
             part, version = future.result()
-            drawn_by = self._policies.get(version, 0) if self.ahead else None
-            made += [replace(_moved(each, device), policy_version=drawn_by) for each in part]
+            own = [_moved(each, device) for each in part]
+            drawn_by = {"policy_version": self._policies.get(version, 0)} if self.ahead else {}
+            made += [replace(each, **drawn_by) for each in own]
         return made
 
     def hand_over(self, policy_version: int) -> None:

@@ -79,15 +79,14 @@ class DiffusersEngine:
 class Drawn:
     """What was drawn for a step's rows on this rank, in micro-batches of the order of the rows.
 
-    samples: with latents and graphs until experience has them. media (B, 3, …) in 0..1 on the host. step: the policy's
-    version. scored: their rewards, once they are there. counts: numbers of the whole batch, the same on every rank.
-    too_old: samples (B) bool that teach nothing.
+    samples: with latents and graphs until experience has them. media (B, 3, …) in 0..1 on the host. scored: their
+    rewards, once they are there. counts: numbers of the whole batch, the same on every rank. too_old: samples (B) bool
+    that teach nothing.
     """
 
     requests: DrawingBatch
     samples: list[Sampled]
     media: T
-    step: int
     scored: RewardOutput | None = None
     counts: dict[str, float] = field(default_factory=dict)
     too_old: T | None = None
@@ -98,8 +97,7 @@ class Drawn:
     @property
     def versions(self) -> T:
         """(B) of the policies that drew them."""
-        own = [self.step if each.policy_version is None else each.policy_version for each in self.samples]
-        return torch.cat([torch.full((len(each.media),), version) for each, version in zip(self.samples, own)])
+        return torch.cat([torch.full((len(each.media),), each.policy_version) for each in self.samples])
 
     @property
     def valid(self) -> T:
@@ -124,7 +122,7 @@ def joined(parts: Sequence[Drawn]) -> Drawn:
     score, valid = (
         torch.cat([getattr(each.scored, name).cpu() for each in parts]) for name in ("score", "valid")
     )  # fmt: skip
-    return Drawn(requests, [], torch.cat([each.media for each in parts]), parts[0].step, RewardOutput(score, {}, valid))
+    return Drawn(requests, [], torch.cat([each.media for each in parts]), RewardOutput(score, {}, valid))
 
 
 @dataclass
@@ -147,7 +145,7 @@ class DiffusionExperienceMaker:
         with self.timer.phase("generate"):
             samples = self.engine.generate(requests, step, None if replays else self.graphs)
         media = torch.cat([each.media for each in samples]).cpu()
-        return self.hooks.on_rollouts(Drawn(requests, samples, media, step))
+        return self.hooks.on_rollouts(Drawn(requests, samples, media))
 
     def score(self, drawn: Drawn) -> Drawn:
         """What was drawn, with its rewards. A collective."""
@@ -163,7 +161,7 @@ class DiffusionExperienceMaker:
             part = slice(start, start + len(each.media))
             scored = rewards_at(drawn.scored, part)
             scored.valid = drawn.valid[part]
-            experiences.append(_scored_experience(each, drawn.requests.select(part), scored, drawn.step))
+            experiences.append(_scored_experience(each, drawn.requests.select(part), scored))
             start = part.stop
         drawn.counts |= self._advantages(experiences, drawn.scored)
         kept = [each.result.kept for each in drawn.samples if each.result.kept is not None]
@@ -246,12 +244,11 @@ def rewards_at(output: RewardOutput, part: slice) -> RewardOutput:
     return RewardOutput(output.score[part].cpu(), components, output.valid[part].cpu(), weights=weights)
 
 
-def _scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput, step: int) -> ExperienceDiffusion:
+def _scored_experience(drawn: Sampled, requests: DrawingBatch, scored: RewardOutput) -> ExperienceDiffusion:
     """The experience of one micro-batch; advantages are still to come."""
-    version = step if drawn.policy_version is None else drawn.policy_version
     experience = experience_of(
         drawn.result, drawn.conditions, group_id=requests.group_ids, sample_id=requests.sample_ids,
-        policy_version=version, shared=drawn.shared,
+        policy_version=drawn.policy_version, shared=drawn.shared,
     )  # fmt: skip
     experience.valid = scored.valid
     experience.info |= {"reward": scored.score, "reward_metrics": scored.components}

@@ -10,6 +10,7 @@ from ...algorithms.diffusion import Loss
 from ...config.diffusion import DiffusionRunConfig
 from ...config.kinds import DiffusionAlgorithm
 from ...data.drawing_prompts import DrawPrompts
+from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...data.sampler import PromptSampler
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
@@ -23,7 +24,7 @@ from ..hooks import StepData
 from ..loop import RunParts
 from .evaluation import DiffusionEvaluation, DrawingGold, paired_scores_at
 from .maker import DiffusersEngine, DiffusionExperienceMaker, Drawn, PairExperience, TrainingReward, score_samples
-from .stages import DrawingBatch, own_share, repeated_indices
+from .stages import DrawingBatch, own_share
 
 
 class DrawingSource:
@@ -50,14 +51,20 @@ class DrawingSource:
         return requests
 
     def _requests(self, step: int) -> DrawingBatch:
-        size, seed = self.config.sampling.rollout_batch_size, self.config.train.seed
         if self.config.offline:
+            size, seed = self.config.sampling.rollout_batch_size, self.config.train.seed
             order = PromptSampler([len(self.dataset)], size, seed=seed)  # each pair once in an epoch
             order.load_state_dict(order.state_dict() | {"consumed": step * size})
             return own_share(self.dataset, order.next_batch())
-        repeats = self.config.sampling.n_samples_per_prompt
-        drawn = repeated_indices(self.dataset, size * repeats, repeats, derive_seed(seed, "k_repeat", step))
-        return own_share(self.dataset, drawn)
+        return own_share(self.dataset, self.indices(step))
+
+    def indices(self, step: int) -> list[int]:
+        """The samples of a step on all ranks, by their positions in the data; those of a prompt lie apart."""
+        repeats, train = self.config.sampling.n_samples_per_prompt, self.config.train
+        return distributed_k_repeat_indices(
+            dataset_length=len(self.dataset), batch_size=self.config.sampling.rollout_batch_size * repeats,
+            repeats_per_prompt=repeats, world_size=1, rank=0, seed=derive_seed(train.seed, "k_repeat", step),
+        ).local_indices  # fmt: skip
 
 
 @dataclass

@@ -13,7 +13,6 @@ import torch
 from ...algorithms.diffusion.denoising_batch import first_share
 from ...config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from ...config.placement import GIB
-from ...data.prompt_sampling import distributed_k_repeat_indices
 from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, KeptSteps
 from ...experience.types import ExperienceDiffusion
 from ...experience.vision import Conditions, stacked
@@ -147,14 +146,14 @@ class Sampled:
     """One micro-batch as drawn: result of the sampler, conditions of each sample's own (first frames), decoded media
     (B, 3, …) in 0..1 on the host.
 
-    policy_version: of the weights that drew it, where that may not be the present one. shared: conditions on the host
-    that samples refer to, one dict a prompt.
+    policy_version: of the weights that drew it. shared: conditions on the host that samples refer to, one dict a
+    prompt.
     """
 
     result: Any
     conditions: dict[str, T]
     media: T
-    policy_version: int | None = None
+    policy_version: int
     shared: list[Conditions] | None = None
 
 
@@ -251,7 +250,8 @@ class DiffusionSampling:
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)
         result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
-        return Sampled(result, own, host.of(self.model.policy.decode(result.latents).clamp(0, 1)), shared=shared)
+        media = host.of(self.model.policy.decode(result.latents).clamp(0, 1))
+        return Sampled(result, own, media, step, shared)
 
     def batch(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise.
@@ -268,20 +268,6 @@ class DiffusionSampling:
             generators = sample_generators(self.run_seed, step, requests.group_ids.tolist(), f"{purpose}/prompt")
             latents = draw_noise(shape, generators, torch.float32, self.model.policy.device)
         return DiffusionBatch(conditions, shape, len(requests), s.guidance_scale, latents)
-
-
-def repeated_indices(dataset: list, total: int, repeats: int, seed: int) -> list[int]:
-    """The samples of a global batch, by their positions in the data.
-
-    Args:
-        dataset: of prompts.
-        total: samples of the batch.
-        repeats: of each drawn prompt, spread over the batch.
-        seed: of the draw.
-    """
-    return distributed_k_repeat_indices(
-        dataset_length=len(dataset), batch_size=total, repeats_per_prompt=repeats, world_size=1, rank=0, seed=seed
-    ).local_indices
 
 
 def own_share(dataset: list, indices: list[int], first: int = 0) -> DrawingBatch:

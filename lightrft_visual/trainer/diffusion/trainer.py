@@ -20,7 +20,7 @@ from ..hooks import StepData
 from ..loop import PolicyTrainer
 from .maker import Drawn, joined
 from .parts import DiffusionParts
-from .stages import Graphed, own_share, repeated_indices, worth_using
+from .stages import Graphed, own_share, worth_using
 from .updates import ReplayUpdate, RewardUpdate, plan_updates
 
 
@@ -115,13 +115,6 @@ class DiffusionTrainer(PolicyTrainer):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self.maker.rewards.close()
-            self.maker.engine.close()  # which may end the process group
-
     def state_dict(self) -> dict[str, Any]:
         """Updates made so far, the old weights where there are any, and what the base drew in the first evaluation."""
         old, evaluation = self.parts.old, self.parts.evaluation
@@ -177,13 +170,10 @@ class RewardFLTrainer(DiffusionTrainer):
     def train_step(self) -> StepData:
         """An optimizer step for each train batch of rows, `max_epochs` times; then hooks see what the first drew."""
         config, data = self.config, StepData([])
-        total = config.sampling.rollout_batch_size * config.sampling.n_samples_per_prompt
-        seed = derive_seed(config.train.seed, "k_repeat", self.step)
-        prompts, size = self.prompts.dataset, config.train.train_batch_size
-        indices = repeated_indices(prompts, total, config.sampling.n_samples_per_prompt, seed)
-        batches = [
-            self.hooks.on_prompts(own_share(prompts, indices[at : at + size], at)) for at in range(0, total, size)
-        ]
+        size, indices = config.train.train_batch_size, self.prompts.indices(self.step)
+        starts = range(0, len(indices), size)
+        shares = [own_share(self.prompts.dataset, indices[at : at + size], at) for at in starts]
+        batches = [self.hooks.on_prompts(requests) for requests in shares]
         shown: list[Drawn] = []
         with self.timer.phase("train"):
             for epoch in range(config.train.max_epochs):

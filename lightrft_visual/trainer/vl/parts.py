@@ -32,7 +32,7 @@ from ...runtime import collectives
 from ...runtime.checkpoint.export import export_hf, export_lora
 from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.train_engine import TrainEngine
-from ..hooks import Hooks, StepData
+from ..hooks import StepData
 from ..loop import RunParts
 from .evaluation import Evaluation, Scores, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
@@ -291,20 +291,16 @@ def prompt_batch(samples: list, checkpoint: Checkpoint, data, ids: torch.Tensor)
     )
 
 
-def export_actor(actor: TrainEngine, hooks: Hooks, checkpoint: Checkpoint, adapted: bool, folder: Path) -> None:
+def export_actor(parts: Any, folder: Path) -> None:
     """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`. A collective.
 
-    Args:
-        actor: what was trained.
-        hooks: which may lend other weights.
-        checkpoint: what it was loaded from.
-        adapted: whether it has adapters.
-        folder: where rank 0 writes.
+    parts: of a run, with the actor, what it was loaded from, and hooks, which may lend other weights.
     """
+    actor, checkpoint = parts.actor, parts.checkpoint
     actor.bring_back()
-    with hooks.weights_for("export") or nullcontext():
+    with parts.hooks.weights_for("export") or nullcontext():
         state = gathered_state_dict(actor, keep=collectives.is_rank_0())
-    if adapted:
+    if parts.config.model.lora_rank:
         model = actor.module.model
         named = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
         with actor.gathered(list(named.values())):

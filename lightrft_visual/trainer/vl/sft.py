@@ -151,7 +151,7 @@ class SupervisedTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers, vLLM and `train grpo`."""
-        export_actor(self.actor, self.hooks, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
+        export_actor(self.parts, folder)
 
 
 @dataclass

@@ -208,13 +208,6 @@ class VLTrainer(PolicyTrainer):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self.maker.rewards.close()
-            self.maker.engine.close()  # which may end the process group
-
     def state_dict(self) -> dict[str, Any]:
         return self.prompts.state_dict() | {
             "parity": self.agreement.difference,
@@ -260,7 +253,7 @@ class VLTrainer(PolicyTrainer):
 
     def export(self, folder: Path) -> None:
         """A checkpoint folder for transformers and vLLM, LoRA merged; the adapter itself in `lora/`."""
-        export_actor(self.actor, self.hooks, self.parts.checkpoint, bool(self.config.model.lora_rank), folder)
+        export_actor(self.parts, folder)
 
 
 def check_trainer(kind: type[VLTrainer], estimator: str) -> None:

@@ -9,7 +9,7 @@ from lightrft_visual.observe.guard.watch import Band, Bounds, Parting
 
 
 def test_a_band_is_the_median_of_the_first_values_and_its_reach_to_both_sides():
-    band = Band(Bounds(share=0.5), learn=3, width=6)
+    band = Band(Bounds(share=0.5), learn=3)
     assert [band.see(value) for value in (2.0, 3.0, 4.0)] == [0, 0, 0]
     reach = 6 * math.sqrt(1 / 2)  # neighbours differ by 1, as those of standard deviation sqrt(1/2) do
     assert band.limits() == pytest.approx((3 - reach, 3 + reach))
@@ -19,7 +19,7 @@ def test_a_band_is_the_median_of_the_first_values_and_its_reach_to_both_sides():
 
 def test_a_band_of_equal_values_reaches_by_share_or_floor_and_only_to_the_sides_that_count():
     def limits(bounds, value):
-        band = Band(bounds, learn=2, width=6)
+        band = Band(bounds, learn=2)
         band.see(value), band.see(value)
         return band.limits()
 
@@ -31,9 +31,9 @@ def test_a_band_of_equal_values_reaches_by_share_or_floor_and_only_to_the_sides_
 
 def test_a_run_that_is_hacked_within_a_few_steps_does_not_teach_the_band():
     """The lengths of a run whose reward counts words; one that runs away while the band is learnt still leaves it."""
-    away = Band(Bounds(share=0.5, floor=1.0), learn=5, width=6)
+    away = Band(Bounds(share=0.5, floor=1.0), learn=5)
     assert [away.see(value) for value in (4.0, 4.0, 4.0, 4.3, 4.7, 6.0, 7.5, 8.0)][-2:] == [1, 2]
-    band = Band(Bounds(share=0.5, floor=1.0), learn=5, width=6)
+    band = Band(Bounds(share=0.5, floor=1.0), learn=5)
     found = [band.see(value) for value in (2.9, 3.1, 3.8, 5.9, 6.5, 7.4, 7.7, 2.8, 3.0)]
     assert found == [0, 0, 0, 1, 2, 3, 4, 0, 0]
     assert band.values == [2.9, 3.1, 3.8, 2.8, 3.0]
@@ -42,7 +42,7 @@ def test_a_run_that_is_hacked_within_a_few_steps_does_not_teach_the_band():
 @pytest.mark.parametrize("seed", range(6))
 def test_what_varies_as_it_did_while_it_was_learnt_seldom_leaves_twice(seed):
     rng = random.Random(seed)
-    band = Band(Bounds(share=0.3), learn=8, width=6)
+    band = Band(Bounds(share=0.3), learn=8)
     assert max(band.see(rng.gauss(1.0, 0.05)) for _ in range(300)) < 2
 
 

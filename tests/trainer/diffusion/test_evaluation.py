@@ -32,7 +32,7 @@ def evaluated(reward: torch.Tensor, labels: list[str]) -> dict[str, float]:
     """Of prompts that have these labels and rewards."""
     prompts = Rows(PromptRow(label, [], label=label) for label in labels)
     rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(reward, {}, reward.isfinite()))
-    sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8))]  # noqa: E731
+    sampled = lambda requests, step, purpose: [Sampled(None, {}, torch.rand(len(labels), 3, 8, 8), 0)]  # noqa: E731
     return evaluation.DiffusionEvaluation(SimpleNamespace(draw=sampled), prompts, rewards, 0, 0).run(1)
 
 

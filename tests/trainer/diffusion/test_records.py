@@ -29,7 +29,7 @@ def step(shape: tuple[int, ...], **output):
     media, ids = torch.rand(SAMPLES, *shape), torch.arange(SAMPLES)
     scored = RewardOutput(torch.rand(SAMPLES), {"red": torch.rand(SAMPLES)}, torch.ones(SAMPLES, dtype=torch.bool))
     rows = SimpleNamespace(prompts=["a red circle"] * SAMPLES, group_ids=ids // 4, sample_ids=ids)
-    drawn = Drawn(rows, [], media, step=3, scored=scored)
+    drawn = Drawn(rows, [], media, scored)
     return hook.on_experience(StepData([], hook.on_scores(drawn))).records, media
 
 
@@ -56,7 +56,7 @@ def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(monkeypatch,
 
 def test_samples_left_out_by_two_hooks_are_all_invalid():
     scored = RewardOutput(torch.ones(4), {}, torch.tensor([True, True, True, False]))
-    drawn = Drawn(SimpleNamespace(), [], torch.rand(4, 3, 8, 8), step=0, scored=scored)
+    drawn = Drawn(SimpleNamespace(), [], torch.rand(4, 3, 8, 8), scored)
     drawn.leave_out(torch.tensor([True, False, False, False]))  # too old
     drawn.leave_out(torch.tensor([False, True, False, False]))
     assert drawn.valid.tolist() == [False, False, True, False]

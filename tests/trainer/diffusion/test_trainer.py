@@ -11,6 +11,7 @@ from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion.maker import Drawn
+from lightrft_visual.trainer.diffusion.parts import DrawingSource
 from lightrft_visual.trainer.diffusion.trainer import RewardFLTrainer
 from lightrft_visual.trainer.hooks import Hooks, StopRun
 
@@ -24,7 +25,7 @@ class Update:
     def step(self, requests, context, step, epoch, metrics: MetricsAccumulator):
         self.steps += 1
         scored = RewardOutput(torch.ones(len(requests)), {}, torch.ones(len(requests)).bool())
-        return None, Drawn(requests, [], torch.zeros(len(requests), 3, 4, 4), step, scored)
+        return None, Drawn(requests, [], torch.zeros(len(requests), 3, 4, 4), scored)
 
 
 def reward_fl(hooks: Hooks, said: list[str]) -> SimpleNamespace:
@@ -32,7 +33,7 @@ def reward_fl(hooks: Hooks, said: list[str]) -> SimpleNamespace:
     sampling = SimpleNamespace(rollout_batch_size=2, n_samples_per_prompt=2)
     config = SimpleNamespace(sampling=sampling, train=SimpleNamespace(seed=1, train_batch_size=2, max_epochs=1))
     return SimpleNamespace(
-        config=config, step=0, prompts=SimpleNamespace(dataset=[PromptRow("red", []), PromptRow("blue", [])]),
+        config=config, step=0, prompts=DrawingSource(config, [PromptRow("red", []), PromptRow("blue", [])]),
         timer=SimpleNamespace(phase=lambda name: nullcontext()), reward_update=Update(), hooks=hooks,
         _context=lambda: None, _finish_update=lambda result, metrics: None,
         console=SimpleNamespace(message=said.append),

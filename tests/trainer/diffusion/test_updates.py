@@ -34,6 +34,7 @@ from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, sample_g
 from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.trainer.diffusion.build import loss_of
 from lightrft_visual.trainer.diffusion.maker import DiffusionExperienceMaker, Drawn
+from lightrft_visual.trainer.diffusion.parts import DrawingSource
 from lightrft_visual.trainer.diffusion.stages import (
     GIB,
     Graphed,
@@ -376,14 +377,14 @@ def test_reward_fl_draws_what_a_hook_makes_of_the_prompts_of_each_train_batch():
     def step(requests, *_):
         drawn.append(requests.prompts)
         media, valid = torch.zeros(len(requests), 3, 8, 8), torch.ones(len(requests), dtype=torch.bool)
-        return None, Drawn(requests, [], media, 0, RewardOutput(torch.ones(len(requests)), {}, valid))
+        return None, Drawn(requests, [], media, RewardOutput(torch.ones(len(requests)), {}, valid))
 
     config = DiffusionRunConfig()
     config.sampling.rollout_batch_size, config.sampling.n_samples_per_prompt = 4, 1
     config.train.train_batch_size, config.train.max_epochs = 2, 2
     dataset = [PromptRow(prompt=letter, images=[]) for letter in "abcd"]
     trainer = SimpleNamespace(
-        config=config, step=0, prompts=SimpleNamespace(dataset=dataset), timer=PhaseTimer(), _context=lambda: None,
+        config=config, step=0, prompts=DrawingSource(config, dataset), timer=PhaseTimer(), _context=lambda: None,
         hooks=Hooks([SimpleNamespace(on_prompts=louder)]), _finish_update=lambda *_: None,
         reward_update=SimpleNamespace(step=step),
     )  # fmt: skip

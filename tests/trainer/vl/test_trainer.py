@@ -99,9 +99,11 @@ def test_weights_that_a_hook_lends_are_exported_of_an_actor_that_is_away(monkeyp
     trainer = trainer_that_offloads(ReadsAfterTheEnd())
     average = WeightAverage(trainer.actor.module.parameters(), decay=0.5)
     average.copies = [torch.full_like(each, 2.0) for each in average.copies]
-    trainer.hooks = SimpleNamespace(weights_for=lambda purpose: average.swapped())
     trainer.actor.module.transformer, exported = None, []
-    trainer.parts = SimpleNamespace(checkpoint=SimpleNamespace(processor=None, tokenizer=None))
+    trainer.parts = SimpleNamespace(
+        actor=trainer.actor, config=trainer.config, checkpoint=SimpleNamespace(processor=None, tokenizer=None),
+        hooks=SimpleNamespace(weights_for=lambda purpose: average.swapped()),
+    )  # fmt: skip
     monkeypatch.setattr(parts, "export_hf", lambda model, tokenizer, folder, state: exported.append(state))
     trainer._load_engine_weights()
     trainer.export(Path())
