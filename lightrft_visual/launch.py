@@ -230,7 +230,6 @@ def _end_at_once(number: int, _: object) -> None:
 
 
 def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
-    bound_spinning()  # before anything loads torch
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor
             raise ConfigError(told)

@@ -58,9 +58,9 @@ def ranks_environment(environment: dict[str, str], ranks: int) -> list[dict[str,
 def divide_again_after_use() -> None:
     """Under ZeRO-3, as large models do. DeepSpeed never divides weights as small (1e5 numbers) as those of a tiny one,
     which also lies within the distance (1e9 numbers) in which it looks for a weight's next use before it divides it."""
-    division = DeepspeedStrategy._division
+    base = DeepspeedStrategy._base_config
     apart = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
-    DeepspeedStrategy._division = lambda self: division(self) | apart
+    DeepspeedStrategy._base_config = lambda self, zero: base(self, zero | apart)
 
 
 def begin(environment: dict[str, str], log: str) -> None:

@@ -162,22 +162,46 @@ def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_g
     assert engine_arguments(configured(left_by(trainer), None).gold, ["a"])["reward_recipe"]
 
 
+class Seen(Exception):
+    """Ends `sample` once its configuration is known."""
+
+
+@pytest.fixture
+def config_of_sample(monkeypatch):
+    """The configuration by which `sample` reads what it is given, or what `read` makes of it in time."""
+
+    def asked(*arguments, read=lambda config: config, **named):
+        seen = []
+
+        @contextmanager
+        def started(config):
+            seen.append(read(config))
+            raise Seen
+            yield
+
+        monkeypatch.setattr("lightrft_visual.launch.started", started)
+        with pytest.raises(Seen):
+            inference.sample(*arguments, **named)
+        return seen[-1]
+
+    return asked
+
+
+@pytest.fixture
+def data_of_sample(config_of_sample):
+    """Likewise its section `data`."""
+
+    def asked(*arguments, read=lambda data: data, **named):
+        return config_of_sample(*arguments, read=lambda config: read(config.data), **named)
+
+    return asked
+
+
 @pytest.mark.parametrize("numbered", [False, True])
-def test_what_is_sampled_has_no_gold_of_the_run(tmp_path, monkeypatch, numbered):
+def test_what_is_sampled_has_no_gold_of_the_run(tmp_path, config_of_sample, monkeypatch, numbered):
     monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
-    trainer, judged = GRPOTrainer("org/model", "exact", ROWS, gold_recipe=RECIPE, output_dir=tmp_path), []
-    checkpoint = left_by(trainer, numbered)
-
-    @contextmanager
-    def started(config):
-        judged.append(config.gold)
-        raise Seen
-        yield
-
-    monkeypatch.setattr("lightrft_visual.launch.started", started)
-    with pytest.raises(Seen):
-        inference.sample(checkpoint.path, "what?")
-    assert judged == [None]
+    trainer = GRPOTrainer("org/model", "exact", ROWS, gold_recipe=RECIPE, output_dir=tmp_path)
+    assert config_of_sample(left_by(trainer, numbered).path, "what?").gold is None
 
 
 def test_plugins_of_the_run_are_there_in_its_evaluation(tmp_path):
@@ -209,31 +233,6 @@ def test_plugins_of_the_run_are_loaded_before_its_pipeline_which_may_be_of_a_fam
     monkeypatch.setattr(recipes, "_files", {})
     with pytest.raises(ConfigError, match="choices.py"):
         inference.sample(checkpoint.path, "a")
-
-
-class Seen(Exception):
-    """Ends `sample` once its configuration is known."""
-
-
-@pytest.fixture
-def data_of_sample(monkeypatch):
-    """The section `data` by which `sample` reads what it is given, or what `read` makes of it in time."""
-
-    def asked(*arguments, read=lambda data: data, **named):
-        seen = []
-
-        @contextmanager
-        def started(config):
-            seen.append(read(config.data))
-            raise Seen
-            yield
-
-        monkeypatch.setattr("lightrft_visual.launch.started", started)
-        with pytest.raises(Seen):
-            inference.sample(*arguments, **named)
-        return seen[-1]
-
-    return asked
 
 
 RED = Image.new("RGB", (28, 28), "red")
@@ -316,21 +315,11 @@ def test_a_recipe_of_the_run_may_have_labels_that_no_row_of_an_evaluation_has_an
         engine_arguments(configured(checkpoint, rewards=recipe).reward, ["a"])
 
 
-def test_a_temperature_to_sample_at_is_one_that_the_engine_checks_before_the_model_loads(tmp_path, monkeypatch):
+def test_a_temperature_to_sample_at_is_one_that_the_engine_checks_before_the_model_loads(tmp_path, config_of_sample):
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path, temperature=3.0))
-    seen = []
-
-    @contextmanager
-    def started(config):
-        seen.append(config.rollout.temperature)
-        raise Seen
-        yield
-
-    monkeypatch.setattr("lightrft_visual.launch.started", started)
-    for own in ({"temperature": 2.5}, {"temperature": 0}, {}):
-        with pytest.raises(Seen):
-            inference.sample(checkpoint.path, "a", **own)
-    assert seen == [2.5, 3.0, 3.0]
+    asked = {"temperature": 2.5}, {"temperature": 0}, {}
+    found = [config_of_sample(checkpoint.path, "a", **own).rollout.temperature for own in asked]
+    assert found == [2.5, 3.0, 3.0]
 
 
 def test_numbers_of_numpy_and_a_suite_by_its_path_are_taken(tmp_path, data_of_sample):

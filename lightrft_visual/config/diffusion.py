@@ -4,7 +4,7 @@ Sizes are in pixels and frames, timesteps of Reward FL are step indices from 0, 
 schedule's timesteps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -290,12 +290,11 @@ class DiffusionRunConfig(Section):
             alone or not (entry.coupled or entry.trains_on == "reward"),
             f"sp_size shares forwards of losses of single drawn samples, which {entry.name}'s is not: leave it at 1",
         )
-        evaluation_sampling(self)
         data = self.data
         built_in = data.prompt_data in registry.drawing_tasks
         held_out = (data.eval_data is not None or built_in) and data.max_eval_samples > 0
-        self.guard.check_best(self.guard.gold(self.reward) is not None or built_in, held_out)
-        self.guard.check_scored(held_out, drawn=not self.offline)
+        gold = self.guard.gold(self.reward) is not None or built_in
+        self.guard.check_run(gold, held_out, drawn=not self.offline)
         self.output.check_best(held_out)
         self.output.follow_ema(self.train.enable_ema)
         self.distributed.settle()
@@ -548,13 +547,8 @@ def trained_steps(config: DiffusionRunConfig) -> int:
 
 def evaluation_sampling(config: DiffusionRunConfig) -> SamplingConfig:
     """Steps of evaluation: always an ODE, with a step count of its own, on the scheduler's schedule."""
-    sampling = config.sampling
-    return SamplingConfig(
-        num_steps=sampling.eval_num_steps,
-        scheduler=sampling.scheduler,
-        trajectory="ode",
-        flow_shift=sampling.flow_shift,
-    )
+    steps = config.sampling.eval_num_steps
+    return replace(rollout_sampling(config), num_steps=steps, trajectory="ode", timesteps=None, sigmas=None)
 
 
 def rollout_noise(config: DiffusionRunConfig) -> NoiseConfig:

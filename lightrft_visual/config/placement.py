@@ -124,30 +124,6 @@ class AsyncConfig(Section):
             "tis_mode and stale_correction behaviour both correct for the engine's policy: use one of them",
         )
 
-    def check_sampling(self, engine: str, continues: bool, counts: bool, shaped: bool) -> None:
-        """Raise ConfigError for sampling that partial rollouts or the correction of stale tokens cannot take.
-
-        Args:
-            engine: type of the rollouts' engine, for messages.
-            continues: whether it can go on with a response.
-            counts: whether its settings count from a response's first token.
-            shaped: whether they change the distribution.
-        """
-        require(
-            not (self.partial_rollouts and counts),
-            "partial_rollouts make responses in segments, and min_new_tokens and use_fire count from a response's "
-            "first token: leave them out",
-        )
-        require(
-            not self.partial_rollouts or continues,
-            f"engine {engine} cannot go on with a response, as partial_rollouts need",
-        )
-        require(
-            self.stale_correction == "none" or not shaped,
-            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined: "
-            "use top_p 1, top_k -1, or async.stale_correction none",
-        )
-
 
 GIB = 2**30
 PRESENT = "present"

@@ -215,68 +215,59 @@ _on_data = {  # of any model's finished samples
     "trajectories": _any_trajectory, "prediction": None, "trains_on": "data", "timestep_choice": "random",
 }  # fmt: skip
 
-entry = diffusion_algorithms.below(ALGORITHMS)
-entry(
-    "flow_grpo", "diffusion:flow_grpo", "clipped ratios of SDE steps", trajectories=("sde", "sde_reflow", "cps"),
-    guard=True,
+
+def _algorithm(name: str, about: str, code: str = "", **facts: Any) -> None:
+    """One whose function (code: where that is not its name's) and recipe for the embedded model have its name."""
+    add = diffusion_algorithms.below(ALGORITHMS)
+    add(name, f"diffusion:{code or name}", about, embedded=f"embedded/{name}", **facts)
+
+
+_algorithm("flow_grpo", "clipped ratios of SDE steps", trajectories=("sde", "sde_reflow", "cps"), guard=True)
+_algorithm(
+    "dance_grpo", "as Flow-GRPO, steps of constant eta", trajectories=("dance",), guard=True, noise_level=0.3,
+    timestep_choice="random",
 )  # fmt: skip
-entry(
-    "dance_grpo", "diffusion:dance_grpo", "as Flow-GRPO, steps of constant eta", trajectories=("dance",), guard=True,
-    noise_level=0.3, timestep_choice="random", embedded="embedded/dance_grpo",
+_algorithm(
+    "mix_grpo", "Flow-GRPO on a window of SDE steps that slides", "flow_grpo", guard=True,
+    trajectories=("sde", "sde_reflow", "cps"), sde_window_size=4, sde_window_move="slide",
 )  # fmt: skip
-entry(
-    "mix_grpo", "diffusion:flow_grpo", "Flow-GRPO on a window of SDE steps that slides", guard=True,
-    trajectories=("sde", "sde_reflow", "cps"), sde_window_size=4, sde_window_move="slide", embedded="embedded/mix_grpo",
+_algorithm("flow_dppo", "Flow-GRPO with a KL mask in place of the clip", keep_means=True)
+_algorithm(
+    "temp_flow_grpo", "Flow-GRPO that branches at one step, weighted by its noise", sde_window_size=1,
+    sde_window_move="anywhere", same_latent=True,
 )  # fmt: skip
-entry(
-    "flow_dppo", "diffusion:flow_dppo", "Flow-GRPO with a KL mask in place of the clip", keep_means=True,
-    embedded="embedded/flow_dppo",
+_algorithm(
+    "diffusion_nft", "policy improvement on the forward process", trajectories=_any_trajectory, trains_on="data",
+    reference=True, old_policy=True, clipped_advantages=True, timestep_choice="random",
 )  # fmt: skip
-entry(
-    "temp_flow_grpo", "diffusion:temp_flow_grpo", "Flow-GRPO that branches at one step, weighted by its noise",
-    sde_window_size=1, sde_window_move="anywhere", same_latent=True, embedded="embedded/temp_flow_grpo",
+_algorithm("ddpo", "clipped ratios of DDIM steps", prediction="epsilon", num_steps=50, noise_level=1.0)
+_algorithm(
+    "dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon", num_steps=50, noise_level=1.0, beta=0.01
+)
+_algorithm(
+    "awm", "the loss of pretraining, weighted by advantages", **_on_data, old_policy=True, clipped_advantages=True,
+    clip_range=1.0, decay_type=3,
 )  # fmt: skip
-entry(
-    "diffusion_nft", "diffusion:diffusion_nft", "policy improvement on the forward process",
-    trajectories=_any_trajectory, trains_on="data", reference=True, old_policy=True, clipped_advantages=True,
-    timestep_choice="random", embedded="embedded/diffusion_nft",
+_algorithm(
+    "dgpo", "a prompt's better samples against its worse ones", **_on_data, reference=True, coupled="groups",
+    decay_type=3, min_sigma=0.3,
 )  # fmt: skip
-entry(
-    "ddpo", "diffusion:ddpo", "clipped ratios of DDIM steps", prediction="epsilon", num_steps=50, noise_level=1.0,
-    embedded="embedded/ddpo",
+_algorithm(
+    "crd", "the model's implicit reward fitted to the given one, within each prompt", **_on_data, reference=True,
+    old_policy=True, coupled="groups", clipped_advantages=True,
 )  # fmt: skip
-entry(
-    "dpok", "diffusion:dpok", "policy gradient of DDIM steps with a KL", prediction="epsilon", num_steps=50,
-    noise_level=1.0, beta=0.01, embedded="embedded/dpok",
+_algorithm(
+    "diffusion_dpo", "pairs of a preferred and another sample", **_on_data, reference=True, coupled="pairs",
+    decay_type=3, dpo_beta=5000.0,
 )  # fmt: skip
-entry(
-    "awm", "diffusion:awm", "the loss of pretraining, weighted by advantages", **_on_data, old_policy=True,
-    clipped_advantages=True, clip_range=1.0, decay_type=3, embedded="embedded/awm",
+_algorithm("rwr", "reward-weighted regression: supervised, weighted by exp(advantage)", **_on_data)
+_algorithm(
+    "diffusion_opd", "distillation from a teacher on the model's own SDE steps", grouped=False, teacher=True,
+    n_samples_per_prompt=1,
 )  # fmt: skip
-entry(
-    "dgpo", "diffusion:dgpo", "a prompt's better samples against its worse ones", **_on_data, reference=True,
-    coupled="groups", decay_type=3, min_sigma=0.3, embedded="embedded/dgpo",
-)  # fmt: skip
-entry(
-    "crd", "diffusion:crd", "the model's implicit reward fitted to the given one, within each prompt", **_on_data,
-    reference=True, old_policy=True, coupled="groups", clipped_advantages=True, embedded="embedded/crd",
-)  # fmt: skip
-entry(
-    "diffusion_dpo", "diffusion:diffusion_dpo", "pairs of a preferred and another sample", **_on_data, reference=True,
-    coupled="pairs", decay_type=3, dpo_beta=5000.0, embedded="embedded/diffusion_dpo",
-)  # fmt: skip
-entry(
-    "rwr", "diffusion:rwr", "reward-weighted regression: supervised, weighted by exp(advantage)", **_on_data,
-    embedded="embedded/rwr",
-)  # fmt: skip
-entry(
-    "diffusion_opd", "diffusion:diffusion_opd", "distillation from a teacher on the model's own SDE steps",
-    grouped=False, teacher=True, n_samples_per_prompt=1, embedded="embedded/diffusion_opd",
-)  # fmt: skip
-entry(
-    "reward_fl", "diffusion:reward_fl", "the gradient of a differentiable reward", trajectories=("ode",),
-    trains_on="reward", grouped=False, num_steps=8, learning_rate=2.5e-6, warmup_steps=10, n_samples_per_prompt=1,
-    train_batch_size=8, embedded="embedded/reward_fl",
+_algorithm(
+    "reward_fl", "the gradient of a differentiable reward", trajectories=("ode",), trains_on="reward", grouped=False,
+    num_steps=8, learning_rate=2.5e-6, warmup_steps=10, n_samples_per_prompt=1, train_batch_size=8,
 )  # fmt: skip
 
 entry = vlm_families.below(f"{MODELS}.vlm.families")
@@ -341,10 +332,7 @@ entry(
     "qwen_image_edit_plus", "qwen_image_edit:QwenImageEditPlus",
     "Qwen-Image-Edit 2509 and later: up to three images in, one out", pipeline="QwenImageEditPlusPipeline",
 )  # fmt: skip
-entry(
-    "cosmos_predict2", "cosmos:CosmosPredict2", "Cosmos-Predict2",
-    pipeline="Cosmos2TextToImagePipeline",
-)  # fmt: skip
+entry("cosmos_predict2", "cosmos:CosmosPredict2", "Cosmos-Predict2", pipeline="Cosmos2TextToImagePipeline")
 entry(
     "sd15", "sd15:StableDiffusion15", "Stable Diffusion 1.5", pipeline="StableDiffusionPipeline",
     prediction="epsilon",

@@ -221,18 +221,21 @@ class GuardConfig(Section):
         )
         require(self.gold_recipe is None or self.gold_fn is None, "give gold_recipe or gold_fn, not both")
 
-    def check_scored(self, evaluated: bool, drawn: bool = True) -> None:
-        """Gold that is named scores held-out prompts, where these are evaluated, or rollouts, where these are drawn."""
+    def check_run(self, gold: bool, evaluated: bool, drawn: bool = True) -> None:
+        """Raise ConfigError where gold that is named has nothing to score, or checkpoint-best (of eval_gold) no gold.
+
+        Args:
+            gold: whether the run has gold, be it a built-in task's.
+            evaluated: whether there are held-out prompts.
+            drawn: whether there are rollouts.
+        """
+        need = "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold: "
+        require(not self.keeps_best or gold, need + "name a judge by --gold_recipe or --gold_fn")
+        require(not self.keeps_best or evaluated, need + "name held-out prompts by --eval_data")
         named = self.gold_recipe is not None or self.gold_fn is not None
         none = "gold_every 0, or watch false" if drawn else "pairs of a file"
         told = f"gold has nothing to score: no rollouts ({none}), and no held-out prompts (eval_data, max_eval_samples)"
         require(not named or evaluated or (drawn and self.judges_rollouts), told)
-
-    def check_best(self, gold: bool, evaluated: bool) -> None:
-        """The best checkpoint is that of the best eval_gold: a run needs gold, and held-out prompts, to have one."""
-        need = "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold: "
-        require(not self.keeps_best or gold, need + "name a judge by --gold_recipe or --gold_fn")
-        require(not self.keeps_best or evaluated, need + "name held-out prompts by --eval_data")
 
     def gold(self, reward: RewardConfig) -> RewardConfig | None:
         """How gold is scored; None where nothing is named. reward: of the run, for limits and token of calls."""

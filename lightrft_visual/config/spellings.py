@@ -87,44 +87,34 @@ class Removed:
     harmless: tuple[Any, ...] = ()
 
 
-# By the setting's own name, or by its path where another setting has the same name.
+# (the setting's own name, or its path where another setting has the same name; instead; values that are harmless)
 REMOVED: dict[str, Removed] = {
-    "force": Removed("use --plan force", harmless=(False,)),
-    "train_while_scoring": Removed(
-        "leave it out; training waits for all rewards, and remote scorers work beside generation and forward passes",
-        harmless=(True, False),
-    ),
-    "ask_key": Removed("leave it out; score drawings by scorers of images, or by a judge", harmless=("",)),
-    "redraw_key": Removed("leave it out; score answers by rules or by a judge", harmless=("",)),
-    "embedded_tie_embeddings": Removed(
-        "leave it out; the embedded models have embeddings of their own", harmless=(False,)
-    ),
-    "parity_samples": Removed(
-        "leave it out; probes have 4 prompts, and --parity_every 0 turns the gate off", harmless=(4,)
-    ),
-    "noisy_rollout_decay": Removed("leave it out; the noise vanishes by the paper's schedule", harmless=(30, 30.0)),
-    "noisy_rollout_midpoint": Removed("leave it out; the noise vanishes by the paper's schedule", harmless=(0.67,)),
-    "selective_replay_alpha": Removed(
-        "leave it out; samples are drawn in proportion to their advantage", harmless=(1, 1.0)
-    ),
-    "max_nonfinite_steps": Removed("leave it out; a run ends after 3 skipped steps in a row", harmless=(3,)),
-    "learn_steps": Removed("leave it out; the guard learns its bands from 5 steps", harmless=(5,)),
-    "band_width": Removed("leave it out; the guard's bands reach 6 standard deviations", harmless=(6, 6.0)),
-    "reward_ray_actors": Removed("use --distributed.resources.reward_num_workers", harmless=(1,)),
-    "homogeneous_batches": Removed(
-        "use --prompt_mixing turns, with a file of questions and one of drawings", harmless=(False,)
-    ),
-    "reward_weights_file": Removed(
-        "leave it out; weights stand in reward_recipe, and hold for a run: resume it with others", harmless=(None,)
-    ),
-    "reward_num_cpus": Removed("leave it out; Ray reserves no cores for rewards", harmless=(0, 0.0)),
-    "worker_timeout": Removed(
-        "leave it out; a worker that does not answer for an hour is started again", harmless=(3600, 3600.0)
-    ),
-    "prompt_cache_gib": Removed("leave it out; encoded prompts are kept in memory", harmless=(2, 2.0)),
-    "ema_warmup": Removed("leave it out; the average is warmed up, as in Flow-GRPO's code", harmless=(True,)),
-    "pairs_per_prompt": Removed("leave it out; all samples of a prompt make pairs", harmless=(None,)),
-}
+    name: Removed(instead, tuple(harmless))
+    for name, instead, *harmless in (
+        ("force", "use --plan force", False),
+        ("train_while_scoring", "leave it out; training waits for all rewards, and remote scorers work beside "
+         "generation and forward passes", True, False),
+        ("ask_key", "leave it out; score drawings by scorers of images, or by a judge", ""),
+        ("redraw_key", "leave it out; score answers by rules or by a judge", ""),
+        ("embedded_tie_embeddings", "leave it out; the embedded models have embeddings of their own", False),
+        ("parity_samples", "leave it out; probes have 4 prompts, and --parity_every 0 turns the gate off", 4),
+        ("noisy_rollout_decay", "leave it out; the noise vanishes by the paper's schedule", 30),
+        ("noisy_rollout_midpoint", "leave it out; the noise vanishes by the paper's schedule", 0.67),
+        ("selective_replay_alpha", "leave it out; samples are drawn in proportion to their advantage", 1),
+        ("max_nonfinite_steps", "leave it out; a run ends after 3 skipped steps in a row", 3),
+        ("learn_steps", "leave it out; the guard learns its bands from 5 steps", 5),
+        ("band_width", "leave it out; the guard's bands reach 6 standard deviations", 6),
+        ("reward_ray_actors", "use --distributed.resources.reward_num_workers", 1),
+        ("homogeneous_batches", "use --prompt_mixing turns, with a file of questions and one of drawings", False),
+        ("reward_weights_file", "leave it out; weights stand in reward_recipe, and hold for a run: resume it with "
+         "others", None),
+        ("reward_num_cpus", "leave it out; Ray reserves no cores for rewards", 0),
+        ("worker_timeout", "leave it out; a worker that does not answer for an hour is started again", 3600),
+        ("prompt_cache_gib", "leave it out; encoded prompts are kept in memory", 2),
+        ("ema_warmup", "leave it out; the average is warmed up, as in Flow-GRPO's code", True),
+        ("pairs_per_prompt", "leave it out; all samples of a prompt make pairs", None),
+    )
+}  # fmt: skip
 
 
 def removed(name: str) -> Removed | None:
@@ -331,8 +321,7 @@ DIFFERENT: dict[str, str | tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Spoken:
-    """What users type: the four tables of this module and of translations.py. aliases_of and translations are by the
-    class of the schema."""
+    """What users type, in four tables. aliases_of and translations are by the class of the schema."""
 
     aliases: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     aliases_of: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

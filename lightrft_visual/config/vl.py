@@ -314,8 +314,7 @@ class RunConfig(Section):
             "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
             "set train_batch_size",
         )
-        self.guard.check_best(self.gold is not None, self.data.evaluated)
-        self.guard.check_scored(self.data.evaluated)
+        self.guard.check_run(self.gold is not None, self.data.evaluated)
         self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)
         self._check_async()
@@ -339,11 +338,19 @@ class RunConfig(Section):
             "max_staleness above 0 generates ahead with the trained weights, and an evaluation of the averaged ones "
             "(eval_ema, the default with enable_ema) cannot be part of that: add --eval_ema false",
         )
-        ahead.check_sampling(
-            rollout.engine_type,
-            registry.engines[rollout.engine_type].continues,
-            counts=rollout.min_new_tokens > 1 or rollout.use_fire,
-            shaped=rollout.top_p != 1 or rollout.top_k != -1,
+        require(
+            not ahead.partial_rollouts or (rollout.min_new_tokens <= 1 and not rollout.use_fire),
+            "partial_rollouts make responses in segments, and min_new_tokens and use_fire count from a response's "
+            "first token: leave them out",
+        )
+        require(
+            not ahead.partial_rollouts or registry.engines[rollout.engine_type].continues,
+            f"engine {rollout.engine_type} cannot go on with a response, as partial_rollouts need",
+        )
+        require(
+            ahead.stale_correction == "none" or (rollout.top_p == 1 and rollout.top_k == -1),
+            "stale_correction behaviour reads sampled log-probs, which top_p < 1 or top_k leave undefined: "
+            "use top_p 1, top_k -1, or async.stale_correction none",
         )
 
     @property

@@ -94,9 +94,10 @@ def meet() -> None:
         pause = min(2 * pause, 0.1)
 
 
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks; a new tensor on the argument's device, which may be the host whatever the backend is."""
-    return _all_reduce(tensor, dist.ReduceOp.SUM)
+def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum over all ranks, or those of a group; a new tensor on the argument's device, which may be the host whatever
+    the backend is."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM, group)
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,11 +173,6 @@ def broadcast_tensor(tensor: torch.Tensor, source: int) -> None:
         tensor.copy_(moved)
 
 
-def sum_in_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum over the ranks of a group; a new tensor, on the argument's device."""
-    return _all_reduce(tensor, dist.ReduceOp.SUM, group)
-
-
 def gather_in_group(tensor: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Each group member's tensor (sizes[member], ...), in rank order.
 
@@ -198,13 +194,10 @@ def neighbours(size: int, tensors: bool = False) -> dist.ProcessGroup | None:
 
     `size` must divide the number of ranks. tensors: for tensors of the accelerator instead of objects.
     """
-    own = None
-    for first in range(0, world_size(), size) if size > 1 else ():
-        # Every rank makes every group; objects go through the host, whatever the accelerator's backend is.
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, timeout=_limit, backend=None if tensors else "gloo")
-        own = group if rank() in ranks else own
-    return own
+    if size == 1:
+        return None
+    # Objects go through the host, whatever the accelerator's backend is.
+    return dist.new_subgroups(size, timeout=_limit, backend=None if tensors else "gloo")[0]
 
 
 def share_cores(most: int | None = None) -> None:

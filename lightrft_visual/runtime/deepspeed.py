@@ -1,7 +1,5 @@
 """DeepSpeed ZeRO 0 to 3 behind one small interface: the ranks of a run, and modules that it prepares."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -10,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import deepspeed
 import torch
@@ -95,7 +93,7 @@ class OptimizerSettings:
         return [{"params": parameters, "lr": rate} for ((_, rate), _), parameters in by_type if parameters]
 
     @classmethod
-    def from_config(cls, train: Training, learning_rate: float, updates: int) -> OptimizerSettings:
+    def from_config(cls, train: Training, learning_rate: float, updates: int) -> Self:
         """Those of a run.
 
         Args:
@@ -278,7 +276,7 @@ class DeepspeedStrategy:
             zero |= gather_by_blocks(module)
         if c.adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": get_accelerator().device_name() != "cpu"}
-        config = self._base_config(zero | self._division())
+        config = self._base_config(zero)
         config["gradient_clipping"] = settings.max_norm
         accumulated = c.accumulated_in(self.bf16)
         if accumulated is not None:
@@ -289,12 +287,11 @@ class DeepspeedStrategy:
 
     def _divided_config(self, **more: int) -> dict[str, Any]:
         """Of ZeRO-3 without an optimizer. more: of its settings."""
-        return self._base_config({"stage": 3} | self._division() | more)
-
-    def _division(self) -> dict[str, Any]:
-        return {"zero_hpz_partition_size": self.config.zpg} if self.config.zpg > 1 else {}
+        return self._base_config({"stage": 3} | more)
 
     def _base_config(self, zero: dict[str, Any]) -> dict[str, Any]:
+        if self.config.zpg > 1:
+            zero = zero | {"zero_hpz_partition_size": self.config.zpg}
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             # Only a switch here: boundaries are set by hand and losses are not divided by it. 1 would turn the

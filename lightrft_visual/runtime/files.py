@@ -1,7 +1,5 @@
 """Files that are whole or not there, JSON lines that survive a crash in their middle, and YAML that is safe to load."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import fcntl
@@ -18,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Self, TextIO, TypeVar
 
 import yaml
 
@@ -271,7 +269,7 @@ class FolderLock:
         self._finalizer = weakref.finalize(self, _let_go, path, file, os.getpid())
 
     @classmethod
-    def take(cls, folder: Path, setting: str = "output_dir") -> FolderLock | None:
+    def take(cls, folder: Path, setting: str = "output_dir") -> Self | None:
         """Lock the folder, made where it is missing; None, with a warning, where its file system has no locks.
 
         setting: that names it. Raises FolderInUse, which names the process that holds it, and ConfigError where it

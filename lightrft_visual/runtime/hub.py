@@ -87,35 +87,23 @@ def fetch_model(name: str, code: bool = False, files: Sequence[str] = PATTERNS) 
     """
     if os.path.isdir(name) or offline() or not (is_hub_name(name) or NAME.fullmatch(f"owner/{name}")):
         return  # the first models of the hub have no owner
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     with first_on_host(name):
-        try:
-            snapshot_download(name, allow_patterns=[*files, *["*.py"] * code], ignore_patterns=IGNORED)
-        except LocalEntryNotFoundError as error:  # whoever loads it would ask again, for most of a minute
-            why = str(error.__cause__ or error).splitlines()[0]
-            raise ConfigError(
-                f"model {name} cannot be loaded ({looked_at(name)}, which did not answer: {why})"
-            ) from error
-        except (OSError, ValueError):  # whoever loads it says what is wrong
-            return
+        if why := _unanswered(name, allow_patterns=[*files, *["*.py"] * code], ignore_patterns=IGNORED):
+            raise ConfigError(f"model {name} cannot be loaded ({looked_at(name)}, which did not answer: {why})")
 
 
-def _unanswered(name: str, revision: str | None) -> str:
-    """Why the hub does not answer for a data set, whose loader would ask again for half a minute; "" where it does."""
+def _unanswered(name: str, **wanted: Any) -> str:
+    """Fetch from the hub. Why it does not answer, "" where it does: whoever loads a name would ask again, for up to a
+    minute, and says by itself whatever else is wrong."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    with tempfile.TemporaryDirectory() as nothing_yet:  # else what was fetched before would be the answer
-        try:
-            snapshot_download(
-                name, repo_type="dataset", revision=revision, allow_patterns=["README.md"], cache_dir=nothing_yet
-            )
-        except LocalEntryNotFoundError as error:
-            return str(error.__cause__ or error).splitlines()[0]
-        except (OSError, ValueError):  # it answers, and the loader says what is wrong
-            return ""
+    try:
+        snapshot_download(name, **wanted)
+    except LocalEntryNotFoundError as error:
+        return str(error.__cause__ or error).splitlines()[0]
+    except (OSError, ValueError):
+        return ""
     return ""
 
 
@@ -137,8 +125,10 @@ def load_data_set(name: str, split: str) -> Any:
 
     plain, _, revision = name.partition("@")
     try:
-        with first_on_host(f"{name}|{split}"):
-            why = "" if offline() else _unanswered(plain, revision or None)
+        with first_on_host(f"{name}|{split}"), tempfile.TemporaryDirectory() as nothing_yet:
+            # Into a cache of its own: else what was fetched before would be the answer.
+            asked = {"repo_type": "dataset", "revision": revision or None, "cache_dir": nothing_yet}
+            why = "" if offline() else _unanswered(plain, allow_patterns=["README.md"], **asked)
             if not why:
                 return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
             if (found := _prepared(plain, split)) is None:

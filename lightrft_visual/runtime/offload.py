@@ -1,11 +1,9 @@
 """Models and tensors that take turns on an accelerator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -111,7 +109,7 @@ class OffloadedModule:
         with self:
             return self.score(*arguments)
 
-    def __enter__(self) -> OffloadedModule:
+    def __enter__(self) -> Self:
         if not self._visits:
             self._stay.enter_context(on_device(self.module, self.device, offload=True))
         self._visits += 1

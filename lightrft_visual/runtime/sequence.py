@@ -6,12 +6,10 @@ pass gives the gradients of its own slice; since losses are shares that add up o
 rank would have, and DeepSpeed needs to know nothing of the groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ class SequenceGroup:
     objects: dist.ProcessGroup
 
     @classmethod
-    def of(cls, size: int) -> SequenceGroup | None:
+    def of(cls, size: int) -> Self | None:
         """The group of `size` ranks beside each other that this rank is in; None for 1. A collective of all ranks.
 
         Raises ConfigError where the ranks do not divide into such groups.
@@ -98,7 +96,7 @@ class _Joined(torch.autograd.Function):
         ctx.save_for_backward(indices)
         whole = part.new_zeros(count, *part.shape[1:])
         whole[indices] = part
-        return collectives.sum_in_group(whole, group)
+        return collectives.all_reduce_sum(whole, group)
 
     @staticmethod
     def backward(ctx, gradient: T) -> tuple[T | None, ...]:
@@ -113,5 +111,5 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: T) -> tuple[T | None, ...]:
-        whole = collectives.sum_in_group(gradient.contiguous(), ctx.group)
+        whole = collectives.all_reduce_sum(gradient.contiguous(), ctx.group)
         return whole.split(ctx.sizes)[ctx.index], None, None, None

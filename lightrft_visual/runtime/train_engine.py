@@ -315,7 +315,7 @@ class TrainEngine:
         if not paths:
             raise CheckpointError(f"{folder} has no {named}: was it saved with ZeRO-{self.zero_stage}?")
         model, read = engine.checkpoint_engine.load(str(paths[0]), map_location="cpu"), engine.checkpoint_engine.map
-        saved = [read(path)["optimizer_state_dict"] for path in files_of_ranks(folder, saved_ranks, "optim_states")]
+        saved = [read(path)["optimizer_state_dict"] for path in files_of_ranks(folder, saved_ranks)]
         if divided:
             zero.checkpoint_event_prologue()
             content = stage_3(saved, zero, collectives.rank(), collectives.world_size())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 SHARED_MEMORY = "deepspeed_shm_comm"
 
@@ -38,14 +39,8 @@ def without_shared_memory() -> Iterator[None]:
     """
     import deepspeed
 
-    compatible = deepspeed.ops.__compatible_ops__
-    before = dict(compatible)
-    compatible[SHARED_MEMORY] = False
-    try:
+    with patch.dict(deepspeed.ops.__compatible_ops__, {SHARED_MEMORY: False}):
         yield
-    finally:
-        compatible.clear()
-        compatible.update(before)
 
 
 @contextmanager
@@ -59,12 +54,8 @@ def gradients_one_by_one() -> Iterator[None]:
     """
     from deepspeed.runtime.zero import stage3
 
-    before = stage3.z3_leaf_parameter
-    stage3.z3_leaf_parameter = lambda parameter: False
-    try:
+    with patch.object(stage3, "z3_leaf_parameter", lambda parameter: False):
         yield
-    finally:
-        stage3.z3_leaf_parameter = before
 
 
 def settle_gradients(engine: Any) -> None:
@@ -107,11 +98,8 @@ def folder_taken_literally(engine: Any) -> Iterator[None]:
     Versions: DeepSpeed 0.14 to 0.19.
     """
     found_by = engine._get_all_ckpt_names
-    engine._get_all_ckpt_names = lambda folder, tag: found_by(glob.escape(folder), tag)
-    try:
+    with patch.object(engine, "_get_all_ckpt_names", lambda folder, tag: found_by(glob.escape(folder), tag)):
         yield
-    finally:
-        del engine._get_all_ckpt_names
 
 
 @contextmanager
@@ -136,11 +124,8 @@ def number_of_threads_settable() -> Iterator[None]:
     """
     import torch
 
-    own = torch.set_num_threads
-    try:
+    with patch.object(torch, "set_num_threads", torch.set_num_threads):
         yield
-    finally:
-        torch.set_num_threads = own
 
 
 @contextmanager

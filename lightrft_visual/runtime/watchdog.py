@@ -194,8 +194,8 @@ class Watchdog:
         except OSError:  # who asked is gone again
             return
         connection.settimeout(GREETING_LIMIT)
-        try:
-            said = json.loads(_line(connection))
+        try:  # without a buffer, in which what stands behind the greeting would be lost
+            said = json.loads(connection.makefile("rb", buffering=0).readline())
         except (OSError, ValueError):
             said = None
         if not isinstance(said, list) or said[:1] != [password] or len(said) != 2:
@@ -218,11 +218,10 @@ class Watchdog:
     def keep(self, connection: socket.socket, other: int) -> None:
         """Hold the connection to another rank."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        limits = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": PROBES}
-        limits["TCP_USER_TIMEOUT"] = SILENCE * 1000  # for words without an answer, during which nothing is probed
-        for name, value in limits.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        limits = {socket.TCP_KEEPIDLE: IDLE, socket.TCP_KEEPINTVL: INTERVAL, socket.TCP_KEEPCNT: PROBES}
+        limits[socket.TCP_USER_TIMEOUT] = SILENCE * 1000  # for words without an answer, during which nothing is probed
+        for option, value in limits.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._heard[other] = Heard(self.clock())
         self._connections[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection, other))
@@ -266,17 +265,6 @@ class Watchdog:
             return
         self.say(*((LEFT,) if self.rank else (END, why)))  # it is not this rank that the others are to name
         self.end(f"{why}; rank {self.rank} ends in stage: {self.stage}")
-
-
-def _line(connection: socket.socket) -> bytes:
-    """What comes until a line's end, and nothing behind it."""
-    found = b""
-    while not found.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            break
-        found += byte
-    return found
 
 
 def end_process(message: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -27,13 +28,12 @@ def loading_divided(settings: dict[str, Any]) -> Iterator[None]:
     the device only, and the precision is that of the loading.
     """
     known_to_transformers = HfDeepSpeedConfig(settings)  # by a weak reference
-    plain = deepspeed.zero.Init
-    deepspeed.zero.Init = partial(plain, tensor_overrides=[DeepSpeedTensorOverride.device])
+    dividing = partial(deepspeed.zero.Init, tensor_overrides=[DeepSpeedTensorOverride.device])
     try:
-        with torch.random.fork_rng([]):  # what weights that are overwritten are drawn from is used again
+        # What weights that are overwritten are drawn from is used again.
+        with patch.object(deepspeed.zero, "Init", dividing), torch.random.fork_rng([]):
             yield
     finally:
-        deepspeed.zero.Init = plain
         unset_hf_deepspeed_config()
         del known_to_transformers
 

@@ -126,12 +126,15 @@ def test_best_metric_of_a_supervised_run_needs_held_out_rows():
     load_config(SFTRunConfig, [*rows, "--eval_data", "b.jsonl"], preset=None)
 
 
-def test_gold_is_asked_with_the_limits_and_the_token_of_the_rewards_and_by_what_it_names_alone():
+def test_gold_is_asked_with_the_limits_the_token_and_the_failure_policy_of_the_rewards_and_by_what_it_names_alone():
     words = "--prompt_data a.jsonl --reward_fn a.py:f --gold_recipe {'*':[[remote,http://h/j,1.0]]}"
     limits = "--reward_token_env TOKEN --reward_timeout 9 --reward_retries 1 --no_reward_probe --reward_wire openrlhf"
-    gold = load(f"{words} {limits}").gold
+    gold = load(f"{words} {limits} --reward_max_invalid 0.9 --on_reward_error skip").gold
     assert (gold.reward_token_env, gold.reward_timeout, gold.reward_retries) == ("TOKEN", 9, 1)
-    assert (gold.reward_probe, gold.reward_fn, gold.reward_wire) == (False, None, "auto")
+    assert (gold.reward_max_invalid, gold.on_reward_error, gold.reward_probe) == (0.9, "skip", False)
+    assert (gold.reward_fn, gold.reward_wire) == (None, "auto")
+    gold = load("--gold_fn a.py:f --reward_fn b.py:g").gold
+    assert (gold.reward_fn, gold.reward_recipe) == ("a.py:f", None)
     assert load("--prompt_data a.jsonl --reward_fn a.py:f").gold is None
 
 
@@ -173,12 +176,3 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
 def test_settings_of_a_critic_are_said_to_do_nothing_without_one(settings, told, caplog):
     check_run(AlgorithmConfig(**settings), RolloutConfig())
     assert [each.message for each in caplog.records] == told
-
-
-def test_gold_is_asked_with_the_limits_and_the_failure_policy_of_the_rewards():
-    config = load(
-        "--reward_max_invalid 0.9 --on_reward_error skip --reward_timeout 7 --gold_fn a.py:f --reward_fn b.py:g"
-    )
-    gold = config.guard.gold(config.reward)
-    assert (gold.reward_max_invalid, gold.on_reward_error, gold.reward_timeout) == (0.9, "skip", 7.0)
-    assert (gold.reward_fn, gold.reward_recipe) == ("a.py:f", None)

@@ -158,9 +158,12 @@ class CheckpointManager:
         if resumable and not name.startswith(PREFIX):
             raise CheckpointError(f"a resumable checkpoint's name starts with {PREFIX!r}: {name!r}")
         staging = self.root / f"{STAGING}{name}"
+        numbers = {key: float(value) for key, value in (metrics or {}).items()}
+        measured = {key: value for key, value in numbers.items() if math.isfinite(value)}
 
         def publish(files: dict[str, dict[str, Any]], paused: float | None = None) -> None:
-            self._publish(staging, name, self._content(step, files, metrics, resumable, model))
+            content = {"step": step, "resumable": resumable, "model": model, "metrics": measured, "files": files}
+            self._publish(staging, name, content)
             size, seconds = sum(each["size"] for each in files.values()), time.monotonic() - began
             self.saved.append(Saved(name, size, seconds, seconds if paused is None else paused))
             if numbered:
@@ -290,31 +293,12 @@ class CheckpointManager:
         merged = {key: value for part in all_gather_object(mine) for key, value in part.items()}
         return dict(sorted(merged.items()))
 
-    def _content(
-        self,
-        step: int,
-        files: dict[str, dict[str, Any]],
-        metrics: Mapping[str, float] | None,
-        resumable: bool,
-        model: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        numbers = {key: float(value) for key, value in (metrics or {}).items()}
-        last = max((present["sequence"] for _, present in self._present() if present), default=0)
-        return {
-            "step": step,
-            "sequence": last + 1,
-            "world_size": world_size(),
-            "resumable": resumable,
-            "model": model,
-            "metrics": {key: value for key, value in numbers.items() if math.isfinite(value)},
-            "versions": {package: installed_version(package) for package in VERSIONED},
-            "files": files,
-        }
-
     def _publish(self, staging: Path, name: str, content: dict[str, Any]) -> None:
         if not content["files"]:
             raise CheckpointError(f"nothing was written for {name}")
-        write_manifest(staging, content)
+        last = max((present["sequence"] for _, present in self._present() if present), default=0)
+        versions = {package: installed_version(package) for package in VERSIONED}
+        write_manifest(staging, content | {"sequence": last + 1, "world_size": world_size(), "versions": versions})
         target, old = self.root / name, self.root / f"{REPLACED}{name}"
         if target.exists():
             os.rename(target, old)

@@ -6,6 +6,7 @@ written, and no rank ever has the whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,14 @@ T = torch.Tensor
 States = dict[int, dict[str, Any]]  # of an optimizer, by the number of the tensor that it steps
 
 
-def files_of_ranks(folder: Path, ranks: int, kind: str) -> list[Path]:
-    """DeepSpeed's files of each rank. CheckpointError where one is missing.
-
-    Args:
-        folder: of one engine in a checkpoint.
-        ranks: how many saved it.
-        kind: optim_states or model_states.
-    """
+def files_of_ranks(folder: Path, ranks: int) -> list[Path]:
+    """DeepSpeed's file of each rank's optimizer in the folder of an engine that so many ranks saved. CheckpointError
+    where one is missing."""
     found = []
     for rank in range(ranks):
-        named = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"))
+        named = sorted(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
         if not named:
-            raise CheckpointError(f"{folder} has no {kind} of rank {rank}, though {ranks} rank(s) saved it")
+            raise CheckpointError(f"{folder} has no optim_states of rank {rank}, though {ranks} rank(s) saved it")
         found.append(named[0])
     return found
 
@@ -141,11 +137,10 @@ def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int
     groups: dict[int, list[int]] = {}
     for number, group in enumerate(zero.fp16_groups):
         groups.setdefault(zero.sub_group_to_group_id[number], []).extend(each.ds_numel for each in group)
-    where = [
-        (number, offset, numel)
-        for number, sizes in enumerate(sub_groups(list(groups.values()), len(saved), zero.sub_group_size))
-        for offset, numel in _offsets(sizes, len(saved))
-    ]
+    where: list[tuple[int, int, int]] = []  # of each parameter: sub-group, where it begins in a rank's, elements
+    for number, sizes in enumerate(sub_groups(list(groups.values()), len(saved), zero.sub_group_size)):
+        offsets = accumulate((share(numel, len(saved)) for numel in sizes), initial=0)
+        where += [(number, offset, numel) for offset, numel in zip(offsets, sizes)]
     masters, states = [], {}
     for number, group in enumerate(zero.fp16_groups):
         mine, where = where[: len(group)], where[len(group) :]
@@ -166,12 +161,3 @@ def stage_3(saved: Sequence[Mapping[str, Any]], zero: Any, rank: int, ranks: int
             )
     content = {"optimizer_state_dict": _optimizer(base, states, empty), "fp32_flat_groups": masters}
     return dict(saved[0]) | content | {"partition_count": zero.partition_count}
-
-
-def _offsets(sizes: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-    """(where a parameter's share begins in a rank's flat sub-group, its elements) of each."""
-    found, at = [], 0
-    for numel in sizes:
-        found.append((at, numel))
-        at += share(numel, ranks)
-    return found

@@ -3,8 +3,6 @@ states, torch's modes, the working folder, stdout and stderr, handlers of signal
 that a function changes, such as the environment or filters of warnings, stays as it leaves it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 log = logging.getLogger(__name__)
 FORKED = 70  # exit code of a child that a user's function made by os.fork and let run on (EX_SOFTWARE)
@@ -105,7 +103,7 @@ class BorrowedStream:
         """Only remembered."""
         self.closed = True
 
-    def __enter__(self) -> BorrowedStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,41 +35,39 @@ def test_sub_groups_follow_what_a_rank_holds(groups, ranks, largest, expected):
 
 def test_a_missing_rank_is_named(tmp_path):
     (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    assert len(files_of_ranks(tmp_path, 1, "optim_states")) == 1
+    assert len(files_of_ranks(tmp_path, 1)) == 1
     with pytest.raises(CheckpointError, match="no optim_states of rank 1, though 2 rank"):
-        files_of_ranks(tmp_path, 2, "optim_states")
+        files_of_ranks(tmp_path, 2)
 
 
 STATE = {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(1.0, 4.0)}}
 
 
-@pytest.mark.parametrize("state", [{}, STATE])
-def test_moments_of_an_optimizer_that_has_not_stepped_are_left_out_under_zero_1_and_2(state):
-    """Such as that of an actor that a critic goes ahead of."""
-    one = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    file = {"base_optimizer_state": one, "single_partition_of_fp32_groups": [torch.arange(1.0, 4.0)]}
-    parameter = torch.nn.Parameter(torch.zeros(2))
+def zero_2(one, saved, parameter):
+    file = {"base_optimizer_state": one, "single_partition_of_fp32_groups": [saved]}
     zero = SimpleNamespace(
         single_partition_of_fp32_groups=[parameter], optimizer=torch.optim.AdamW([parameter]),
         round_robin_bit16_groups=[[torch.zeros(3)]], round_robin_bit16_padding=[[0]],
     )  # fmt: skip
     found = stages_1_and_2([file], zero, 0)
-    assert found["single_partition_of_fp32_groups"][0].tolist() == [1, 2]
-    moments = found["base_optimizer_state"]["state"]
-    assert {number: each["exp_avg"].tolist() for number, each in moments.items()} == ({0: [1, 2]} if state else {})
+    return found["single_partition_of_fp32_groups"][0], found["base_optimizer_state"]["state"]
 
 
-@pytest.mark.parametrize("state", [{}, STATE])
-def test_moments_of_an_optimizer_that_has_not_stepped_are_left_out_under_zero_3(state):
-    one = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    file = {"optimizer_state_dict": one, "fp32_flat_groups": [torch.arange(1.0, 4.0)]}
-    parameter = torch.nn.Parameter(torch.zeros(2))
+def zero_3(one, saved, parameter):
     zero = SimpleNamespace(
         optimizer=torch.optim.AdamW([parameter]), fp16_groups=[[SimpleNamespace(ds_numel=3)]],
         sub_group_to_group_id={0: 0}, sub_group_size=100, partition_count=2,
         _set_fp32_optimizer_param_groups=lambda: None, _clear_fp32_optimizer_param_groups=lambda: None,
     )  # fmt: skip
-    found = stage_3([file], zero, 0, 2)
-    assert found["fp32_flat_groups"][0].tolist() == [1, 2]
-    moments = found["optimizer_state_dict"]["state"]
+    found = stage_3([{"optimizer_state_dict": one, "fp32_flat_groups": [saved]}], zero, 0, 2)
+    return found["fp32_flat_groups"][0], found["optimizer_state_dict"]["state"]
+
+
+@pytest.mark.parametrize("stage", [zero_2, zero_3])
+@pytest.mark.parametrize("state", [{}, STATE])
+def test_moments_of_an_optimizer_that_has_not_stepped_are_left_out(stage, state):
+    """Such as that of an actor that a critic goes ahead of."""
+    one = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    master, moments = stage(one, torch.arange(1.0, 4.0), torch.nn.Parameter(torch.zeros(2)))
+    assert master.tolist() == [1, 2]
     assert {number: each["exp_avg"].tolist() for number, each in moments.items()} == ({0: [1, 2]} if state else {})
