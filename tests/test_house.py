@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2485, "experience": 3110, "config": 5008, "runtime": 5939, "data": 3606,
+    "": 2485, "experience": 3114, "config": 5008, "runtime": 5939, "data": 3606,
     "models": 5937, "rollout": 5422, "rewards": 4415, "algorithms": 1835, "trainer": 7593, "observe": 3570,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
