@@ -219,14 +219,10 @@ class AdvantageCalculator:
         if any(experience.packed_seq_lens is not None for experience in experiences):
             raise ValueError("advantages are computed on padded experiences, before samples are packed")
         sizes = [len(experience.action_mask) for experience in experiences]
-        if not experiences:
-            none = _flat_rewards(rewards, sizes)
-            self._shape(none, none.bool(), [], max_new_tokens, {})  # other ranks may wait in the running norm
-            if self.grouped:
-                self.compared([], GroupStatistics(none, none.long(), none.bool()), {})  # or in a norm of its own
-            return experiences, []
-        valid = torch.cat([_valid(experience) for experience in experiences])
-        flat = _flat_rewards(rewards, sizes).to(valid.device)
+        flat = _flat_rewards(rewards, sizes)
+        # Without experiences there are no numbers, and all the same calls: other ranks may wait in a norm.
+        valid = torch.cat([_valid(experience) for experience in experiences]) if experiences else flat.bool()
+        flat = flat.to(valid.device)
         if not bool(torch.isfinite(flat[valid]).all()):
             raise RewardError("a reward that is marked valid is not finite")
         flat = torch.where(valid, flat, 0.0)
@@ -596,7 +592,7 @@ def _counted(experience: Any) -> T:
 def _group_ids(experiences: list) -> T:
     if any(experience.group_id is None for experience in experiences):
         raise ValueError("this advantage estimator compares samples of one prompt: every experience needs group_id")
-    return torch.cat([experience.group_id for experience in experiences])
+    return torch.cat([experience.group_id for experience in experiences] or [torch.zeros(0, dtype=torch.long)])
 
 
 def _weighted_components(experiences: list) -> tuple[dict[str, T], dict[str, T]]:

@@ -12,6 +12,7 @@ import ssl
 import string
 import threading
 import time
+from contextlib import suppress
 from urllib.parse import SplitResult, quote, urljoin
 
 from ..errors import DataError
@@ -110,10 +111,8 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str 
 
 
 def _cut(sock: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # closed already: nothing left to cut
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed already: nothing left to cut
-        return
 
 
 def _connect(address: str, port: int, tls_name: str | None, deadline: float) -> socket.socket:

@@ -173,6 +173,10 @@ class VisionTensors:
                 made[id(sample)] = InParts(own) if isinstance(sample, InParts) else own[0]
         return VisionTensors(made[id(sample)] for sample in self.samples)
 
+    def to(self, device: torch.device | str) -> VisionTensors:
+        """Every tensor on `device`; each distinct one is moved once."""
+        return self.map(lambda tensor: to_device(tensor, device))
+
     def nbytes(self) -> int:
         """Bytes of the distinct storages that are held."""
         storages = [value.untyped_storage() for part in self.parts for value in part.values()]

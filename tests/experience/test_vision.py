@@ -66,7 +66,7 @@ def test_samples_sent_to_another_rank_or_device_carry_their_prompts_patches_once
     parcel = pickle.dumps(buffer.items)
     assert len(parcel) <= 1.2 * 2 * prompt().vision.nbytes()
     assert held([item.vision for item in pickle.loads(parcel)]) <= 1.2 * 2 * prompt().vision.nbytes()
-    moved = experience.vision.map(lambda tensor: tensor.to("meta"))
+    moved = experience.vision.to("meta")
     assert len({id(sample) for sample in moved.samples}) == 2
     assert moved.get("pixel_values").shape == (G * PATCHES, DIM)
 

@@ -7,7 +7,7 @@ reward-weighted regression share.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -95,13 +95,6 @@ class DiffusionLoss(Protocol):
         ...
 
 
-class Noised(NamedTuple):
-    """mixed (M, …): the samples with noise; target (M, …): what the model should answer there."""
-
-    mixed: T
-    target: T
-
-
 def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
     """(M, …) unit normal that depends on the seed, the sample and the step only, not on rank or micro-batch.
 
@@ -116,8 +109,8 @@ def forward_noise(seed: int, batch: DenoisingBatch, shared: bool = False) -> T:
     return draw_noise(batch.data.shape[1:], generators, batch.data.dtype, batch.data.device)
 
 
-def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
-    """Samples (M, …) at sigma (M) and the target of the model's prediction.
+def add_noise(data: T, noise: T, sigma: T, prediction: str) -> tuple[T, T]:
+    """The samples with noise, (M, …), and what the model should answer there, (M, …).
 
     Args:
         data: (M, …) finished samples.
@@ -128,8 +121,8 @@ def add_noise(data: T, noise: T, sigma: T, prediction: str) -> Noised:
     """
     when = per_sample(sigma, data)
     if prediction == "flow":
-        return Noised((1 - when) * data + when * noise, noise - data)
-    return Noised((1 - when.square()).sqrt() * data + when * noise, noise)
+        return (1 - when) * data + when * noise, noise - data
+    return (1 - when.square()).sqrt() * data + when * noise, noise
 
 
 def asked(

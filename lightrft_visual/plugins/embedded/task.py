@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError
 from ...rollout.environments import Environment
 from ...runtime.seeding import derive_seed
 from .cached import built_once
@@ -129,15 +129,7 @@ def build_task(
         n_eval: questions of dev and of test each.
         size: pixels of an image's side, for sources that draw at any size.
         n_demonstrations: questions of demonstrations.
-
-    Raises:
-        DataError: for numbers and sizes that cannot be drawn.
     """
-    if min(n_train, n_demonstrations) < 1 or n_eval < 0 or size < 16:
-        raise DataError(
-            f"embedded task: n_train={n_train}, n_demonstrations={n_demonstrations}, n_eval={n_eval}, size={size} "
-            "(at least 1, 1, 0, 16)"
-        )
     sizes = f"{n_demonstrations}-{n_train}-{n_eval}-{size}px"
     target = Path(folder) / f"{source.name}-v{source.version}-seed{seed}-{sizes}"
 

@@ -76,12 +76,12 @@ def gradient_where_equal(found, expected, policy):
 
 def test_forward_process_of_each_prediction():
     data, noise, sigma = normal(2, *SHAPE), normal(2, *SHAPE, seed=1), torch.tensor([0.6, 0.6]).double()
-    flow, ddim = (add_noise(data, noise, sigma, name) for name in ("flow", "epsilon"))
-    torch.testing.assert_close(flow.mixed, 0.4 * data + 0.6 * noise)
-    assert torch.equal(flow.target, noise - data) and torch.equal(ddim.target, noise)
-    torch.testing.assert_close(ddim.mixed, 0.8 * data + 0.6 * noise)
+    (flow, target), (ddim, ddim_target) = (add_noise(data, noise, sigma, name) for name in ("flow", "epsilon"))
+    torch.testing.assert_close(flow, 0.4 * data + 0.6 * noise)
+    assert torch.equal(target, noise - data) and torch.equal(ddim_target, noise)
+    torch.testing.assert_close(ddim, 0.8 * data + 0.6 * noise)
     # the flow target takes the noise out again: x - sigma v = data
-    torch.testing.assert_close(flow.mixed - 0.6 * flow.target, data)
+    torch.testing.assert_close(flow - 0.6 * target, data)
 
 
 def test_noise_is_a_samples_own_or_its_groups():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.embedded import questions
 from lightrft_visual.plugins.embedded.task import SPLITS, build_task, split_of, supervised_pairs
 
@@ -88,12 +88,6 @@ def test_a_finished_task_is_found_and_not_written_again(task):
     assert build(task.folder.parent) == task
     assert task.train.stat().st_mtime_ns == before
     assert [path.name for path in task.folder.parent.glob("[!.]*")] == [task.folder.name]
-
-
-@pytest.mark.parametrize("sizes", [{"n_train": 0}, {"n_demonstrations": 0}, {"n_eval": -1}, {"size": 8}])
-def test_impossible_sizes_are_refused(tmp_path, sizes):
-    with pytest.raises(DataError, match="embedded task"):
-        build_task(questions.SOURCE, tmp_path, **sizes)
 
 
 def separate_shapes(scene) -> int:
