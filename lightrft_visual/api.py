@@ -192,7 +192,7 @@ class _Trainer:
             folder = output.ckpt_path or output.output_dir
             output.resume_from, output.load_checkpoint = None if result is None else str(_newest(folder)), False
             output.output_dir, output.save_path, output.ckpt_path = os.path.join(scratch, "run"), None, None
-            output.save_steps, output.report = -1, False
+            output.save_steps, output.report, output.use_wandb, output.use_tensorboard = -1, False, False, False
             with started(config) as trainer:
                 found = dict(trainer.evaluate())
         if not found:

@@ -47,8 +47,8 @@ LEFT_OUT = {
         "rollout_batch_size", "n_samples_per_prompt", "trajectory", "sde_window_size", "noise_level", "same_latent",
     ),
 }  # fmt: skip
-NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False,
-               "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
+NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False, "use_wandb": False,
+               "use_tensorboard": False, "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
 UNJUDGED: dict[str, Any] = {"gold_recipe": None, "gold_fn": None}
 
 

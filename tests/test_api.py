@@ -228,16 +228,22 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
 
     @contextmanager
     def started(config):
-        seen.append((config.output.resume_from, config.output.load_checkpoint))
+        seen.append((config.output.resume_from, config.output.load_checkpoint, config.output.use_tensorboard))
         yield SimpleNamespace(evaluate=lambda: {"eval_reward": 1.0})
 
     monkeypatch.setattr(launch, "started", started)
     monkeypatch.setattr(manager, "resolve_resume", lambda source, root: Path(root, source))
-    trainer = GRPOTrainer("embedded", load_checkpoint=True, output_dir=tmp_path / "out", ckpt_path=tmp_path / "saved")
+    trainer = GRPOTrainer(
+        "embedded",
+        load_checkpoint=True,
+        output_dir=tmp_path / "out",
+        ckpt_path=tmp_path / "saved",
+        use_tensorboard=True,
+    )
     assert trainer.evaluate() == {"eval_reward": 1.0}
     trainer._result = api.Result({"step": 2.0}, [], [], tmp_path / "out", None, None)
     trainer.evaluate()
-    assert seen == [(None, False), (str(tmp_path / "saved" / "auto"), False)]
+    assert seen == [(None, False, False), (str(tmp_path / "saved" / "auto"), False, False)]
 
 
 class Broken(list):

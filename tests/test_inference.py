@@ -100,6 +100,15 @@ def test_a_checkpoint_of_a_run_with_any_setting_of_its_own_is_evaluated(tmp_path
 
 
 @pytest.mark.parametrize("numbered", [False, True])
+def test_what_a_checkpoint_is_asked_for_is_no_run_of_the_services_that_its_run_told(tmp_path, monkeypatch, numbered):
+    monkeypatch.setattr("lightrft_visual.runtime.checkpoint.manifest.read_manifest", lambda folder: {"model": None})
+    run = GRPOTrainer("org/model", "exact", prompt_data="org/rows", use_tensorboard=True, output_dir=tmp_path / "run")
+    run.config.output.use_wandb = True  # refused above where its package is not there
+    output = configured(left_by(run, numbered)).output
+    assert not output.use_wandb and not output.use_tensorboard
+
+
+@pytest.mark.parametrize("numbered", [False, True])
 def test_checkpoints_of_runs_on_pairs_and_on_shares_of_data_sets_are_evaluated_on_other_rows(
     tmp_path, monkeypatch, numbered
 ):

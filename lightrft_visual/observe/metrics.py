@@ -237,8 +237,8 @@ class Sink:
     def cut_back(self, step: int) -> None:
         """Forget the steps behind this one."""
 
-    def close(self) -> None:
-        """The run has ended."""
+    def close(self, failed: bool = False) -> None:
+        """The run has ended; failed: by an error."""
 
 
 def column_name(name: str) -> str:
@@ -372,7 +372,7 @@ class TensorBoardSink(Sink):
         self._open(step + 1)
         self._last_step = step
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -389,6 +389,7 @@ class WandbSink(Sink):
 
     WANDB_MODE=offline keeps everything on disk, WANDB_PROJECT names the project; the key comes from the environment or
     `wandb login` only. A resumed run is a new W&B run in the same group: W&B cannot take back steps that were logged.
+    A run that the program has begun gets the metrics and goes on.
     """
 
     def __init__(self, folder: str | Path, run_name: str, config: Mapping[str, Any] | None = None):
@@ -397,8 +398,9 @@ class WandbSink(Sink):
         import wandb
 
         Path(folder).mkdir(parents=True, exist_ok=True)
+        self._began = wandb.run is None
         try:
-            self._run = wandb.init(
+            self._run = wandb.run or wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "lightrft_visual",
                 name=run_name,
                 group=run_name,
@@ -417,5 +419,6 @@ class WandbSink(Sink):
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        if self._began:
+            self._run.finish(exit_code=int(failed))

@@ -57,6 +57,7 @@ class RunRecorder:
         self._locks = list(locks)
         self._sinks: list[Sink] = []
         self._eval_sinks: list[Sink] = []
+        self._services: dict[Sink, str] = {}  # that have the metrics too, by the setting that asks for each
         if self.active:
             self._open(config)
 
@@ -68,15 +69,23 @@ class RunRecorder:
         self._identity = _identity(self.folder)
         self._sinks = [CsvSink(self.folder / "metrics.csv"), JsonlSink(self.folder / "metrics.jsonl")]
         self._eval_sinks = [CsvSink(self.folder / "eval_metrics.csv", EVAL_COLUMNS)]
-        shared: list[Sink] = []
         if self.options.use_tensorboard:
-            shared.append(TensorBoardSink(self.folder / "tensorboard"))
+            self._services[TensorBoardSink(self.folder / "tensorboard")] = "use_tensorboard"
         if self.options.use_wandb:
             name = self.options.run_name or self.folder.name
             masked = mask_config(config or {})
-            shared.append(WandbSink(self.folder, name, masked))
-        self._sinks += shared
-        self._eval_sinks += shared
+            self._services[WandbSink(self.folder, name, masked)] = "use_wandb"
+
+    def _tell(self, sinks: Sequence[Sink], call: str, *given: Any) -> None:
+        """Call a method of sinks and of services. A service that fails is said and left: the run goes on without."""
+        for sink in sinks:
+            getattr(sink, call)(*given)
+        for sink, setting in [*self._services.items()]:
+            try:
+                getattr(sink, call)(*given)
+            except Exception as error:  # whatever its package raises
+                del self._services[sink]
+                logger.warning("%s: %s; the run goes on without, metrics.csv has all", setting, what_happened(error))
 
     def write_env(self) -> None:
         """env.json: versions, hardware, the command line with secrets masked. A resumed run keeps the first start."""
@@ -113,17 +122,13 @@ class RunRecorder:
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
-        self._append(self._sinks, step, metrics)
+        if self._ready():
+            self._tell(self._sinks, "append", step, numbers(metrics))
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of eval_metrics.csv."""
-        self._append(self._eval_sinks, step, metrics)
-
-    def _append(self, sinks: Sequence[Sink], step: int, metrics: Mapping[str, Any]) -> None:
         if self._ready():
-            values = numbers(metrics)
-            for sink in sinks:
-                sink.append(step, values)
+            self._tell(self._eval_sinks, "append", step, numbers(metrics))
 
     def log_line(self, file: str, step: int, line: Mapping[str, Any]) -> None:
         """One line of a file of the run's folder.
@@ -170,8 +175,7 @@ class RunRecorder:
         """Forget everything after `step`, the step of the checkpoint that a run resumes from."""
         if not self.active:
             return
-        for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
-            sink.cut_back(step)
+        self._tell([*self._sinks, *self._eval_sinks], "cut_back", step)
         for path in (self.folder / ALARMS, self.folder / GOLD, self.folder / EVALUATIONS):
             if path.exists():
                 kept = [to_json(line) + "\n" for line in read_jsonl(path) if step_of(line) <= step]
@@ -186,12 +190,11 @@ class RunRecorder:
                 remove_folder(path)
         remove_unused_images(self.rollout_folder)
 
-    def close(self) -> None:
-        """Close every sink, and let other runs have the folder."""
+    def close(self, failed: bool = False) -> None:
+        """Close every sink, and let other runs have the folder. failed: whether an error ends the run."""
         if not self.active:
             return
-        for sink in dict.fromkeys([*self._sinks, *self._eval_sinks]):
-            sink.close()
+        self._tell([*self._sinks, *self._eval_sinks], "close", failed)
         self.active = False
         for lock in self._locks:
             lock.release()

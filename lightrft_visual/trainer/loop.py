@@ -213,7 +213,7 @@ class PolicyTrainer(ABC):
         what was written until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly
         end.
         """
-        exported = False
+        exported: bool | None = None  # None until the run has ended well
         try:
             with self.state.listening():
                 self._begin()
@@ -243,7 +243,7 @@ class PolicyTrainer(ABC):
         finally:
             self.console.close()
             report = self.report.write()
-            self.recorder.close()
+            self.recorder.close(failed=exported is None)
             if exported:
                 files = {"report": report} if report else {}
                 files["model"] = final_folder(self.settings.output)

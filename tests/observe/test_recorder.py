@@ -16,7 +16,7 @@ from PIL import Image
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.errors import ConfigError, FolderInUse
 from lightrft_visual.observe.console import RunConsole
-from lightrft_visual.observe.metrics import column_name
+from lightrft_visual.observe.metrics import TensorBoardSink, column_name
 from lightrft_visual.observe.recorder import ALARMS, RunRecorder
 from lightrft_visual.runtime.files import FolderLock, read_jsonl
 
@@ -186,3 +186,22 @@ def test_a_removed_folder_that_another_run_has_taken_ends_this_one(tmp_path):
     run.close()
     assert other.path.is_file()
     other.release()
+
+
+@pytest.mark.parametrize("call", ["append", "cut_back", "close"])
+def test_a_service_that_fails_is_said_once_and_left_and_the_run_goes_on(tmp_path, monkeypatch, caplog, call):
+    def lost(*_, **__):
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(TensorBoardSink, call, lost)
+    run = recorder(tmp_path, use_tensorboard=True)
+    run.log_step(1, {"loss": 0.5})
+    run.cut_back(1)
+    run.log_step(2, {"loss": 0.5})
+    run.log_eval(2, {"eval_reward": 1.0})
+    run.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "use_tensorboard: raised ConnectionResetError: Connection lost; the run goes on without, metrics.csv has all"
+    ]
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 3

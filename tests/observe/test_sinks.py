@@ -172,13 +172,15 @@ def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, mon
     def init(**settings):
         given.update(settings)
         return SimpleNamespace(
-            define_metric=lambda *args, **kwargs: None, log=calls.append, finish=lambda: calls.append("finish")
+            define_metric=lambda *args, **kwargs: None,
+            log=calls.append,
+            finish=lambda exit_code: calls.append(f"finish {exit_code}"),
         )
 
     def no_key(**settings):
         raise RuntimeError("api_key not configured")
 
-    wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=RuntimeError))
+    wandb = SimpleNamespace(init=init, run=None, errors=SimpleNamespace(Error=RuntimeError))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
@@ -186,8 +188,15 @@ def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, mon
     sink.append(3, {"loss": 0.5})
     sink.close()
     assert given["project"] == "mine" and given["config"] == {"lr": 1} and given["settings"]["x_disable_meta"] is True
-    assert calls == [{"step": 3, "loss": 0.5}, "finish"]
-    wandb.init = no_key
+    assert calls == [{"step": 3, "loss": 0.5}, "finish 0"]
+    WandbSink(tmp_path / "w", "run").close(failed=True)
+    assert calls[-1] == "finish 1"
+    wandb.run, given["project"] = init(), None
+    sink = WandbSink(tmp_path / "w", "run")  # a run that the program has begun
+    sink.append(4, {"loss": 0.5})
+    sink.close()
+    assert calls[-1] == {"step": 4, "loss": 0.5} and given["project"] is None
+    wandb.init, wandb.run = no_key, None
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(tmp_path / "w", "run")
 
