@@ -113,17 +113,19 @@ class RunRecorder:
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of metrics.csv and metrics.jsonl. Values are numbers or 0-d tensors."""
-        self._append(self._sinks, step, metrics)
+        if not self._ready():
+            return
+        values = numbers(metrics)
+        for sink in self._sinks:
+            sink.append(step, values)
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of eval_metrics.csv."""
-        self._append(self._eval_sinks, step, metrics)
-
-    def _append(self, sinks: Sequence[Sink], step: int, metrics: Mapping[str, Any]) -> None:
-        if self._ready():
-            values = numbers(metrics)
-            for sink in sinks:
-                sink.append(step, values)
+        if not self._ready():
+            return
+        values = numbers(metrics)
+        for sink in self._eval_sinks:
+            sink.append(step, values)
 
     def log_line(self, file: str, step: int, line: Mapping[str, Any]) -> None:
         """One line of a file of the run's folder.
