@@ -52,7 +52,7 @@ class LossPart:
 
 @dataclass
 class TrainBatch:
-    """The micro-batches of one optimizer step on this rank.
+    """The micro-batches of one optimizer step on this rank, with denominators over all ranks.
 
     token_masks: for each micro-batch the tokens (B, A) that count, policy_masks those whose policy term is kept.
     parts: those of the loss that have a token; at least one. chosen: the tokens that the policy loss treats otherwise.
@@ -61,6 +61,7 @@ class TrainBatch:
     micro_batches: list[MicroBatch]
     token_masks: list[T]
     policy_masks: list[T] | None
+    denominators: LossDenominators
     parts: list[LossPart]
     chosen: list[T] | None = None
 
@@ -114,7 +115,7 @@ def plan_batch(
         chosen = [high_entropy_masks(entropies, part.token_masks, config.high_entropy_token_ratio) for part in made]
         policy_masks = [torch.stack(each).any(dim=0) for each in zip(*chosen)]
     chosen = _chosen_tokens(buffer, micro_batches, config, made, seed)
-    return TrainBatch(micro_batches, masks, policy_masks, made, chosen)
+    return TrainBatch(micro_batches, masks, policy_masks, whole, made, chosen)
 
 
 def _chosen_tokens(

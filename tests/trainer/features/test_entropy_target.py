@@ -33,7 +33,7 @@ def test_a_train_batch_gets_the_coefficient_of_its_step():
     part = LossPart(settings, [], LossDenominators(1, 1, 1))
     hook = EntropyTargetHook(CONFIG)
     hook.on_metrics({"entropy": 0.1})
-    (changed,) = hook.on_train_batch(TrainBatch([], [], None, [part])).parts
+    (changed,) = hook.on_train_batch(TrainBatch([], [], None, part.denominators, [part])).parts
     assert changed.settings.entropy_coef == pytest.approx(0.003) and part.settings.entropy_coef == 0.001
 
 

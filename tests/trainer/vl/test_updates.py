@@ -172,10 +172,9 @@ def test_cut_answers_leave_the_loss_and_its_denominators(cache_root, tmp_path, p
     buffer = filled(checkpoint, 4, packed, EIGHT, action_log_probs=lambda mask: torch.zeros(mask.shape), info=cut)
     lengths = torch.tensor([int(item.action_mask.sum()) for item in buffer])
     kept, every = planned(buffer, AlgorithmConfig(mask_truncated=True)), planned(buffer, AlgorithmConfig())
-    whole, less = every.parts[0].denominators, kept.parts[0].denominators
-    assert whole.tokens == lengths.sum() and whole.sequences == 8
-    assert less.tokens == lengths.sum() - lengths[0] - lengths[3] and less.sequences == 6
-    assert sum(int(mask.sum()) for mask in kept.token_masks) == less.tokens
+    assert every.denominators.tokens == lengths.sum() and every.denominators.sequences == 8
+    assert kept.denominators.tokens == lengths.sum() - lengths[0] - lengths[3] and kept.denominators.sequences == 6
+    assert sum(int(mask.sum()) for mask in kept.token_masks) == kept.denominators.tokens
 
 
 def test_updates_of_one_kind_say_nothing_of_the_other(tmp_path):
