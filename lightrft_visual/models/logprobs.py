@@ -187,8 +187,9 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.chunk, ctx.soft_cap = chunk, soft_cap
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        log_norm, entropy, matrix = torch.empty_like(log_probs), torch.zeros_like(log_probs), _matrix(weight)
+        log_norm, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
         with torch.autocast(hidden.device.type, enabled=False):
+            matrix = _matrix(weight)
             for start in range(0, hidden.shape[0], chunk):
                 part = slice(start, start + chunk)
                 logits = _chunk_logits(hidden[part], matrix, bias, scale[part], banned_ids, soft_cap)

@@ -93,10 +93,7 @@ class TransformersEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """n completions per prompt, in order. log_probs are None where top_p or top_k leave no softmax.
 
-        Args:
-            prompts: what is continued.
-            settings: n, and how tokens are chosen.
-            finished: called with (number of a prompt, its completions) as soon as all of these are there.
+        Args: as of `RolloutEngine`, which says by `streams` what finished is.
         """
         # Answers apart from images: those are shorter, and decoding goes on to the longest of a micro-batch.
         most = settings.max_new_tokens

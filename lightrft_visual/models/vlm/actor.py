@@ -147,9 +147,10 @@ class Backbone:
     def _forward(self, inputs: ModelInputs, positions: T, types: T, segments: Segments | None = None, **cache) -> T:
         """(rows, S, H), or this rank's slice of the row. segments: of a packed row, None for its samples."""
         given, length = inputs, inputs.sequences.shape[1]
+        sliced = self.slices is not None and self.slices.active
         for kind in self._missing_media(inputs) if "past_key_values" not in cache else ():  # decoding: each rank alone
             inputs, positions, types = self._with_blank(kind, inputs, positions, types)
-        if self.slices is not None and self.slices.active:
+        if sliced:
             inputs, positions, types = self._evened(inputs, positions, types)
         blank = inputs.sequences.shape[1] - length
         arguments: dict = {
@@ -166,14 +167,12 @@ class Backbone:
             if self.by_segments:
                 arguments["attention_mask"] = segments.mask
         if self.routers is not None:
-            width, sliced = inputs.sequences.shape[1], self.slices is not None and self.slices.active
+            width = inputs.sequences.shape[1]
             self.routers.follow(given, width, self.sequence.slice_of(width) if sliced else slice(None))
         hidden = self.base(**arguments).last_hidden_state
         if segments is not None and self.by_segments and not segments.used:  # its samples have attended to each other
             raise ConfigError("this model's attention does not take segments: train it padded, without packing_samples")
-        if self.slices is not None and self.slices.active:
-            return hidden
-        return hidden[:, :length]
+        return hidden if sliced else hidden[:, :length]
 
     def _missing_media(self, inputs: ModelInputs) -> list[str]:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.

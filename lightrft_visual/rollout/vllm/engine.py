@@ -109,10 +109,7 @@ class VLLMEngine(ResidentEngine):
     ) -> list[list[Completion]]:
         """n completions per prompt, in order. With FIRE the first token is drawn at its own temperature.
 
-        Args:
-            prompts: what is continued.
-            settings: n, and how tokens are chosen.
-            finished: called with (number of a prompt, its completions) as soon as all of these are there.
+        Args: as of `RolloutEngine`, which says by `streams` what finished is.
         """
         prompts, own = self.sharing.share(prompts)
         entries = [self.entry(prompt) for prompt in prompts]
