@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2485, "experience": 3171, "config": 5008, "runtime": 5939, "data": 3638,
-    "models": 5937, "rollout": 5422, "rewards": 4415, "algorithms": 1843, "trainer": 7593, "observe": 3570,
+    "models": 5937, "rollout": 5422, "rewards": 4415, "algorithms": 1843, "trainer": 7605, "observe": 3570,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
