@@ -37,6 +37,7 @@ class DrawingSource:
     def __init__(self, config: DiffusionRunConfig, dataset: DrawPrompts, engine: DiffusersEngine | None = None) -> None:
         self.config, self.dataset, self.engine = config, dataset, engine
         self.ahead = config.asynchronous.ahead if engine is not None else 0
+        self._since = 0, 0  # a step, and the pairs that those before it took
 
     @property
     def runs_ahead(self) -> bool:
@@ -50,11 +51,20 @@ class DrawingSource:
             self.engine.announce(later, partial(self._requests, later))
         return requests
 
+    def pairs_before(self, step: int) -> int:
+        """How many the steps before this one took, of a file's order without end."""
+        return self._since[1] + (step - self._since[0]) * self.config.sampling.rollout_batch_size
+
+    def go_on(self, step: int, pairs: int | None) -> None:
+        """From this step on, behind so many pairs: the run that is resumed may have taken others at once. None: it did
+        not."""
+        self._since = (0, 0) if pairs is None else (step, pairs)
+
     def _requests(self, step: int) -> DrawingBatch:
         if self.config.offline:
             size, seed = self.config.sampling.rollout_batch_size, self.config.train.seed
             order = PromptSampler([len(self.dataset)], size, seed=seed)  # each pair once in an epoch
-            order.load_state_dict(order.state_dict() | {"consumed": step * size})
+            order.load_state_dict(order.state_dict() | {"consumed": self.pairs_before(step)})
             return own_share(self.dataset, order.next_batch())
         return own_share(self.dataset, self.indices(step))
 

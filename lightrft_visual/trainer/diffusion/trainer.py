@@ -122,6 +122,7 @@ class DiffusionTrainer(PolicyTrainer):
             "updates": self.updates,
             "seed": self.config.train.seed,
             "data": self.prompts.dataset.fingerprint,
+            "pairs": self.prompts.pairs_before(self.step),
             "old": old.state_dict() if old is not None else None,
             "base_images": evaluation.base if evaluation is not None else None,
         }
@@ -132,6 +133,7 @@ class DiffusionTrainer(PolicyTrainer):
         if was not in (None, seed):
             told = "a new run takes the exported one: --pretrain"
             raise DataError(f"cannot resume the prompt order: seed was {was}, now it is {seed}; {told}")
+        self.prompts.go_on(self.step, state.get("pairs"))  # which earlier versions did not keep
         self.updates = int(state["updates"])
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])

@@ -13,6 +13,7 @@ from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.diffusion.maker import Drawn
 from lightrft_visual.trainer.diffusion.parts import DrawingSource, records_of_drawn
+from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
 from lightrft_visual.trainer.features import records
 from lightrft_visual.trainer.hooks import StepData
 
@@ -65,14 +66,18 @@ def test_samples_left_out_by_two_hooks_are_all_invalid():
 PAIRS = [PromptRow(prompt=f"pair {number}", images=[]) for number in range(10)]
 
 
+def source_of(size=4, seed=1) -> DrawingSource:
+    config = SimpleNamespace(
+        offline=True, sampling=SimpleNamespace(rollout_batch_size=size), train=SimpleNamespace(seed=seed),
+        asynchronous=SimpleNamespace(ahead=0),
+    )  # fmt: skip
+    return DrawingSource(config, PAIRS)
+
+
 def prompts_of(monkeypatch, step, rank=0, world=1, seed=1):
     monkeypatch.setattr(collectives, "rank", lambda: rank)
     monkeypatch.setattr(collectives, "world_size", lambda: world)
-    config = SimpleNamespace(
-        offline=True, sampling=SimpleNamespace(rollout_batch_size=4), train=SimpleNamespace(seed=seed),
-        asynchronous=SimpleNamespace(ahead=0),
-    )  # fmt: skip
-    batch = DrawingSource(config, PAIRS).next(step, 100)
+    batch = source_of(seed=seed).next(step, 100)
     return batch.prompts, batch.sample_ids.tolist()
 
 
@@ -89,3 +94,32 @@ def test_the_pairs_of_a_step_are_the_same_on_other_numbers_of_ranks(monkeypatch,
     prompts, ids = prompts_of(monkeypatch, step)
     parts = [prompts_of(monkeypatch, step, rank, 2) for rank in range(2)]
     assert [sum(each, []) for each in zip(*parts)] == [prompts, ids]
+
+
+def trainer_of(step: int, size: int) -> DiffusionTrainer:
+    dataset = SimpleNamespace(fingerprint=None, check_resumed=lambda data: None)
+    trainer = object.__new__(DiffusionTrainer)
+    trainer.step, trainer.updates, trainer.prompts = step, step, source_of(size)
+    trainer.parts = SimpleNamespace(old=None, evaluation=None)
+    trainer.config = SimpleNamespace(train=SimpleNamespace(seed=1))
+    trainer.prompts.dataset = dataset
+    return trainer
+
+
+def test_pairs_of_a_resumed_run_that_takes_others_at_once_follow_those_before(monkeypatch):
+    whole = [prompt for step in range(5) for prompt in prompts_of(monkeypatch, step)[0]]
+    resumed = trainer_of(step=2, size=6)
+    resumed.load_state_dict(trainer_of(step=2, size=4).state_dict())
+    again, resumed.step = trainer_of(step=3, size=2), 3
+    again.load_state_dict(resumed.state_dict())
+    for trainer in (resumed, again):
+        trainer.prompts.dataset = PAIRS
+    assert resumed.prompts.next(2, 100).prompts == whole[8:14]
+    assert again.prompts.next(3, 100).prompts == whole[14:16]
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_by_the_step_and_the_size(monkeypatch):
+    resumed = trainer_of(step=2, size=4)
+    resumed.load_state_dict({name: value for name, value in resumed.state_dict().items() if name != "pairs"})
+    resumed.prompts.dataset = PAIRS
+    assert resumed.prompts.next(2, 100).prompts == prompts_of(monkeypatch, 2)[0]
