@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_H
          "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_"  # what names begin with that a run sets for them
 PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
+BARS = ("transformers.utils.logging", "diffusers.utils.logging")  # whose progress bars a run switches off
 TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
 
 
@@ -134,6 +135,7 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 @contextmanager
 def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+    environment = dict(os.environ)
     bound_spinning()  # before anything loads torch
     with importing():
         from .runtime import collectives, watchdog
@@ -143,7 +145,7 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
     held: list[PolicyTrainer] = []
     with ExitStack() as way_back:
         way_back.callback(_RUNNING.release)
-        way_back.enter_context(_put_back())
+        way_back.enter_context(_put_back(environment))
         way_back.callback(watchdog.stop)
         gc.unfreeze()
         gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
@@ -161,8 +163,9 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
-    """Inside, libraries are quiet. Afterwards random states, warnings, logging and environment are the program's.
+def _put_back(environment: Mapping[str, str]) -> Iterator[None]:
+    """Inside, libraries are quiet. Afterwards random states, warnings, logging and bars are the program's, as this
+    environment is.
 
     The process group of a rank alone ends, unless the program began it.
     """
@@ -172,9 +175,9 @@ def _put_back() -> Iterator[None]:
 
     states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
     set_rng_state(states | {"users": {}})  # what users' functions draw begins with the run
-    environment = dict(os.environ)
     grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
     levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
+    bars = [each for each in BARS if each not in sys.modules or sys.modules[each].is_progress_bar_enabled()]
     quiet_libraries()
     ours = [each for each in warnings.filters if each not in filters]
     added = [each for each in logging.root.handlers if each not in handlers]
@@ -190,6 +193,10 @@ def _put_back() -> Iterator[None]:
         for logger, level in levels.items():
             logger.setLevel(level)
         warnings.filters = [each for each in warnings.filters if each not in ours]
+        with warnings.catch_warnings(action="ignore"):  # of the hub's, which read QUIET if the run has loaded it
+            for name in bars:
+                if name in sys.modules:
+                    sys.modules[name].enable_progress_bar()
         set_rng_state(states)
         if not grouped:
             sys.excepthook = hook  # torch puts the rank before every line of a traceback

@@ -17,7 +17,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers.utils import logging as diffusers_logging
 from forked import run_alone
+from transformers.utils import logging as transformers_logging
 from waiting import finished
 
 from lightrft_visual import launch
@@ -268,7 +270,8 @@ def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
 def surroundings():
     """Of a program: what libraries are quiet by."""
     levels = {name: logging.getLogger(name).level for name in ("", *launch.TALKING)}
-    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ)
+    bars = [each.is_progress_bar_enabled() for each in (transformers_logging, diffusers_logging)]
+    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ), bars
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -281,6 +284,8 @@ def test_logging_warnings_and_environment_of_a_program_are_its_own_after_a_run(m
     with pytest.raises(ValueError) if fails else nullcontext():
         with launch._released_on_error():
             os.environ["VLLM_NO_USAGE_STATS"] = "1"  # as an engine does
+            transformers_logging.disable_progress_bar()  # as a start does
+            diffusers_logging.disable_progress_bar()
             logging.getLogger("lightrft_visual.trainer").info("a line of the run")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.warn("old", FutureWarning, stacklevel=1)
