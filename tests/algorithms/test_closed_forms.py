@@ -53,7 +53,7 @@ FORMS = {
         flow_grpo: test_surrogate_clips_each_sign_on_its_own_side test_kl_is_the_closed_form_and_the_forms_differ_by_dt
         mix_grpo: test_a_sliding_window_is_mixgrpos
         flow_dppo: test_flow_dppo_masks_what_is_far_and_moves_farther
-        temp_flow_grpo: test_temp_flow_weights_steps_by_their_noise
+        temp_flow_grpo: test_temp_flow_weights_steps_by_their_noise_and_not_the_kl
         dance_grpo: test_a_step_by_hand
         diffusion_nft: test_nft_loss_by_hand test_nft_gradient_at_the_old_policy test_decay_types
         ddpo, dpok: test_losses_of_ddim_steps_by_hand

@@ -98,8 +98,8 @@ class FlowGRPO(DiffusionLoss):
         raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         losses, means = self.surrogate(context, raw, step, batch)
         maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
-        kl, weights = self.kl(context, batch, step), self.step_weights(batch)
-        return summed(losses * weights, batch.valid, denominator, means, kl, self.beta * weights, maxima)
+        losses, kl = losses * self.step_weights(batch), self.kl(context, batch, step)
+        return summed(losses, batch.valid, denominator, means, kl, self.beta, maxima)
 
     def surrogate(self, context: LossContext, raw: T, step: Step, batch: DenoisingBatch) -> tuple[T, dict[str, T]]:
         """(M) losses without the KL, and their metrics: ratios clipped on the advantage's side.
@@ -116,7 +116,7 @@ class FlowGRPO(DiffusionLoss):
         return losses, ratio_means(raw.detach(), ratios.detach(), batch.valid, found.clipped)
 
     def step_weights(self, batch: DenoisingBatch) -> float | T:
-        """What the loss of each row (M) is multiplied by: 1, every step counts alike."""
+        """What the loss of each row (M), but for the KL, is multiplied by: 1, every step counts alike."""
         return 1.0
 
     def guarded(self, raw: T, step: Step, batch: DenoisingBatch) -> T:

@@ -245,7 +245,7 @@ def test_distillation_is_the_kl_of_the_steps(beta):
         OnPolicyDistillation().loss(LossContext(policy, policy), rows, 2.0)
 
 
-def test_temp_flow_weights_steps_by_their_noise():
+def test_temp_flow_weights_steps_by_their_noise_and_not_the_kl():
     """Norm(sigma_t sqrt(dt)): over the mean of the stochastic steps, of which the last is none."""
     rows, v, _ = flow_rows([1.0, -0.5], 0.1)
     level = 0.7
@@ -259,11 +259,12 @@ def test_temp_flow_weights_steps_by_their_noise():
     closed = torch.cat([rows.schedule, torch.zeros(2, 1)], dim=1)  # as of --sigmas with a last 0
     assert torch.equal(noise_weights(closed, torch.tensor([0, 2]), level), weights)
     policy = StandingStill(v, normal(2, 3, 4, seed=9))
-    plain, weighted = (
-        kind(noise_level=level, clip_range=0.1, beta=0.2).loss(LossContext(policy, policy), rows, 2.0).loss
-        for kind in (FlowGRPO, TempFlowGRPO)
+    plain, with_kl, weighted = (
+        kind(noise_level=level, clip_range=0.1, beta=beta).loss(LossContext(policy, policy), rows, 2.0).loss
+        for kind, beta in ((FlowGRPO, 0.0), (FlowGRPO, 0.2), (TempFlowGRPO, 0.2))
     )
-    assert float(weighted) == pytest.approx(float(plain * weights[1]), rel=1e-6)
+    assert float(weighted) == pytest.approx(float(plain * weights[1] + (with_kl - plain)), rel=1e-6)
+    assert with_kl - plain > 1e-3  # which the authors' code leaves without a weight
 
 
 # -- DiffusionNFT ------------------------------------------------------------------------------------------------
