@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FINGERPRINTED = 256  # rows by which a resumed run knows its data
 Size = tuple[int, int]  # width, height
+_SILENCE = 20.0  # seconds after which rows that are checked are counted aloud
 _CHUNK = 2048  # rows that a rank checks at a time
 _THREADS = 8  # header reads wait for storage, not for the processor
 _SLICE = 64  # rows that a thread takes at a time
@@ -262,7 +264,7 @@ class PromptDataset:
     def _admit(self, number: int, path: str, max_rows: int) -> None:
         """Check rows in order until max_rows are good."""
         source, admitted, start, forms = self._sources[number], 0, 0, set()
-        world = collectives.world_size()
+        world, told = collectives.world_size(), time.monotonic()
         while admitted < max_rows and start < len(source):
             share = min(_CHUNK, -(-(max_rows - admitted) // world))  # of each rank, before they tell each other
             rows = range(start, min(len(source), start + world * share))
@@ -286,10 +288,13 @@ class PromptDataset:
                     break
             else:
                 start = rows.stop
+            if time.monotonic() - told > _SILENCE and collectives.is_rank_0():
+                logger.info("%s: %d of %d rows are checked", path, start, len(source))
+                told = time.monotonic()
         self._read.append(start)
         if admitted == 0:
-            told = f"{path}: no usable row among {len(source)}"
-            raise TooManyBadRows(f"{told}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(told)
+            none = f"{path}: no usable row among {len(source)}"
+            raise TooManyBadRows(f"{none}: {self.bad.summary()}", self.bad) if len(self.bad) else DataError(none)
         if (said := forms - {None}) and collectives.is_rank_0():
             logger.info("%s: rows read as %s; --data_format plain turns this off", path, "; ".join(sorted(said)))
 

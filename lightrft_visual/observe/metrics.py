@@ -413,8 +413,9 @@ class WandbSink(Sink):
             raise ConfigError(
                 f"use_wandb: {error}. Set WANDB_API_KEY in the environment, or WANDB_MODE=offline"
             ) from error
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        if self._began:  # the axes of another's run are its own
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

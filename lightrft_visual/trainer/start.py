@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from deepspeed.accelerator import get_accelerator
 
 from ..config import registry
@@ -130,7 +131,8 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         if aside is not None:
             logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
-    recorder = RunRecorder(output.output_dir, output, config={"config": resolved_yaml(config)}, locks=locks)
+    shown = yaml.safe_load(resolved_yaml(config))  # nested, so that W&B can tell runs apart by a setting
+    recorder = RunRecorder(output.output_dir, output, config=shown, locks=locks)
     if collectives.is_rank_0():
         before = flat_config(read_config(Path(output.output_dir))) if resumed else {}
         write_resolved(config, Path(output.output_dir) / "config.resolved.yaml")

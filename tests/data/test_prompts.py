@@ -136,6 +136,15 @@ def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
     assert dataset[2].source == f"{jsonl}:1"  # files follow each other
 
 
+def test_checks_of_many_rows_say_how_far_they_are(folder, monkeypatch, caplog):
+    monkeypatch.setattr(prompts_module, "_CHUNK", 2)
+    monkeypatch.setattr(prompts_module, "_SILENCE", -1.0)
+    with caplog.at_level(logging.INFO):
+        open_rows(write_jsonl(folder / "five.jsonl", [ROWS[2]] * 5))
+    said = [line for line in caplog.messages if line.endswith("rows are checked")]
+    assert said == [f"{folder}/five.jsonl: {count} of 5 rows are checked" for count in (2, 4, 5)]
+
+
 def test_a_bad_row_stops_the_start_naming_file_row_and_path_or_is_counted(folder, caplog):
     """Each cause: test_hostile_rows.py."""
     path = write_jsonl(folder / "rows.jsonl", [ROWS[0], {"prompt": "q", "images": ["gone.png"]}, ROWS[2]])

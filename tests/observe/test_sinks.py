@@ -167,12 +167,12 @@ def test_a_missing_package_is_named_at_the_start(tmp_path, monkeypatch, make, na
 
 
 def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, monkeypatch):
-    calls, given = [], {}
+    calls, given, axes = [], {}, []
 
     def init(**settings):
         given.update(settings)
         return SimpleNamespace(
-            define_metric=lambda *args, **kwargs: None,
+            define_metric=lambda name, **_: axes.append(name),
             log=calls.append,
             finish=lambda exit_code: calls.append(f"finish {exit_code}"),
         )
@@ -191,11 +191,12 @@ def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, mon
     assert calls == [{"step": 3, "loss": 0.5}, "finish 0"]
     WandbSink(tmp_path / "w", "run").close(failed=True)
     assert calls[-1] == "finish 1"
+    assert axes == ["step", "*"] * 2
     wandb.run, given["project"] = init(), None
     sink = WandbSink(tmp_path / "w", "run")  # a run that the program has begun
     sink.append(4, {"loss": 0.5})
     sink.close()
-    assert calls[-1] == {"step": 4, "loss": 0.5} and given["project"] is None
+    assert calls[-1] == {"step": 4, "loss": 0.5} and given["project"] is None and axes == ["step", "*"] * 2
     wandb.init, wandb.run = no_key, None
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(tmp_path / "w", "run")

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lightrft_visual.config.shared import OutputConfig
-from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.config.shared import OutputConfig, RewardConfig
+from lightrft_visual.config.vl import DataConfig, RunConfig, TrainConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
+from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime import collectives
+from lightrft_visual.trainer import start
+from lightrft_visual.trainer.loop import LoopSettings
 from lightrft_visual.trainer.start import folders_held, other_settings, refused_data_listed
 
 
@@ -85,3 +88,21 @@ def test_other_settings_names_what_a_resumed_run_did_not_have():
     now = {"train.seed": 2, "reward.reward_fn": "python:score_2", "output.save_steps": 5, "train.new": 4}
     assert other_settings(before, now) == ["train.seed 1 -> 2"]
     assert other_settings({}, now) == []
+
+
+def test_open_run_gives_services_every_setting_by_its_section_without_secrets(tmp_path, monkeypatch):
+    given = {}
+
+    class Recorder(RunRecorder):
+        def __init__(self, *args, config, **settings):
+            given.update(config)
+            super().__init__(*args, config=config, **settings)
+
+    monkeypatch.setattr(start, "RunRecorder", Recorder)
+    config = RunConfig(
+        train=TrainConfig(actor_learning_rate=3e-6), output=OutputConfig(output_dir=str(tmp_path)),
+        reward=RewardConfig(remote_rm_url="http://me:hunter2@host/score"),
+    )  # fmt: skip
+    start.open_run(config, LoopSettings(1, config.output, config.train), [], []).recorder.close()
+    assert given["train"]["actor_learning_rate"] == 3e-6 and given["output"]["output_dir"] == str(tmp_path)
+    assert "hunter2" not in str(given) and "host/score" in str(given)

@@ -1,7 +1,8 @@
 """TempFlow-GRPO (arXiv 2508.04324): credit to the denoising step that earned it.
 
 All samples of a prompt start from one noise and follow the ODE but for one step, at which they branch: what their
-rewards differ by is that step's doing. The loss is weighted by the noise of the step, as early steps decide more; the KL is not, as in the authors' code.
+rewards differ by is that step's doing. The loss is weighted by the noise of the step, as early steps decide more; the
+KL is not, as in the authors' code.
 """
 
 from dataclasses import dataclass
