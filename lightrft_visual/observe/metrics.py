@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -392,12 +392,16 @@ class WandbSink(Sink):
     A run that the program has begun gets the metrics and goes on.
     """
 
+    _begun: ClassVar[Any] = None  # the last run that one of them has begun
+
     def __init__(self, folder: str | Path, run_name: str, config: Mapping[str, Any] | None = None):
         if importlib.util.find_spec("wandb") is None:
             raise missing("wandb")
         import wandb
 
         Path(folder).mkdir(parents=True, exist_ok=True)
+        if wandb.run is not None and wandb.run is WandbSink._begun:  # of a start that failed
+            wandb.run.finish(exit_code=1)
         self._began = wandb.run is None
         try:
             self._run = wandb.run or wandb.init(
@@ -414,6 +418,7 @@ class WandbSink(Sink):
                 f"use_wandb: {error}. Set WANDB_API_KEY in the environment, or WANDB_MODE=offline"
             ) from error
         if self._began:  # the axes of another's run are its own
+            WandbSink._begun = self._run
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
 

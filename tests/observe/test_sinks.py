@@ -166,40 +166,68 @@ def test_a_missing_package_is_named_at_the_start(tmp_path, monkeypatch, make, na
         make(*arguments)
 
 
-def test_wandb_gets_steps_and_not_the_command_line_and_needs_a_key(tmp_path, monkeypatch):
-    calls, given, axes = [], {}, []
+class FakeWandb(SimpleNamespace):
+    """The package as far as the sink uses it. calls: what its runs were told; given: the settings of the last."""
 
-    def init(**settings):
-        given.update(settings)
-        return SimpleNamespace(
-            define_metric=lambda name, **_: axes.append(name),
-            log=calls.append,
-            finish=lambda exit_code: calls.append(f"finish {exit_code}"),
-        )
+    errors = SimpleNamespace(Error=RuntimeError)
 
-    def no_key(**settings):
-        raise RuntimeError("api_key not configured")
+    def __init__(self):
+        super().__init__(run=None, calls=[], given={})
 
-    wandb = SimpleNamespace(init=init, run=None, errors=SimpleNamespace(Error=RuntimeError))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    def init(self, **settings):
+        self.given = settings
+        told = self.calls.append
+        self.run = SimpleNamespace(define_metric=lambda name, **_: told(name), log=told, finish=self.finish)
+        return self.run
+
+    def finish(self, exit_code):
+        self.calls.append(f"finish {exit_code}")
+        self.run = None
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    package = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
+    return package
+
+
+def test_wandb_gets_steps_and_how_the_run_ended_and_not_the_command_line(tmp_path, wandb):
     sink = WandbSink(tmp_path / "w", "run", config={"lr": 1})
     sink.append(3, {"loss": 0.5})
     sink.close()
-    assert given["project"] == "mine" and given["config"] == {"lr": 1} and given["settings"]["x_disable_meta"] is True
-    assert calls == [{"step": 3, "loss": 0.5}, "finish 0"]
+    assert wandb.given["project"] == "mine" and wandb.given["config"] == {"lr": 1}
+    assert wandb.given["settings"]["x_disable_meta"] is True
+    assert wandb.calls == ["step", "*", {"step": 3, "loss": 0.5}, "finish 0"]
     WandbSink(tmp_path / "w", "run").close(failed=True)
-    assert calls[-1] == "finish 1"
-    assert axes == ["step", "*"] * 2
-    wandb.run, given["project"] = init(), None
-    sink = WandbSink(tmp_path / "w", "run")  # a run that the program has begun
-    sink.append(4, {"loss": 0.5})
-    sink.close()
-    assert calls[-1] == {"step": 4, "loss": 0.5} and given["project"] is None and axes == ["step", "*"] * 2
-    wandb.init, wandb.run = no_key, None
+    assert wandb.calls[-1] == "finish 1"
+
+
+def test_wandb_without_a_key_is_refused_with_what_helps(tmp_path, wandb, monkeypatch):
+    def no_key(**settings):
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", no_key)
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(tmp_path / "w", "run")
+
+
+def test_a_wandb_run_of_the_program_gets_the_metrics_and_keeps_its_axes_and_goes_on(tmp_path, wandb):
+    own = wandb.init()
+    for _ in range(2):
+        sink = WandbSink(tmp_path / "w", "run")
+        sink.append(4, {"loss": 0.5})
+        sink.close()
+    assert wandb.calls == [{"step": 4, "loss": 0.5}] * 2 and wandb.run is own
+
+
+def test_the_wandb_run_of_a_start_that_failed_ends_as_failed_before_the_next_begins(tmp_path, wandb):
+    for _ in range(2):
+        sink = WandbSink(tmp_path / "w", "run")
+    sink.close()
+    assert wandb.calls == ["step", "*", "finish 1", "step", "*", "finish 0"]
 
 
 def test_lines_whose_step_is_no_whole_number_do_not_stop_a_resume(tmp_path):
