@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -23,8 +24,10 @@ from .config.recipes import SUFFIXES
 from .config.shared import REWARDS
 from .errors import ConfigError, DataError
 from .given import give, source_of, unique_name
-from .runtime.hub import FILES, first_on_host, is_hub_name, load_data_set
+from .runtime.hub import FILES, is_hub_name, load_data_set
 from .runtime.presence import ranks_started
+
+SAVING_LIMIT = 3600.0  # seconds that the ranks of a host wait for the first one to save a loaded model
 
 
 def check_kinds(model: Any, callbacks: Any, config: Any, processor: Any) -> None:
@@ -280,14 +283,16 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     # Neither another run nor another host, with which the cache may be shared, removes it.
     folder = cache_root() / "given" / f"{_digest(model)}-{socket.gethostname()}-{run}"
     first = ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
-    with first_on_host(str(folder)):
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(dir=folder.parent))
-            for part in (model, processor):
-                if part is not None:
-                    part.save_pretrained(staging)
-            os.replace(staging, folder)
+    if first and not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=folder.parent))
+        for part in (model, processor):
+            if part is not None:
+                part.save_pretrained(staging)
+        os.replace(staging, folder)
+    ends = time.monotonic() + SAVING_LIMIT
+    while not folder.is_dir() and time.monotonic() < ends:
+        time.sleep(0.1)
     try:
         yield folder
     finally:

@@ -1,9 +1,12 @@
 """Trainers from Python: what they take and refuse, before torch is loaded."""
 
+import errno
+import fcntl
 import inspect
 import json
 import os
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -491,6 +494,26 @@ def test_a_loaded_model_whose_adapters_are_unloaded_is_taken(monkeypatch, tmp_pa
     with saved(found, SimpleNamespace(save_pretrained=lambda folder: None)) as folder:
         again = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+
+
+def test_other_ranks_of_a_host_wait_for_a_loaded_model_and_write_none_also_without_file_locks(monkeypatch, tmp_path):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LIGHTRFT_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    written, model = [], torch.nn.Linear(1, 1)
+    model.save_pretrained = written.append
+    with saved(model, model) as folder:
+        assert folder.is_dir() and len(written) == 2
+    assert not folder.exists()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(time, "sleep", lambda _: folder.mkdir())  # meanwhile the first one has written it
+    with saved(model, model) as again:
+        assert again == folder and again.is_dir()
+    assert folder.is_dir() and len(written) == 2
 
 
 def of_another_run(monkeypatch):

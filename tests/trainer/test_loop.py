@@ -169,6 +169,26 @@ def test_the_last_line_of_a_resumed_run_begins_at_the_evaluation_before_its_firs
     assert "eval reward 0.0625 -> 0.25" in resumed.said[-1]
 
 
+@pytest.mark.parametrize("fails", ["none", "hooks", "policy", "rewards"])
+def test_all_that_a_trainer_holds_is_closed_the_engine_last_also_where_a_part_fails(walk, fails):
+    closed = []
+
+    def part(name):
+        def close():
+            closed.append(name)
+            if name == fails:
+                raise RuntimeError(f"{name} stays open")
+
+        return SimpleNamespace(close=close)
+
+    trainer = walk()
+    trainer.hooks, trainer.engines = part("hooks"), lambda: {"policy": part("policy")}
+    trainer.parts.maker = SimpleNamespace(engine=part("engine"), rewards=part("rewards"))
+    with pytest.raises(RuntimeError, match=f"{fails} stays open") if fails != "none" else nullcontext():
+        trainer.close()
+    assert closed == [each for each in ("hooks", "policy", "rewards", "engine") if (fails, each) != ("hooks", "policy")]
+
+
 @pytest.mark.parametrize("fails", [None, 3])
 def test_the_report_follows_the_run_and_shows_its_end_or_where_it_failed(walk, tmp_path, monkeypatch, fails):
     trainer, written, page = walk(fails=fails), [], tmp_path / "report.html"

@@ -65,7 +65,8 @@ def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOut
     """
     scores, valid = reward
     usable = valid.bool().cpu() & gold.valid.bool().cpu()
-    return paired_scores_of(step, list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score)))))
+    mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score))))
+    return paired_scores_of(step, mine)
 
 
 @dataclass

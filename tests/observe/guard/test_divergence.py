@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightrft_visual.observe.guard import divergence
 from lightrft_visual.observe.guard.divergence import (
     SIDE,
     Divergence,
@@ -17,6 +18,7 @@ from lightrft_visual.observe.guard.divergence import (
     coverage,
     distances,
     diversity,
+    image_statistics,
     paired_scores_of,
     thumbnails,
 )
@@ -53,6 +55,27 @@ def nothing(step):
 def test_means_by_prompt_in_the_order_of_prompts():
     look = paired_scores_of(3, [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)])
     assert look == PairedScores(3, [2, 7], [0.5, 0.5], [1.0, 0.5])
+
+
+def on_ranks(monkeypatch, call, parts):
+    """What `call` returns on each rank of as many as there are parts, given its own."""
+    sent: list = []
+    monkeypatch.setattr(divergence, "all_gather_object", lambda own: sent.append(own) or [own])
+    for part in parts:
+        call(*part)
+    monkeypatch.setattr(divergence, "all_gather_object", lambda _: sent)
+    return [call(*part) for part in parts]
+
+
+def test_each_rank_has_the_scores_and_images_of_all_also_with_none_of_its_own(monkeypatch):
+    scores = [(7, 1.0, 0.0), (2, 0.5, 1.0), (7, 0.0, 1.0)]
+    media, groups = torch.rand(5, 3, 16, 16), torch.tensor([0, 0, 1, 1, 1])
+    whole, statistics = paired_scores_of(3, scores), image_statistics(media, groups)
+    assert image_statistics(media[:0], groups[:0]) == {}
+    assert on_ranks(monkeypatch, paired_scores_of, [(3, scores[:1]), (3, []), (3, scores[1:])]) == [whole] * 3
+    cut = slice(0, 1), slice(1, 1), slice(1, 5)
+    found = on_ranks(monkeypatch, image_statistics, [(media[part], groups[part]) for part in cut])
+    assert found == [statistics] * 3 and "image_diversity" in statistics
 
 
 def test_steps_that_nobody_could_score_are_no_base():
