@@ -230,7 +230,7 @@ class AdvantageCalculator:
         shaped = self._shape(flat, valid, experiences, max_new_tokens, notes)
         final = torch.where(valid, shaped, 0.0)
         if self.grouped:
-            statistics = GroupStatistics(shaped, _group_ids(experiences), valid)
+            statistics = GroupStatistics(shaped, _group_ids(experiences) if experiences else flat.long(), valid)
             notes["comparable"] = statistics.comparable.float()
             final = of_shape(self.compared(experiences, statistics, notes), shaped.shape, type(self).__name__)
             notes["group_advantage"] = final
@@ -592,7 +592,7 @@ def _counted(experience: Any) -> T:
 def _group_ids(experiences: list) -> T:
     if any(experience.group_id is None for experience in experiences):
         raise ValueError("this advantage estimator compares samples of one prompt: every experience needs group_id")
-    return torch.cat([experience.group_id for experience in experiences] or [torch.zeros(0, dtype=torch.long)])
+    return torch.cat([experience.group_id for experience in experiences])
 
 
 def _weighted_components(experiences: list) -> tuple[dict[str, T], dict[str, T]]:

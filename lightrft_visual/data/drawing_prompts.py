@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.diffusion import DiffusionDataConfig
 from ..errors import DataError
-from .bad_rows import MAX_CAPTION, check_reference, check_values
+from .bad_rows import MAX_CAPTION, BadRow, check_reference, check_values
 from .forms import json_list
 from .media import image_size, is_path, resolve_source
 from .prompts import PromptDataset, PromptRow, RowChecks, reference_in
@@ -45,8 +45,12 @@ class DrawPrompts(PromptDataset):
         return map(super().__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> PromptRow:
-        """The row with its images decoded."""
-        return self._decoded(super().__getitem__(index))
+        """The row with its images decoded. Raises DataError naming it: its file may be another one by now."""
+        source, row = self._rows[index]
+        try:
+            return self._decoded(super().__getitem__(index))
+        except DataError as error:
+            raise DataError(BadRow.of(error, self._sources[source].name(row)).message, error.cause) from error
 
     def _parse(self, source: RowSource, row: int, index: int) -> PromptRow:
         parsed = _parse(source[row], self._root(source), self.config, self.most_images)

@@ -46,6 +46,8 @@ class PromptSampler:
         mixing: str = "shuffled",
     ) -> None:
         """sizes: rows of each data set, one at least, whose indices follow each other. Raises ConfigError."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be positive")
         self.sizes, self.batch_size, self.seed = list(sizes), batch_size, seed
         self.quotas, self.mixing = epoch_quotas(self.sizes, probabilities), mixing
         self.epoch_length = sum(self.quotas)  # rows in one epoch

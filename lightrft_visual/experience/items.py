@@ -5,13 +5,13 @@ text, vision-language and diffusion: it reads the `FieldSpec` of each field. Eve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import DataError
-from .codecs import make_fields, split_fields
+from .codecs import make_fields, packed_lengths, split_fields
 from .fields import Kind, replay_fields
 from .types import (
     BatchLayout,
@@ -171,11 +171,19 @@ def part_of(item: AnyItem) -> int:
 
 
 def _strip_item(item: BufferItem | BufferItemVL) -> None:
-    batch = make_experience_batch([item])
-    spans = _real_spans(batch.sequences, batch.attention_mask, batch.action_mask, batch.layout.prompt_width)
-    if spans != batch.layout.spans:
-        (stripped,) = split_experience_batch(batch, replace(batch.layout, spans=spans))
-        vars(item).update(vars(stripped))
+    total, (_, (actions,)) = len(item.sequences), packed_lengths([item])
+    masks = [None if mask is None else mask.unsqueeze(0) for mask in (item.attention_mask, item.action_mask)]
+    prompt = total - actions
+    ((start, stop),) = _real_spans(item.sequences.unsqueeze(0), *masks, width=prompt)
+    if (start, stop) == (0, total):
+        return
+    own = slice(max(start - prompt, 0), max(stop - prompt, 0))
+    kept = {Kind.TOKENS: slice(start, stop), Kind.ACTIONS: own, Kind.NUMBERS: own}
+    for name, spec in replay_fields(type(item)).items():
+        value = getattr(item, name)
+        whole = spec.kind is Kind.NUMBERS and value is not None and len(value) == 1  # of the sample, not of an action
+        if spec.kind in kept and value is not None and not whole:
+            setattr(item, name, value[kept[spec.kind]].clone())
 
 
 def _real_spans(sequences: T, attention_mask: T | None, action_mask: T | None, width: int) -> list[tuple[int, int]]:

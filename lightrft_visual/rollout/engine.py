@@ -38,7 +38,7 @@ class RolloutEngine(Protocol):
     file_names: bool = False
 
     def generate(self, prompts: Sequence[PromptFeatures], settings: SamplingSettings) -> list[list[Completion]]:
-        """n completions a prompt, in order."""
+        """n completions a prompt, in order. settings: n, and how tokens are chosen."""
 
     def admission(self, settings: SamplingSettings) -> Any:
         """An `episodes.Admission`, for requests one after the other; None where the engine has none."""

@@ -58,6 +58,19 @@ def test_bad_rows_are_refused_with_the_way_out_or_skipped_and_counted(tmp_path):
     assert len(DrawPrompts(str(path), "train", 1, SKIP, False)) == 1
 
 
+def test_a_file_that_changes_during_a_run_is_refused_by_file_and_row(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a cat"}\n{"prompt": "a dog"}\n')
+    rows = DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), False)
+    for changed, told in (
+        ('{"text": "a dog"}', "no text in column 'prompt'"),
+        ('{"prompt: "a dog"}', "not valid JSON"),
+    ):
+        path.write_text(f'{{"prompt": "a cat"}}\n{changed}\n')
+        with pytest.raises(DataError, match=rf"^\S+prompts.jsonl:2: {told}"):
+            rows[1]
+
+
 def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
     Image.new("RGB", (8, 6), "red").save(tmp_path / "good.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")

@@ -162,6 +162,7 @@ def test_counting_batches_and_epochs():
 @pytest.mark.parametrize(
     ("error", "told", "call"),
     [
+        (ConfigError, "batch_size is 0", lambda: PromptSampler([3], 0, seed=0)),
         (ConfigError, "2 mixing probabilities for 1", lambda: epoch_quotas([3], [0.5, 0.5])),
         (ConfigError, "positive", lambda: epoch_quotas([3, 3], [1.0, 0.0])),
         (ConfigError, "prompt_data_probs", lambda: epoch_quotas([3, 4], [float("nan"), 0.5])),

@@ -223,6 +223,17 @@ def test_padding_is_stripped_and_what_is_sampled_is_kept(tokens, mask, actions, 
         assert item.action_mask.tolist() == action_mask[: len(kept_actions)]
 
 
+def test_stripping_leaves_what_is_not_of_tokens_or_actions_as_it_is():
+    """Not batched and split again for each sample: the same objects, also where fields contradict each other."""
+    tokens, number = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([0.5])
+    held = {"info": {"reward": 1.0}, "group_id": 7, "image_counts": torch.tensor(2), "raw_images": [], "values": number}
+    item = vision_item(sequences=tokens, attention_mask=(tokens != 0).long(), **held)
+    vision, advantages = item.vision, item.advantages
+    remove_padding_in_sequences([item])
+    assert item.sequences.tolist() == [1, 2, 3] and torch.equal(item.advantages, advantages[:1])
+    assert item.vision is vision and all(getattr(item, name) is value for name, value in held.items())
+
+
 @QUICK
 @given(items=st.lists(text_items(), min_size=1, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3))
 def test_stripping_undoes_padding(items, left, right):

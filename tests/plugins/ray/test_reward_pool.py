@@ -191,7 +191,12 @@ def test_actors_of_rewards_by_what_the_resources_say(monkeypatch):
 
     on("cpu")
     pool = ray_pool.actor_pool(ResourcesConfig(reward_num_workers=3))
-    assert pool["options"] == [{}] * 3 and pool["cpus"] >= 1 and "device" not in pool
+    assert len(pool["options"]) == 3 and pool["cpus"] >= 1 and "device" not in pool
+    started: list[dict] = []
+    monkeypatch.setattr(ray_pool, "connect", lambda *_, **__: ray)
+    monkeypatch.setattr(ray_pool, "named_actors", lambda *given: started.extend(given[3]) or {})
+    ray_pool.ActorPool("mine", int, (), **pool).close()
+    assert [each["num_cpus"] for each in started] == [0] * 3  # else their cores would be lacking for rollouts
     on("cuda")
     monkeypatch.setattr(ray_pool, "on_devices", lambda device: {"on": device})
     pool = ray_pool.actor_pool(ResourcesConfig(reward_devices=[2, 3]))
