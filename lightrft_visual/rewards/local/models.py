@@ -162,7 +162,7 @@ class HeldModel(Source):
         raw: list[float | None] = [None] * size
         if self.all_ranks:
             turns = int(collectives.all_reduce_max(torch.tensor([float(len(groups))])).item())
-            groups = groups + [[]] * (turns - len(groups))
+            groups = groups + [[]] * (turns - len(groups))  # forwards beside the others', whose scores nobody reads
         with self._at_work(device) as model:
             for group in groups:
                 for index, value in zip(group, values(model, group)):
