@@ -111,7 +111,9 @@ class VLLMEngine(ResidentEngine):
 
         Args: as of `RolloutEngine`, which says by `streams` what finished is.
         """
-        prompts, own = self.sharing.share(prompts)
+        own = slice(0, len(prompts))
+        if self.sharing.group is not None:
+            prompts, own = self.sharing.share(prompts)
         entries = [self.entry(prompt) for prompt in prompts]
         params = [self.params(settings, _stream(prompt), prompt.limit) for prompt in prompts]
         if not entries:

@@ -36,9 +36,9 @@ class PromptSharing:
     def share(self, prompts: Sequence[PromptFeatures]) -> tuple[list[PromptFeatures], slice]:
         """(prompts of the whole group, where this rank's are among them). What no engine reads stays behind: patches,
         as engines make theirs, and what only rewards ask for."""
-        if self.group is None:
-            return list(prompts), slice(0, len(prompts))
         own = [replace(each, vision=VisionTensors(), reference=None, label=None, metadata={}) for each in prompts]
+        if self.group is None:
+            return own, slice(0, len(own))
         gathered = collectives.all_gather_object(own, self.group)
         index = collectives.rank() % self.size
         start = sum(len(each) for each in gathered[:index])
