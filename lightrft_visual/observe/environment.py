@@ -1,7 +1,6 @@
 """What a run ran on and how it was started, with secrets masked."""
 
 import datetime
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import writable
+from ..runtime.files import wait_for_lock
 from ..runtime.masking import mask_command, mask_text
 from ..runtime.packages import installed_version
 
@@ -168,7 +168,7 @@ def write_crash_log(folder: str | Path, error: BaseException, ending: Ending) ->
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait_for_lock(file)
             file.write(writable(_part(error, ending)).encode())
     except OSError as failure:
         logger.warning("%s cannot be written: %s", path, failure)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeVar
+from typing import Any, BinaryIO, Self, TextIO, TypeVar
 
 import yaml
 
@@ -250,6 +250,15 @@ def _count_nodes(node: yaml.Node, known: dict[int, int], depth: int) -> int:
     if known[id(node)] > MAX_YAML_NODES:
         raise yaml.YAMLError(f"its aliases make more than {MAX_YAML_NODES} values")
     return known[id(node)]
+
+
+def wait_for_lock(file: TextIO | BinaryIO) -> None:
+    """Lock an open file against other processes until it is closed; nothing where its file system has no locks, as
+    Lustre's in its default."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        logger.debug("%s: its file system has no file locks (%s)", file.name, error)
 
 
 FILE_NAME = "run.lock"

@@ -1,6 +1,5 @@
 """Models and data sets by their names on the hub: one process of a host fetches, and errors say where was looked."""
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from .files import cache_folder
+from .files import cache_folder, wait_for_lock
 from .presence import ranks_on_host
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def looked_at(name: str, cache: str = "HF_HUB_CACHE") -> str:
 def first_on_host(name: str) -> Iterator[None]:
     """Inside, one process of this host at a time, that of local rank 0 first: the others find what it has fetched.
 
-    Nothing waits where one process is alone on its host.
+    Nothing waits where one process is alone on its host, nor, but for local rank 0's beginning, without file locks.
     """
     if ranks_on_host() < 2:
         yield
@@ -68,7 +67,7 @@ def first_on_host(name: str) -> Iterator[None]:
     while not first and not begun.exists() and time.monotonic() < ends:
         time.sleep(0.05)
     with open(path.with_suffix(".lock"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file)
         if first:
             begun.touch()
         yield

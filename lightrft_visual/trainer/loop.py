@@ -62,6 +62,10 @@ class RunParts:
     def __post_init__(self) -> None:
         self.console = RunConsole(self.loop.total_steps, line_every=self.loop.output.logging_steps)
 
+    def closed_behind(self) -> tuple[Any, ...]:
+        """What a trainer closes behind its hooks and engines, in this order."""
+        return ()
+
 
 def synchronize() -> None:
     """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
@@ -168,9 +172,8 @@ class PolicyTrainer(ABC):
     def close(self) -> None:
         """Release what hooks, engines and scorers hold; call it after `fit`, before the process group ends."""
         with ExitStack() as behind:
-            if (maker := getattr(self.parts, "maker", None)) is not None:  # supervised runs have none
-                behind.callback(maker.engine.close)  # which may end the process group
-                behind.callback(maker.rewards.close)
+            for each in reversed(self.parts.closed_behind()):
+                behind.callback(each.close)
             self.hooks.close()
             self._hook_context.close()
             for engine in self.engines().values():
@@ -213,16 +216,15 @@ class PolicyTrainer(ABC):
         what was written until then stays. Meanwhile SIGTERM, in the main thread, asks for a checkpoint and an orderly
         end.
         """
-        exported: bool | None = None  # None until the run has ended well
+        export: bool | None = None  # whether the model is written; None while steps are to be made
+        ended_well = False
         try:
             with self.state.listening():
                 self._begin()
-                begun = self.step
-                export: bool | None = None  # whether the model is written; None while steps are to be made
                 with start_up_objects_aside():
                     while export is None and self.hooks.stopping is None and self.step < self.settings.total_steps:
                         done = self.step
-                        if done > begun and self.state.stop_requested():  # by a signal; the last step ends it anyway
+                        if self.state.stop_requested():  # by a signal; the last step ends it anyway
                             export = self._stop()
                             break
                         self.state.mark()
@@ -238,13 +240,13 @@ class PolicyTrainer(ABC):
                 if export:
                     with self.timer.phase("save"):
                         self.state.save_final(final_folder(self.settings.output))
-            exported = export
+            ended_well = True
             return self.latest_eval
         finally:
             self.console.close()
             report = self.report.write()
-            self.recorder.close(failed=exported is None)
-            if exported:
+            self.recorder.close(failed=not ended_well)
+            if ended_well and export:
                 files = {"report": report} if report else {}
                 files["model"] = final_folder(self.settings.output)
                 self.console.done(self.step, self.latest_eval, self.first_eval, files)

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from lightrft_visual.errors import ConfigError, FolderInUse
-from lightrft_visual.runtime.files import FILE_NAME, FolderLock, append_line, read_jsonl, to_json, write_atomic
+from lightrft_visual.runtime.files import (
+    FILE_NAME,
+    FolderLock,
+    append_line,
+    read_jsonl,
+    to_json,
+    wait_for_lock,
+    write_atomic,
+)
 
 
 def test_any_text_can_be_written_and_read_back(tmp_path):
@@ -166,6 +174,8 @@ def test_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeyp
     assert FolderLock.take(tmp_path) is None
     assert f"output_dir {tmp_path}: its file system has no file locks" in caplog.text
     assert os.strerror(code) in caplog.text
+    with open(tmp_path / "shared", "a") as file:
+        wait_for_lock(file)  # nor does a file of ranks, which is opened with others
 
 
 def test_folder_that_cannot_be_written_or_is_full_is_a_config_error_and_leaves_no_lock(tmp_path, monkeypatch):

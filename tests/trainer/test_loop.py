@@ -1,6 +1,8 @@
 """What the loop does beside its steps, also where its checkpoints are written while it goes on."""
 
 import gc
+import os
+import signal
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -47,7 +49,7 @@ class Walk(PolicyTrainer):
         hook = GuardHook(guard or GuardConfig(), watched, gold=False, paying=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
-            console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None),
+            console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None), closed_behind=list,
         )  # fmt: skip
         self.guard, self.said = hook.guard, []
         parts.console.message = self.said.append
@@ -183,7 +185,7 @@ def test_all_that_a_trainer_holds_is_closed_the_engine_last_also_where_a_part_fa
 
     trainer = walk()
     trainer.hooks, trainer.engines = part("hooks"), lambda: {"policy": part("policy")}
-    trainer.parts.maker = SimpleNamespace(engine=part("engine"), rewards=part("rewards"))
+    trainer.parts.closed_behind = lambda: (part("rewards"), part("engine"))
     with pytest.raises(RuntimeError, match=f"{fails} stays open") if fails != "none" else nullcontext():
         trainer.close()
     assert closed == [each for each in ("hooks", "policy", "rewards", "engine") if (fails, each) != ("hooks", "policy")]
@@ -333,6 +335,25 @@ def test_stop_run_of_a_step_that_has_trained_waits_for_its_end(walk, tmp_path, h
     assert names_in(tmp_path) == names
     told = [text.partition(":")[0] for text in trainer.said if "written" in text]
     assert told == [name for name in names if name != "checkpoint-final"]
+
+
+def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path):
+    def evaluate():  # of step 0, as the last thing before it
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Evaluated({"eval_reward": 0.5})
+
+    first = walk()
+    first.evaluate = evaluate
+    assert first.fit() == {"eval_reward": 0.5} and first.weights == 0
+    assert names_in(tmp_path) == ["checkpoint-000000"]
+    assert "stopped by signal at step 0; a checkpoint is saved" in first.said
+    resumed = walk(resume=tmp_path / "checkpoint-000000")
+    resumed.start = lambda: os.kill(os.getpid(), signal.SIGTERM)  # while it starts
+    resumed.fit()
+    assert resumed.weights == 0 and names_in(tmp_path) == ["checkpoint-000000"]  # written again, over its own
+    resumed = walk(resume=tmp_path / "checkpoint-000000")
+    resumed.fit()
+    assert resumed.weights == 3
 
 
 # --- checkpoints that are written behind the run ---------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Files and folders that are built at their first use, and found by their names afterwards."""
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ...runtime.files import wait_for_lock
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def built_once(target: Path, build: Callable[[Path], None], told: str = "") -> P
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(f".{target.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+        wait_for_lock(lock)  # released with the process, however it ends
         if target.exists():
             return target
         if told:

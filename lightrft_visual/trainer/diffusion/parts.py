@@ -133,6 +133,9 @@ class DiffusionParts(RunParts):
     teacher: DiffusionPolicy | None = None
     sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
 
+    def closed_behind(self) -> tuple[Any, ...]:
+        return self.maker.rewards, self.maker.engine
+
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return list(self.policy.trainable_parameters())

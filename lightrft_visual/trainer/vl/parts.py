@@ -230,6 +230,9 @@ class VLParts(RunParts):
     reference_module: torch.nn.Module | None = None  # a frozen copy with weights of its own
     gold: RewardComputationEngine | None = None
 
+    def closed_behind(self) -> tuple[Any, ...]:
+        return self.maker.rewards, self.maker.engine
+
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return [parameter for parameter in self.actor.module.parameters() if parameter.requires_grad]
