@@ -73,7 +73,7 @@ class PromptSource:
         keeps_ready: bool = False,
     ) -> None:
         self.supply, self.make, self.features, self.keeps_ready = supply, make, features, keeps_ready
-        self.rounds, self.epoch = 0, 0.0  # batches taken so far, and epochs
+        self.taken, self.epoch = 0, 0.0  # prompts taken so far by all ranks, and epochs
         self._step = 0
         # One thread: processors are not made for several. It leaves the cores of parallel operations to the step.
         self._thread = ThreadPoolExecutor(1, "prompts", _keep_operations_in_this_thread)
@@ -101,7 +101,7 @@ class PromptSource:
             batch = begun.batch.result()
         else:
             batch = self.make(samples, ids)
-        self.rounds, self.epoch = self.rounds + 1, self.supply.sampler.epoch
+        self.taken, self.epoch = self.taken + self.supply.sampler.batch_size, self.supply.sampler.epoch
         if self.keeps_ready:
             self.prepare_next()
         return batch
@@ -128,19 +128,21 @@ class PromptSource:
         met = [
             asdict(row) for row in dataset.bad.rows.values() if row.found != BadRow.found
         ]  # a start finds the others
-        return {"sampler": sampler, "rounds": self.rounds, "data": dataset.fingerprint, "bad_rows": met}
+        return {"sampler": sampler, "taken": self.taken, "data": dataset.fingerprint, "bad_rows": met}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         self.supply.sampler.load_state_dict(state["sampler"])
         self.supply.dataset.check_resumed(state.get("data"))
         self.supply.dataset.bad.go_on(state.get("bad_rows", []))  # earlier versions kept none
-        self.rounds = int(state["rounds"])
+        batches = state.get("rounds", 0)  # which earlier versions have counted
+        self.taken = int(state.get("taken", batches * self.supply.sampler.batch_size))
 
     def _next_ids(self) -> T:
         """The numbers of this rank's prompts in the next batch."""
-        count = self.supply.sampler.batch_size
-        return (torch.arange(count) + self.rounds * count)[collectives.rank() :: collectives.world_size()]
+        return (torch.arange(self.supply.sampler.batch_size) + self.taken)[
+            collectives.rank() :: collectives.world_size()
+        ]
 
     def _prepare(self, loading: Loading, ids: T) -> PromptBatch | None:
         samples = [each.result() for each in loading]

@@ -91,14 +91,25 @@ def test_batches_are_numbered_over_the_run_and_a_resumed_source_goes_on(path):
     source, again, begun = prompts_of(path, None), prompts_of(path, None), prompts_of(path, Preparing())
     first = source.next(0)
     again.load_state_dict(source.state_dict())
-    assert torch.equal(first.ids, ids(0)) and source.rounds == again.rounds == 1
+    assert torch.equal(first.ids, ids(0)) and source.taken == again.taken == SIZE
     second, resumed = source.next(1), again.next(1)
     assert torch.equal(second.ids, ids(1)) and torch.equal(resumed.ids, ids(1))
     assert second.prompts == resumed.prompts != first.prompts
     begun.prepare_next()  # and a resume moves the source behind what was begun
-    begun.load_state_dict(begun.state_dict() | {"rounds": 1})
+    begun.load_state_dict(begun.state_dict() | {"taken": SIZE})
     batch = begun.next(0)
     assert batch.prepared is None and torch.equal(batch.ids, ids(1))
+    larger = prompts_of(path, None, size=SIZE + 1)
+    larger.load_state_dict(source.state_dict())  # of two batches
+    assert larger.next(2).ids.tolist() == list(range(2 * SIZE, 3 * SIZE + 1))  # and none of theirs again
+
+
+def test_a_source_of_an_earlier_version_which_counted_batches_goes_on(path):
+    source = prompts_of(path, None)
+    state = source.state_dict() | {"rounds": 2}
+    del state["taken"]
+    source.load_state_dict(state)
+    assert torch.equal(source.next(2).ids, ids(2))
 
 
 def test_bad_rows_met_before_a_checkpoint_count_in_the_run_that_resumes_from_it(path):
@@ -125,4 +136,4 @@ def test_a_further_batch_of_a_step_is_prepared_where_makers_may_ask_for_it(path)
     taken = [source.next(0), source.next_again(), source.next_again()]
     assert [batch.ids.tolist() for batch in taken] == [ids(number).tolist() for number in range(3)]
     assert source._begun is not None and source._begun.ids.tolist() == ids(3).tolist()
-    assert prompts_of(path, Preparing()).state_dict()["rounds"] == 0
+    assert prompts_of(path, Preparing()).state_dict()["taken"] == 0
