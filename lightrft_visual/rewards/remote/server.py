@@ -60,6 +60,7 @@ class ServerSettings:
 @dataclass(eq=False)
 class _Waiting:
     batch: RewardBatch
+    gone: Callable[[], Awaitable[bool]]  # whether nobody waits for the answer any more
     answer: asyncio.Future[Scores] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -73,11 +74,12 @@ class Batcher:
         self.open: set[_Waiting] = set()  # not answered yet
         self.ended: RewardError | None = None  # why no request is answered any more
 
-    async def score(self, batch: RewardBatch) -> Scores:
-        """Scores of a request's batch, which may be scored together with others."""
+    async def score(self, batch: RewardBatch, gone: Callable[[], Awaitable[bool]]) -> Scores:
+        """Scores of a request's batch, which may be scored together with others. Raises ClientDisconnect where its
+        client has gone before: a backlog of such requests would make those time out that come after them."""
         if self.ended is not None:
             raise self.ended
-        waiting = _Waiting(batch)
+        waiting = _Waiting(batch, gone)
         self.open.add(waiting)
         await self._queue.put(waiting)
         try:
@@ -93,7 +95,12 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            await self._answer(await self._gather())
+            group = await self._gather()
+            for waiting in [waiting for waiting in group if await waiting.gone()]:
+                _settle(waiting, ClientDisconnect())
+                group.remove(waiting)
+            if group:
+                await self._answer(group)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -142,10 +149,10 @@ class Batcher:
         return scores.split([len(batch) for batch in batches])
 
 
-def _settle(waiting: _Waiting, outcome: Scores | RewardError) -> None:
+def _settle(waiting: _Waiting, outcome: Scores | Exception) -> None:
     if waiting.answer.done():  # the client went away
         return
-    if isinstance(outcome, RewardError):
+    if isinstance(outcome, Exception):
         waiting.answer.set_exception(outcome)
     else:
         waiting.answer.set_result(outcome)
@@ -201,7 +208,7 @@ def create_app(
             if len(batchers[0].open) >= settings.max_waiting:
                 raise _Refused(503, "too many requests are waiting")
             batch = await _read_batch(request, settings)
-            scores = await batchers[0].score(batch)
+            scores = await batchers[0].score(batch, request.is_disconnected)
         except _Refused as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
         except ClientDisconnect:

@@ -279,6 +279,29 @@ def test_a_client_that_goes_away_while_it_sends_is_no_failure_of_the_scorer(capl
     assert sent[0]["status"] == 499 and not caplog.records
 
 
+def test_a_request_whose_client_gave_up_waiting_is_not_scored():
+    scored, first = [], threading.Event()
+
+    def watched(completions):
+        scored.extend(completions)
+        assert first.wait(60)
+        return lengths(completions)
+
+    def ask(text, timeout):
+        return httpx.post(url, json={"queries": [text]}, timeout=timeout)
+
+    with serving(watched, max_batch=1) as url, ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, "held", 60)
+        wait_for(lambda: scored)
+        with pytest.raises(httpx.TimeoutException):
+            ask("gave up", 1)
+        httpx.get(url.replace("/reward", "/health"), timeout=60)  # the server has seen the end of the connection before
+        late = pool.submit(ask, "late", 60)
+        first.set()
+        assert [held.result().status_code, late.result().status_code] == [200, 200]
+    assert scored == ["held", "late"]
+
+
 def test_only_loopback_without_a_token():
     with pytest.raises(ConfigError, match="can be reached by others"):
         bind("0.0.0.0", 0, ServerSettings())
