@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2491, "experience": 3122, "config": 4965, "runtime": 5862, "data": 3617,
-    "models": 5875, "rollout": 5367, "rewards": 4365, "algorithms": 1835, "trainer": 7563, "observe": 3558,
+    "models": 5875, "rollout": 5374, "rewards": 4388, "algorithms": 1835, "trainer": 7563, "observe": 3558,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

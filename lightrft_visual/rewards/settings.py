@@ -1,30 +1,37 @@
 """From a `RewardConfig` to an engine's arguments; everything that can be wrong is found before a model loads."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config.shared import RewardConfig
 from ..errors import ConfigError
+from ..runtime import collectives
 from ..runtime.usercode.calls import LoadedFunction
 from ..runtime.usercode.loading import callable_name, load_reward_fn
-from .local.callables import Signature, check_inputs
+from .local.callables import REFERENCES, Signature, check_inputs
 from .local.forms import check_form
 from .recipe import ANY_LABEL, Recipe, RecipeEntry, load_recipe, parse_recipe, recipe_of
 from .registry import Catalogue, check_scorer, find_scorer, split_list
 from .remote.client import check_url, token_from_env
 
+log = logging.getLogger(__name__)
+WHERE = (
+    "it is read from the column 'reference' (or answer, ground_truth, solution); --reference_key names another column"
+)
 DEFAULT_RECIPE = {ANY_LABEL: [("rule", "exact", 1.0)]}
 
 
 class Checking(Catalogue):
     """A catalogue that builds nothing: every source is its name, after the checks that need no model or connection.
 
-    functions: of `reward_fn`. columns: of the data; None where they are not known.
+    functions: of `reward_fn`. columns: of the data; None where they are not known. asking: by name of a function, under
+    which names it asks for references.
     """
 
     def __init__(self, config: RewardConfig, functions: list[LoadedFunction], columns: Collection[str] | None) -> None:
         super().__init__(config)
-        self._columns = columns
+        self._columns, self.asking = columns, dict[str, set[str]]()
         self.sources = self.given_sources(config.reward_pretrain, config.remote_rm_url, functions, {})
 
     def canonical_recipe(self, recipe: Recipe) -> Recipe:
@@ -46,6 +53,7 @@ class Checking(Catalogue):
 
     def _user_function(self, function: LoadedFunction, name: str, given: Mapping[str, Any]) -> Any:
         check_inputs(function, name, given, self._columns, self.config.reward_form)
+        self.asking[name] = REFERENCES.intersection(Signature(function, name).required).difference(given)
         return name
 
     def _scorer(self, entry: RecipeEntry) -> Any:
@@ -125,23 +133,27 @@ def _check_parts(
 
 def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Sequence[Any]) -> None:
     """Raise ConfigError where no row of a data set has a reference, and a training sample would reach a scorer that
-    compares with one, or a held-out sample only such ones. Loads no model.
+    compares with one, or a held-out sample only such ones. Functions that ask for one are named. Loads no model.
 
     Args:
         config: what scores.
-        trained: data sets, with `labels` and `has_references`.
+        trained: data sets, with `labels`, `columns` and `has_references`.
         held_out: likewise.
     """
     if all(each.has_references for each in (*trained, *held_out)):
         return
-    recipe = recipe_of(config)
+    recipe, functions = recipe_of(config), [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
+    catalogue = Checking(config, functions, None)
+    for entry in catalogue.canonical_recipe(recipe).components() if recipe else []:
+        catalogue.resolve(entry, catalogue.sources)
+    _say_missing(catalogue, "the data", trained)
+    _say_missing(catalogue, "eval_data", held_out)
     if recipe is None and config.given:
         return
     chosen, other = "", ""
     if recipe is None:
         chosen, other = "is the reward when none is named, and ", ", --reward_fn path.py:function another reward"
-    functions = [load_reward_fn(spec) for spec in split_list(config.reward_fn)]
-    scoring = Checking(config, functions, None).canonical_recipe(recipe or parse_recipe(DEFAULT_RECIPE))
+    scoring = catalogue.canonical_recipe(recipe or parse_recipe(DEFAULT_RECIPE))
     for data, sets, enough in (("the data", trained, any), ("eval_data", held_out, all)):
         labels = {label for each in sets if not each.has_references for label in each.labels}
         for label in sorted(labels, key=str):
@@ -149,8 +161,17 @@ def check_references(config: RewardConfig, trained: Sequence[Any], held_out: Seq
             if weighed and enough(map(compares, weighed)):
                 name = next(filter(compares, weighed)).key
                 told = f"the scorer {name} {chosen}compares with the reference, but no row of {data} has one"
-                where = "it is read from the column 'reference' (or answer, ground_truth, solution)"
-                raise ConfigError(f"{told}: {where}; --reference_key names another column{other}")
+                raise ConfigError(f"{told}: {WHERE}{other}")
+
+
+def _say_missing(catalogue: Checking, data: str, sets: Sequence[Any]) -> None:
+    """Warn of functions that ask for references, and of no column, where no row has one: they may compare with None."""
+    if not sets or any(each.has_references for each in sets) or not collectives.is_rank_0():
+        return
+    for name, asked in catalogue.asking.items():
+        if missing := asked.difference(*(each.columns for each in sets)):
+            told = "reward function %s asks for %s and gets None: no row of %s has a reference; %s"
+            log.warning(told, name, ", ".join(sorted(missing)), data, WHERE)
 
 
 def compares(entry: RecipeEntry) -> bool:

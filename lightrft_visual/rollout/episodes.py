@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..data.bad_rows import warn_once
 from ..data.rows import REFERENCE_PATHS
 from ..errors import RolloutError
 from ..experience.rollouts import (
@@ -31,6 +32,10 @@ from .environments import Action, EnvironmentFailure, EnvironmentHost, Observati
 from .multimodal import MultimodalDataProcessor
 
 Parser = Callable[[str], list[ToolCall]]
+NO_ROOM = (
+    "the first observation of an episode leaves no room for another answer within max_episode_tokens (%d), "
+    "which counts its images too: the episode ends there, as cut off"
+)
 BEGIN_TOGETHER = 0.5  # seconds that the first requests wait for each other's resets
 
 
@@ -293,6 +298,8 @@ class _Round:
         added = renderer.added(observation, what, last)
         renderer.check_media(conversation.prompt, conversation.episode, added)
         if len(conversation.token_ids) + len(added.token_ids) >= self.stage.limits.max_tokens:
+            if conversation.turns == 1:
+                warn_once(NO_ROOM, self.stage.limits.max_tokens)
             return False
         conversation.observed(added, observation.messages)
         return True

@@ -75,7 +75,7 @@ def test_a_setting_that_the_function_does_not_take(rewards_file):
     ],
 )
 def test_a_reward_that_compares_needs_references_and_no_other_one(settings, words, rewards_file):
-    given, lacking = (SimpleNamespace(labels={None}, has_references=has) for has in (True, False))
+    given, lacking = (SimpleNamespace(labels={None}, columns=set(), has_references=has) for has in (True, False))
     check_references(RewardConfig(**settings), [given], [given])
     for sets in ([lacking], []), ([], [lacking]):
         with pytest.raises(ConfigError, match=words):
@@ -84,10 +84,37 @@ def test_a_reward_that_compares_needs_references_and_no_other_one(settings, word
         check_references(other, [lacking], [lacking])
 
 
+def test_a_function_that_asks_for_references_which_no_row_has_is_warned_of(tmp_path, caplog):
+    path = tmp_path / "scores.py"
+    path.write_text(
+        "def strict(completions, references, level):\n    return [0.0] * len(completions)\n"
+        "def lenient(completions, references=None, **more):\n    return [0.0] * len(completions)\n"
+        "def column(completions, solution):\n    return [0.0] * len(completions)\n"
+    )
+    given, lacking = (
+        SimpleNamespace(labels={None}, columns={"level", "solution"}, has_references=has) for has in (True, False)
+    )
+    strict = RewardConfig(reward_recipe=f'{{"*": [[func, "{path}:strict", 1.0]]}}')
+    for quiet in (RewardConfig(reward_fn=f"{path}:lenient,{path}:column"), strict):
+        check_references(quiet, [given], [given])
+        check_references(quiet, [given, lacking] if quiet is strict else [lacking], [])  # a column of that name
+    assert caplog.messages == []
+    for config in (strict, RewardConfig(reward_fn=f"{path}:strict")):
+        check_references(config, [lacking], [given])
+        check_references(config, [given], [lacking])
+    told = "reward function strict asks for references and gets None: no row of {} has a reference; it is read from"
+    assert [each.split(" the column")[0] for each in caplog.messages] == [
+        told.format(data) for data in ("the data", "eval_data") * 2
+    ]
+
+
 def test_references_are_asked_of_the_labels_that_a_data_set_has_and_of_scorers_with_a_weight():
     rules = "{drawing: [[rule, format, 1.0], [rule, exact, 0]], both: [[rule, exact, 0.9], [rule, format, 0.1]], "
     config = RewardConfig(reward_recipe=rules + '"*": [[rule, exact, 1.0]]}')
-    of = {label: SimpleNamespace(labels={label}, has_references=False) for label in ("drawing", "both", "count", None)}
+    of = {
+        label: SimpleNamespace(labels={label}, columns=set(), has_references=False)
+        for label in ("drawing", "both", "count", None)
+    }
     check_references(config, [of["drawing"]], [of["drawing"], of["both"]])  # held-out rows are scored by the other one
     for label in ("both", "count", None):
         with pytest.raises(ConfigError, match="no row of the data has one"):

@@ -14,6 +14,7 @@ from PIL import Image
 from replay_cases import items_equal
 from tiny_models import begin_with_bos, checkpoint_of, clip, inputs_of, picture
 
+from lightrft_visual.data.bad_rows import warn_once
 from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.buffer import items_from_state, items_to_state
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch, strip_padding
@@ -288,6 +289,14 @@ def test_limits_of_turns_and_tokens_end_an_episode_as_truncated(rig):
     by_tokens = stage_of(rig, Endless, limits=EpisodeLimits(9, 150)).generate(batch_of([1]), SETTINGS)
     assert all(len(each.token_ids) <= 150 and each.truncated for each in by_tokens)
     assert all(each.episode.turn_ids[-1] == len(each.episode.turns) - 1 for each in by_tokens)
+
+
+def test_a_first_observation_without_room_for_an_answer_is_told_once(rig, caplog):
+    warn_once.cache_clear()
+    for tokens in (400, 30, 30):
+        stage_of(rig, Endless, limits=EpisodeLimits(9, tokens)).generate(batch_of([1]), SETTINGS)
+    (told,) = (each.getMessage() for each in caplog.records if "leaves no room" in each.getMessage())
+    assert "max_episode_tokens (30)" in told
 
 
 def test_a_row_has_its_reference_and_a_seed_that_differs_by_sample_unless_the_data_has_one(rig):

@@ -241,12 +241,14 @@ OF_EPISODES = ("turns", "environment_rewards")
 OF_MEDIA = ("frames", "image", "video", "source_images")
 ON_DEMAND = (*OF_MEDIA, *OF_EPISODES, "labels_or_references", "prompt", "batch", "completion_ids")
 # Dataset columns that the loader reads as prompt, media, label or reference, under the names that functions ask for.
+ANSWERS = ("reference", "answer", "answers", "ground_truth", "solution")
+REFERENCES = frozenset((*ANSWERS, "references"))  # what functions of one's own call them
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
     "image": lambda batch: _single(batch.images),
     "video": lambda batch: _single(batch.videos),
     "label": lambda batch: batch.labels,
-    **dict.fromkeys(("reference", "answer", "answers", "ground_truth", "solution"), lambda batch: batch.references),
+    **dict.fromkeys(ANSWERS, lambda batch: batch.references),
 }
 ROLES = ("prompts", "labels", "references", "refs")  # a column of such a name may be the one that is read as that
 RESERVED = ("model_reward_list", "label_map", "batch", "device")
