@@ -284,6 +284,8 @@ class PolicyTrainer(ABC):
             self.state.stop(rewound)
         said = f"stopped by signal at step {self.step}; a checkpoint is saved"
         self.console.message(f"{why}\n{said}" if why else said)
+        if self.console.output.lost is not None and not self.state.signalled():
+            raise self.console.output.lost  # nobody has asked for the end
         return False
 
     def _end(self, stop: StopRun) -> bool:

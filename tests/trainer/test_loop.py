@@ -11,7 +11,7 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal
+from lightrft_visual.errors import CheckpointError, NonFiniteError, OutputClosed, RewardError, StoppedBySignal
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.recorder import RunRecorder
@@ -354,6 +354,22 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     resumed = walk(resume=tmp_path / "checkpoint-000000")
     resumed.fit()
     assert resumed.weights == 3
+
+
+@pytest.mark.parametrize("pressed", [False, True])
+def test_a_run_whose_output_nobody_reads_any_more_saves_before_it_ends(walk, tmp_path, pressed):
+    """As of `| tee log.txt`, which Ctrl-C ends before the run."""
+
+    def lose(metrics):
+        trainer.console.output.lost = OutputClosed("nobody is there")
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = walk(callbacks=[SimpleNamespace(on_metrics=lose)])
+    with nullcontext() if pressed else pytest.raises(OutputClosed, match="nobody is there"):
+        trainer.fit()
+    assert trainer.step == 1 and names_in(tmp_path) == ["checkpoint-000001"]
+    assert trainer.state.exit_code == (130 if pressed else 0)
 
 
 # --- checkpoints that are written behind the run ---------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Trainer:
         self.first_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
         self.hooks, self.told = Hooks(), []
-        self.console = SimpleNamespace(message=self.told.append)
+        self.console = SimpleNamespace(message=self.told.append, output=SimpleNamespace(lost=None))
 
     def state_dict(self) -> dict:
         return {}

@@ -20,7 +20,8 @@ from typing import Any
 
 from ...errors import RewardError, StoppedBySignal
 from ..masking import CONTROLS, mask_text
-from ..start_up import say_last
+from ..presence import leave_lost_outputs
+from ..start_up import error_output, say_last
 from .surroundings import OURS, is_users, put_back, say_once
 
 log = logging.getLogger(__name__)
@@ -192,8 +193,10 @@ os.register_at_fork(before=_hold_signals, after_in_parent=_take_signals, after_i
 
 
 def _say(line: str) -> None:
-    """On the error output, also where the signal came in the middle of a print."""
-    os.write(2, f"{line}\n".encode())
+    """On the error output, also where the signal came in the middle of a print, or has ended who reads it (`| tee`)."""
+    leave_lost_outputs()
+    with contextlib.suppress(OSError):
+        os.write(error_output(), f"{line}\n".encode())
 
 
 class RemoteCallable:
