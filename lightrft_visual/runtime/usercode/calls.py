@@ -123,10 +123,12 @@ class StopRequest:
 
 
 class Interrupt:
-    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once."""
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here. A second one ends the process at once; in a
+    program that handles it as Python does, when this is made, it is a KeyboardInterrupt, and the program may go on."""
 
     def __init__(self) -> None:
         self.first: float | None = None  # when it came
+        self.of_program = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def __call__(self, *_: object) -> None:
         now = time.monotonic()
@@ -137,6 +139,8 @@ class Interrupt:
             signal.raise_signal(signal.SIGTERM)
         elif now - self.first > ONE_SIGNAL:
             _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            if self.of_program:
+                raise KeyboardInterrupt
             os._exit(INTERRUPTED)
 
 

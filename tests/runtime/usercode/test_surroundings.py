@@ -157,6 +157,7 @@ from lightrft_visual.runtime import start_up
 from lightrft_visual.runtime.usercode import calls
 
 calls.ONE_SIGNAL = 0.0
+signal.signal(signal.SIGINT, lambda *_: None)  # as a script of ours has one
 if sys.argv[2] == "start":
     start_up.foreign_lines_aside(Path(sys.argv[1]))
 else:
