@@ -27,7 +27,8 @@ R = TypeVar("R")
 
 
 @functools.cache
-def _nowhere() -> TextIO:
+def nowhere() -> TextIO:
+    """A stream whose text is lost."""
     return open(os.devnull, "w", encoding="utf-8")
 
 
@@ -36,7 +37,7 @@ class Escaped:
     where it cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self.stream = _nowhere() if stream is None else stream
+        self.stream = nowhere() if stream is None else stream
 
     def write(self, text: str) -> int:
         """As the stream does, and no part of it waits: what cannot be written is known here."""

@@ -1,6 +1,7 @@
 """How many ranks the launcher has started, whether it is still there, and what a lost terminal does."""
 
 import os
+import select
 import signal
 import stat
 import threading
@@ -86,12 +87,21 @@ def hangup_ends() -> Iterator[None]:
 
 
 def _hang_up(*_: object) -> None:
+    leave_lost_outputs()
+    signal.raise_signal(signal.SIGTERM)
+
+
+def leave_lost_outputs() -> None:
+    """Where the terminal, or who reads a pipe, is gone, writing is an error: what is written there goes nowhere."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for output in (1, 2):
-        if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):  # writing to a lost terminal is an error
-            os.dup2(nowhere, output)
+        looked = select.poll()
+        looked.register(output, 0)  # that nobody reads is told unasked
+        with suppress(OSError):  # one that is closed
+            device = stat.S_ISCHR(os.fstat(output).st_mode)
+            if not os.isatty(output) if device else looked.poll(0):
+                os.dup2(nowhere, output)
     os.close(nowhere)
-    signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

@@ -125,6 +125,11 @@ def screen() -> TextIO:
     return cast(TextIO, Escaped(_foreign.screen if _foreign is not None else sys.stdout))
 
 
+def error_output() -> int:
+    """The number of the error output, where people look."""
+    return _foreign.outputs[1] if _foreign is not None else 2
+
+
 def say_last(text: str) -> None:
     """On the error output, as the last thing that this process says."""
     start_is_over()

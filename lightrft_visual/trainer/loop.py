@@ -265,7 +265,7 @@ class PolicyTrainer(ABC):
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
-        if self.step == 0:
+        if self.step == 0 or (self.evaluated_step != self.step and self.evaluation_due()):  # which a signal has ended
             self._evaluate()
         device, total = get_accelerator().device_name(), self.settings.total_steps
         log_stage(f"training from step {self.step + 1} of {total} on {device}" if self.step < total else "ending")
@@ -284,6 +284,8 @@ class PolicyTrainer(ABC):
             self.state.stop(rewound)
         said = f"stopped by signal at step {self.step}; a checkpoint is saved"
         self.console.message(f"{why}\n{said}" if why else said)
+        if self.console.output.lost is not None and not self.state.signalled():
+            raise self.console.output.lost  # nobody has asked for the end
         return False
 
     def _end(self, stop: StopRun) -> bool:

@@ -47,7 +47,8 @@ BEST_BY = (("eval_gold", "max"), ("eval_reward", "max"), ("eval_loss", "min"))
 
 
 class RunState:
-    """Checkpoints of one trainer. SIGTERM, Ctrl-C or the end of the launcher asks for a checkpoint and an orderly end.
+    """Checkpoints of one trainer. SIGTERM, Ctrl-C, the end of the launcher or of who reads the output asks for a
+    checkpoint and an orderly end.
 
     trainer: a `loop.PolicyTrainer`. resume_folder: what `check_output` found. exit_code: of the process, once the run
     has ended.
@@ -96,7 +97,8 @@ class RunState:
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer. Raises CheckpointError, on all ranks,
         where one could not write its part of the last checkpoint."""
-        stop = 2 if self._interrupt.first else int(self._stop.made or self._launchers.gone())
+        lost = self.trainer.console.output.lost is not None
+        stop = 2 if self._interrupt.first else int(self._stop.made or lost or self._launchers.gone())
         behind = self.manager.behind
         failed = behind is not None and behind.error is not None
         agreed, failed = collectives.all_reduce_max(torch.tensor([float(stop), float(failed)])).tolist()

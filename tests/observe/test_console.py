@@ -1,8 +1,10 @@
 """Lines and tables in a log file; nothing from text can drive the terminal."""
 
 import io
+import os
 import sys
 
+import pytest
 from rich.console import Console
 
 from lightrft_visual.config.load import _print_once
@@ -121,3 +123,17 @@ def test_a_screen_whose_encoding_lacks_a_character_shows_its_escape(monkeypatch)
     RunConsole(1, active=True).message("größe")
     _print_once("größe")
     assert shown.getvalue() == b"gr\\xf6\\xdfe\n" * 2
+
+
+def test_an_output_that_nobody_reads_any_more_is_remembered_and_costs_no_step():
+    reader, number = os.pipe()
+    stream = open(number, "w")
+    console = RunConsole(10, stream=stream, active=True)
+    console.message("step 1")
+    assert console.output.lost is None and os.read(reader, 100) == b"step 1\n"
+    os.close(reader)
+    console.message("step 2")
+    console.message("step 3")
+    assert "cannot be written: Broken pipe" in str(console.output.lost)
+    with pytest.raises(BrokenPipeError):  # by what it still holds
+        stream.close()

@@ -214,30 +214,19 @@ UNWRITABLE = """
 import os, sys
 from lightrft_visual import launch
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.observe.console import RunConsole
 
-def breaks():
-    reader, number = os.pipe()
-    os.close(reader)
-    os.dup2(os.open("/dev/full", os.O_WRONLY) if sys.argv[2] == "full" else number, 1)
-
-def build():
-    launch.start_is_over()
-    breaks()
-    RunConsole(10, active=True).message("step 1")
-
+reader, number = os.pipe()
+os.close(reader)
 config = RunConfig()
 config.output.output_dir = sys.argv[1]
-if sys.argv[3] == "start":
-    breaks()
-launch._run(config, build)
+os.dup2(os.open("/dev/full", os.O_WRONLY) if sys.argv[2] == "full" else number, 1)
+launch._run(config, None)
 """
 
 
 @pytest.mark.parametrize(("kind", "told"), [("full", "No space left on device"), ("pipe", "Broken pipe")])
-@pytest.mark.parametrize("part", ["start", "steps"])
-def test_an_output_that_takes_nothing_ends_the_run_with_a_line_and_no_log(tmp_path, kind, told, part):
-    command = [sys.executable, "-c", UNWRITABLE, str(tmp_path / "run"), kind, part]
+def test_an_output_that_takes_nothing_ends_the_run_with_a_line_and_no_log(tmp_path, kind, told):
+    command = [sys.executable, "-c", UNWRITABLE, str(tmp_path / "run"), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == f"error: OutputClosed: the output of this program cannot be written: {told}\n"

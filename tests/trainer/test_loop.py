@@ -11,9 +11,10 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal
+from lightrft_visual.errors import CheckpointError, NonFiniteError, OutputClosed, RewardError, StoppedBySignal
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
+from lightrft_visual.observe.metrics import CsvSink
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
@@ -354,6 +355,37 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     resumed = walk(resume=tmp_path / "checkpoint-000000")
     resumed.fit()
     assert resumed.weights == 3
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_an_evaluation_that_a_signal_ended_is_made_when_the_run_goes_on(walk, tmp_path, step):
+    def hangs():
+        if first.step == step:
+            raise StoppedBySignal("the judge did not return")
+        return Evaluated({"eval_reward": 0.5})
+
+    first = walk(eval_steps=1)
+    first.evaluate = hangs
+    first.fit()
+    assert names_in(tmp_path) == [f"checkpoint-{step:06}"]
+    walk(eval_steps=1, resume=tmp_path / f"checkpoint-{step:06}").fit()
+    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("pressed", [False, True])
+def test_a_run_whose_output_nobody_reads_any_more_saves_before_it_ends(walk, tmp_path, pressed):
+    """As of `| tee log.txt`, which Ctrl-C ends before the run."""
+
+    def lose(metrics):
+        trainer.console.output.lost = OutputClosed("nobody is there")
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = walk(callbacks=[SimpleNamespace(on_metrics=lose)])
+    with nullcontext() if pressed else pytest.raises(OutputClosed, match="nobody is there"):
+        trainer.fit()
+    assert trainer.step == 1 and names_in(tmp_path) == ["checkpoint-000001"]
+    assert trainer.state.exit_code == (130 if pressed else 0)
 
 
 # --- checkpoints that are written behind the run ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.runtime.checkpoint.manager import CheckpointManager
 from lightrft_visual.runtime.checkpoint.same_model import check_model
 from lightrft_visual.runtime.checkpoint.state import load_state, save_state
+from lightrft_visual.runtime.presence import handled
 from lightrft_visual.runtime.usercode.surroundings import set_rng_state
 from lightrft_visual.trainer.hooks import Hooks
 from lightrft_visual.trainer.run_state import RunState, check_output
@@ -85,7 +86,7 @@ class Trainer:
         self.first_eval: dict[str, float] = {}
         self.settings = SimpleNamespace(model=None)
         self.hooks, self.told = Hooks(), []
-        self.console = SimpleNamespace(message=self.told.append)
+        self.console = SimpleNamespace(message=self.told.append, output=SimpleNamespace(lost=None))
 
     def state_dict(self) -> dict:
         return {}
@@ -173,7 +174,8 @@ def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
         assert state.stop_requested()
         raise ValueError("a stage fails")
-    state = RunState(Trainer(), output(tmp_path))
+    with handled(signal.SIGINT, lambda *_: None):  # as of a script
+        state = RunState(Trainer(), output(tmp_path))
     with state.listening():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # a launcher sends it again at once
@@ -192,6 +194,16 @@ def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch
     thread.start()
     thread.join()
     assert found[0] is before[0] and [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_second_ctrl_c_ends_the_run_and_not_the_program_that_started_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process ends with {code}"))
+    state = RunState(Trainer(), output(tmp_path))
+    with pytest.raises(KeyboardInterrupt), state.listening():
+        signal.raise_signal(signal.SIGINT)
+        state._interrupt.first -= 2.1
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_checkpoint_that_nobody_asked_for_and_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):

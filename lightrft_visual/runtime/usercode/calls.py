@@ -20,7 +20,8 @@ from typing import Any
 
 from ...errors import RewardError, StoppedBySignal
 from ..masking import CONTROLS, mask_text
-from ..start_up import say_last
+from ..presence import leave_lost_outputs
+from ..start_up import error_output, say_last
 from .surroundings import OURS, is_users, put_back, say_once
 
 log = logging.getLogger(__name__)
@@ -122,10 +123,12 @@ class StopRequest:
 
 
 class Interrupt:
-    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here, a second one ends the process at once."""
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here. A second one ends the process at once; in a
+    program that handles it as Python does, when this is made, it is a KeyboardInterrupt, and the program may go on."""
 
     def __init__(self) -> None:
         self.first: float | None = None  # when it came
+        self.of_program = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def __call__(self, *_: object) -> None:
         now = time.monotonic()
@@ -136,6 +139,8 @@ class Interrupt:
             signal.raise_signal(signal.SIGTERM)
         elif now - self.first > ONE_SIGNAL:
             _say("error: ended at once by a second Ctrl-C; what was saved stays")
+            if self.of_program:
+                raise KeyboardInterrupt
             os._exit(INTERRUPTED)
 
 
@@ -192,8 +197,10 @@ os.register_at_fork(before=_hold_signals, after_in_parent=_take_signals, after_i
 
 
 def _say(line: str) -> None:
-    """On the error output, also where the signal came in the middle of a print."""
-    os.write(2, f"{line}\n".encode())
+    """On the error output, also where the signal came in the middle of a print, or has ended who reads it (`| tee`)."""
+    leave_lost_outputs()
+    with contextlib.suppress(OSError):
+        os.write(error_output(), f"{line}\n".encode())
 
 
 class RemoteCallable:

@@ -150,6 +150,37 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+PRESSED = """
+import os, signal, sys
+from pathlib import Path
+from lightrft_visual.runtime import start_up
+from lightrft_visual.runtime.usercode import calls
+
+calls.ONE_SIGNAL = 0.0
+signal.signal(signal.SIGINT, lambda *_: None)  # as a script of ours has one
+if sys.argv[2] == "start":
+    start_up.foreign_lines_aside(Path(sys.argv[1]))
+else:
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+signal.signal(signal.SIGTERM, calls.StopRequest())
+signal.signal(signal.SIGINT, calls.Interrupt())
+signal.raise_signal(signal.SIGINT)
+print("a user's function prints", flush=True)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("when", ["start", "steps whose reader is gone"])
+def test_both_ctrl_c_are_answered_on_the_screen_and_the_end_of_a_pipes_reader_is_no_error(tmp_path, when):
+    command = [sys.executable, "-c", PRESSED, str(tmp_path), when]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == calls.INTERRUPTED and not ended.stdout
+    first, second = ended.stderr.splitlines()
+    assert first.startswith("Ctrl-C: this step is finished") and "by a second Ctrl-C" in second
+
+
 def test_a_process_that_users_code_forks_in_an_interrupted_run_ends_by_the_next_ctrl_c():
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == calls.INTERRUPTED and "Ctrl-C: this step is finished" in ended.stderr
