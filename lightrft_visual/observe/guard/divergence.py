@@ -169,25 +169,24 @@ class DivergenceTest:
         return self._contrast(before, after, torch.stack([share / scales[0], -1 / scales[1]]))
 
     def _contrast(self, before: list[PairedScores], after: list[PairedScores], weights: T) -> float:
-        """Standard errors of what reward and gold gained, weighted (2); 0 of fewer than 3 prompts."""
+        """Standard errors of what reward and gold gained, weighted (2); 0 of fewer than 3 prompts, or 1 of a side."""
         old, new = (table @ weights for table in self._tables(before, after))  # (looks, prompts)
-        if self.paired:
-            moved = new.mean(dim=0) - old.mean(dim=0)
-            mean, variance, degrees = moved.mean(), moved.var() / len(moved), len(moved) - 1
-        else:
-            old, new = old.flatten(), new.flatten()
-            mean, degrees = new.mean() - old.mean(), len(old) + len(new) - 2
-            variance = old.var() / len(old) + new.var() / len(new)
-        error = math.sqrt(float(variance)) if degrees >= 2 else 0.0
+        sides = [new.mean(dim=0) - old.mean(dim=0)] if self.paired else [new.flatten(), -old.flatten()]
+        degrees = sum(map(len, sides)) - len(sides)
+        if degrees < 2 or min(map(len, sides)) < 2:
+            return 0.0
+        mean = sum(float(side.mean()) for side in sides)
+        error = math.sqrt(sum(float(side.var()) / len(side) for side in sides))
         if error > 0:
-            return as_normal(float(mean) / error, degrees)
-        return math.copysign(math.inf, mean) if degrees >= 2 and mean else 0.0
+            return as_normal(mean / error, degrees)
+        return math.copysign(math.inf, mean) if mean else 0.0
 
     def _scales(self) -> T | None:
         """(2): standard deviations over prompts of reward and gold, the larger of base and present, or over looks where
         all prompts are alike; None where one of them never varies."""
         tables = [self._table(each).flatten(0, 1) for each in (self.first, self.last[-1:])]
-        scales = torch.stack([table.std(dim=0) for table in tables]).amax(dim=0)
+        stds = [table.std(dim=0, correction=min(1, len(table) - 1)) for table in tables]  # of one prompt 0
+        scales = torch.stack(stds).amax(dim=0)
         scales = torch.where(scales > 0, scales, torch.cat(tables).std(dim=0))
         return scales if bool((scales > 0).all()) else None
 

@@ -240,3 +240,15 @@ def test_coverage_leaves_out_the_references_of_groups_too_small_for_a_neighbourh
     assert coverage(flat(*[255] * 10), groups, references, groups) == 0.0  # white covers neither drawings nor black
     for size in (1, 2):
         assert math.isnan(coverage(flat(*[255] * size), groups[:size], references[:size], groups[:size]))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_looks_of_one_prompt_raise_no_alarm_without_a_trend_and_warn_of_nothing(paired, recwarn):
+    torch.set_warn_always(True)
+    try:
+        test = DivergenceTest(paired)
+        level = looks(lambda step: 0, lambda step: 0, paired=paired, steps=12, prompts=1)
+        assert [test.see(look) for look in level] == [None] * 12
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(each.message) for each in recwarn]
