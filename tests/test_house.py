@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2491, "experience": 3122, "config": 4974, "runtime": 5862, "data": 3617,
+    "": 2494, "experience": 3122, "config": 4974, "runtime": 5862, "data": 3617,
     "models": 5875, "rollout": 5374, "rewards": 4392, "algorithms": 1835, "trainer": 7563, "observe": 3558,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
