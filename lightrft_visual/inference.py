@@ -234,6 +234,9 @@ def _configured(
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
+        data = trainer.config.data
+        if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
+            trainer.config.data = replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split)
         if runs_gold:
             trainer.config.guard = _RunsGuard(**vars(trainer.config.guard))
         lent.enter_context(trainer.model_on_disk())

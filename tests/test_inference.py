@@ -165,6 +165,16 @@ def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_an
         assert found(config)[3] is None and (numbered or found(config)[:3] == (42, None, 4))
 
 
+@pytest.mark.parametrize("kind", [GRPOTrainer, FlowGRPOTrainer])
+def test_held_out_rows_of_a_suite_or_a_setting_alone_are_not_judged_by_the_gold_of_a_built_in_task(tmp_path, kind):
+    checkpoint = left_by(kind("org/model", SCORER[kind is FlowGRPOTrainer], output_dir=tmp_path / "run"))
+    (tmp_path / "suite.yaml").write_text("data: {eval_data: org/held, eval_split: dev}")
+    for settings, suite in ({}, tmp_path / "suite.yaml"), ({"eval_data": "org/held", "eval_split": "dev"}, None):
+        with inference._configured(checkpoint, None, {"format": 1.0}, settings, suite) as config:
+            assert (config.data.prompt_data, config.data.prompt_split) == ("org/held", "dev")
+            assert checkpoint.draws or config.gold is None
+
+
 def test_gold_of_the_run_may_have_labels_that_no_row_has_whichever_rewards_are_given(tmp_path):
     recipe = json.dumps({label: [["rule", "exact", 1.0]] for label in ("a", "b")})
     trainer = GRPOTrainer("org/model", "exact", ROWS, eval_data="org/held", gold_recipe=recipe, output_dir=tmp_path)

@@ -81,12 +81,21 @@ def missing_files(config: Any, names: Container[str] | None = None) -> list[str]
                     found.append(f"--{name}: {_absent(part)}")
                 elif wanted is FOLDER and os.path.isfile(part) and not part.endswith(".json"):
                     found.append(f"--{name}: {part} is a file; a model is a folder, or a name of the hub")
-                elif name in MODELS[:3] and hasattr(section, "embedded_family") and os.path.isdir(part):
-                    kept = {"config.json", "adapter_config.json"} & {*os.listdir(part)}
-                    told = "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
-                    told = told if "adapter_config.json" in kept else "has no config.json: name the model's own folder"
-                    found += [] if kept == {"config.json"} else [f"--{name}: {part} {told}"]
+                elif name in MODELS[:3] and os.path.isdir(part):
+                    draws = not hasattr(section, "embedded_family")
+                    told = _no_model(os.listdir(part), draws) if name == "pretrain" or not draws else None
+                    found += [f"--{name}: {part} {told}"] if told else []
     return list(dict.fromkeys([*found, *_missing_besides(config, names)]))
+
+
+def _no_model(names: Container[str], draws: bool) -> str | None:
+    """Why a folder with files of these names is no model that a run trains; draws: it is to be a pipeline."""
+    if "adapter_config.json" in names and not draws:
+        return "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
+    if "pytorch_lora_weights.safetensors" in names and draws:
+        return "holds LoRA of a pipeline: give the pipeline that it is merged into (load_lora_weights, fuse_lora)"
+    needed = "model_index.json" if draws else "config.json"
+    return None if needed in names else f"has no {needed}: name the model's own folder"
 
 
 def _absent(path: str) -> str:

@@ -217,6 +217,20 @@ def test_a_model_folder_that_is_none_is_named_and_a_hub_name_or_a_folder_near_a_
     assert missing("--pretrain", "Qwen/Qwen2.5-VL-3B-Instruct") == missing("--pretrain", "embeded") == []
 
 
+def test_a_folder_that_is_no_pipeline_is_named(tmp_path):
+    def missing_of(pretrain):
+        argv = ["--pretrain", str(pretrain), "--reward.components.ocr", "1"]
+        return missing_files(parse_run(DiffusionRunConfig, argv, preset=DIFFUSION_PRESET).config, {"pretrain"})
+
+    (tmp_path / "config.json").write_text("{}")
+    assert missing_of(tmp_path) == [f"--pretrain: {tmp_path} has no model_index.json: name the model's own folder"]
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    assert "holds LoRA of a pipeline: give the pipeline that it is merged into" in missing_of(tmp_path)[0]
+    (tmp_path / "pytorch_lora_weights.safetensors").unlink()
+    (tmp_path / "model_index.json").write_text("{}")
+    assert missing_of(tmp_path) == []
+
+
 def test_packages_that_settings_need_and_that_are_not_installed_are_named(monkeypatch):
     monkeypatch.setattr("lightrft_visual.config.given_files.find_spec", lambda name: None)
     for name in ("sglang", "wandb", "liger_kernel"):

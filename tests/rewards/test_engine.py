@@ -13,6 +13,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.rollouts import Episode, PromptFeatures, Rollout, Rollouts, Turn
 from lightrft_visual.rewards import Failed, RewardComputationEngine, build_scorer, recipe_from_components
 from lightrft_visual.rewards.batch import Call, batch_from_samples
+from lightrft_visual.rewards.local.callables import say_blind
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.trainer.vl.maker import give_rewards
 
@@ -436,6 +437,22 @@ def test_contract_argument_order_and_text_mode_keeps_images_out():
 def test_media_lists_must_fit():
     with pytest.raises(RewardError, match="images has 1 entries for 2 prompts"):
         RewardComputationEngine(custom_reward_func=ones).score_media(["a", "b"], images=[torch.ones(3, 2, 2)])
+
+
+def test_a_scorer_of_answers_is_told_once_where_a_model_draws(caplog):
+    def both(completions, images):
+        return [0.0] * len(images)
+
+    def everything(completions, **given):
+        return [0.0] * len(completions)
+
+    say_blind.cache_clear()
+    for scored in (both, everything, ones, ones):
+        RewardComputationEngine(custom_reward_func=scored).score_media(["a"], images=[torch.ones(3, 2, 2)])
+        RewardComputationEngine(custom_reward_func=scored).compute_rewards([make_samples(["a"])])
+    assert [each for each in caplog.messages if "a model draws" in each] == [
+        "reward function ones reads responses, which are empty for what a model draws, and no images or videos"
+    ]
 
 
 def test_no_payload_in_logs_or_errors(caplog):

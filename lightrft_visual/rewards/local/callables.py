@@ -372,6 +372,14 @@ def say_form(name: str, told: str) -> None:
     log.info("reward function %s: %s; reward_form chooses another", name, told)
 
 
+@cache
+def say_blind(name: str) -> None:
+    """Once, as of what is taken."""
+    log.warning(
+        "reward function %s reads responses, which are empty for what a model draws, and no images or videos", name
+    )
+
+
 class CallableSource(Source):
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
@@ -446,6 +454,9 @@ class CallableSource(Source):
             form = NATIVE  # such a batch is not what the form is meant for
         if form.positions:
             form = replace(form, inputs={**form.inputs, **_columns(batch.columns & form.inputs.keys())})
+        reads, media = {*self.signature.names}, {"images", "videos", "frames", "image", "video"}
+        if batch.generated and reads & {"completions", "responses"} and not (reads & media or self.signature.takes_all):
+            say_blind(self.name)
         given = dict(self.given)
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
