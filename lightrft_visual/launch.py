@@ -236,6 +236,9 @@ def _end_at_once(number: int, _: object) -> None:
     os._exit(code)
 
 
+_end_at_once.ends_process = True  # so does, later in the run, a second Ctrl-C
+
+
 def _build(build: Callable[[], PolicyTrainer]) -> PolicyTrainer:
     with importing():
         if told := wrong_torchvision():  # transformers would say that it has no AutoProcessor

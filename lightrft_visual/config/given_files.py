@@ -92,10 +92,12 @@ def _no_model(names: Container[str], draws: bool) -> str | None:
     """Why a folder with files of these names is no model that a run trains; draws: it is to be a pipeline."""
     if "adapter_config.json" in names and not draws:
         return "holds an adapter of peft: give the model that it is merged into (merge_and_unload)"
+    needed = "model_index.json" if draws else "config.json"
+    if needed in names:
+        return None
     if "pytorch_lora_weights.safetensors" in names and draws:
         return "holds LoRA of a pipeline: give the pipeline that it is merged into (load_lora_weights, fuse_lora)"
-    needed = "model_index.json" if draws else "config.json"
-    return None if needed in names else f"has no {needed}: name the model's own folder"
+    return f"has no {needed}: name the model's own folder"
 
 
 def _absent(path: str) -> str:

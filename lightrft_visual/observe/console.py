@@ -12,10 +12,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..errors import OutputClosed, writable
+from ..errors import writable
 from ..runtime.collectives import rank
-from ..runtime.files import Escaped, nowhere
-from ..runtime.presence import leave_lost_outputs
+from ..runtime.files import Escaped
 from ..runtime.start_up import screen
 from .metrics import column_name
 from .recorder import Record, best_and_worst
@@ -93,21 +92,6 @@ def spoken(record: Record) -> Any:
     return " ⏎ ".join(said)
 
 
-class StepsOutput(Escaped):
-    """The output while steps are made, which are not lost with it. lost: why it could not be written, once it could
-    not; then all goes nowhere."""
-
-    lost: OutputClosed | None = None
-
-    def write(self, text: str) -> int:
-        try:
-            return super().write(text)
-        except OutputClosed as error:
-            self.lost, self.stream = error, nowhere()
-            leave_lost_outputs()  # a user's function may print too
-            return len(text)
-
-
 class RunConsole:
     """Progress on rank 0; silent on the others.
 
@@ -130,7 +114,7 @@ class RunConsole:
         self.table_every = table_every
         self.title = title
         self.active = rank() == 0 if active is None else active
-        self.output = StepsOutput(stream or screen())
+        self.output = Escaped(stream or screen(), endures=True)
         self._console = Console(file=cast(TextIO, self.output), highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._began, self._resumed_at = time.monotonic(), 0

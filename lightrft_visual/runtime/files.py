@@ -21,23 +21,27 @@ from typing import Any, BinaryIO, Self, TextIO, TypeVar
 import yaml
 
 from ..errors import CheckpointError, ConfigError, FolderInUse, OutputClosed, writable
+from .presence import leave_lost_outputs
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
 @functools.cache
-def nowhere() -> TextIO:
-    """A stream whose text is lost."""
+def _nowhere() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")
 
 
 class Escaped:
     """The output, a stream for text; characters that its encoding lacks are escaped, and no error. Raises OutputClosed
-    where it cannot be written."""
+    where it cannot be written.
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = nowhere() if stream is None else stream
+    endures: of steps, which are not lost with it: `lost` says why it could not be written, and all goes nowhere then.
+    """
+
+    def __init__(self, stream: TextIO | None, endures: bool = False) -> None:
+        self.stream, self.endures = _nowhere() if stream is None else stream, endures
+        self.lost: OutputClosed | None = None
 
     def write(self, text: str) -> int:
         """As the stream does, and no part of it waits: what cannot be written is known here."""
@@ -47,9 +51,14 @@ class Escaped:
         try:
             written = self.stream.write(text)
             self.stream.flush()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OutputClosed) as error:
             told = f"the output of this program cannot be written: {getattr(error, 'strerror', None) or error}"
-            raise OutputClosed(told) from None
+            lost = error if isinstance(error, OutputClosed) else OutputClosed(told)
+            if not self.endures:
+                raise lost from None
+            self.lost, self.stream = lost, _nowhere()
+            leave_lost_outputs()  # a user's function may print too
+            return len(text)
         return written
 
     def __getattr__(self, name: str) -> Any:

@@ -265,7 +265,9 @@ class PolicyTrainer(ABC):
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
-        if self.step == 0 or (self.evaluated_step != self.step and self.evaluation_due()):  # which a signal has ended
+        if self.evaluated_step != self.step and (self.step == 0 or self.evaluation_due()):
+            if self.step > 0:
+                log_stage("making the evaluation that a signal has ended")
             self._evaluate()
         device, total = get_accelerator().device_name(), self.settings.total_steps
         log_stage(f"training from step {self.step + 1} of {total} on {device}" if self.step < total else "ending")

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lightrft_visual.config.load import _print_once
 from lightrft_visual.observe.console import RunConsole, clip_text, short, step_line
+from lightrft_visual.runtime.files import Escaped
 
 
 def test_one_line_a_step():
@@ -125,15 +126,16 @@ def test_a_screen_whose_encoding_lacks_a_character_shows_its_escape(monkeypatch)
     assert shown.getvalue() == b"gr\\xf6\\xdfe\n" * 2
 
 
-def test_an_output_that_nobody_reads_any_more_is_remembered_and_costs_no_step():
+@pytest.mark.parametrize("within", [lambda stream: stream, Escaped], ids=["a stream", "the screen"])
+def test_an_output_that_nobody_reads_any_more_is_remembered_and_costs_no_step(within):
     reader, number = os.pipe()
     stream = open(number, "w")
-    console = RunConsole(10, stream=stream, active=True)
+    console = RunConsole(10, stream=within(stream), active=True)
     console.message("step 1")
     assert console.output.lost is None and os.read(reader, 100) == b"step 1\n"
     os.close(reader)
     console.message("step 2")
     console.message("step 3")
-    assert "cannot be written: Broken pipe" in str(console.output.lost)
+    assert str(console.output.lost) == "the output of this program cannot be written: Broken pipe"
     with pytest.raises(BrokenPipeError):  # by what it still holds
         stream.close()

@@ -87,6 +87,7 @@ def test_a_reward_that_compares_needs_references_and_no_other_one(settings, word
 def test_a_function_that_asks_for_references_which_no_row_has_is_warned_of(tmp_path, caplog):
     path = tmp_path / "scores.py"
     path.write_text(
+        "def short(completions, refs):\n    return [0.0] * len(completions)\n"
         "def strict(completions, references, level):\n    return [0.0] * len(completions)\n"
         "def lenient(completions, references=None, **more):\n    return [0.0] * len(completions)\n"
         "def column(completions, solution):\n    return [0.0] * len(completions)\n"
@@ -102,8 +103,10 @@ def test_a_function_that_asks_for_references_which_no_row_has_is_warned_of(tmp_p
     for config in (strict, RewardConfig(reward_fn=f"{path}:strict")):
         check_references(config, [lacking], [given])
         check_references(config, [given], [lacking])
+    check_references(RewardConfig(reward_fn=f"{path}:short"), [lacking], [given])
+    assert "reward function short asks for refs and gets None" in caplog.messages[-1]
     told = "reward function strict asks for references and gets None: no row of {} has a reference; it is read from"
-    assert [each.split(" the column")[0] for each in caplog.messages] == [
+    assert [each.split(" the column")[0] for each in caplog.messages[:-1]] == [
         told.format(data) for data in ("the data", "eval_data") * 2
     ]
 

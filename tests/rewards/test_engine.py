@@ -446,8 +446,11 @@ def test_a_scorer_of_answers_is_told_once_where_a_model_draws(caplog):
     def everything(completions, **given):
         return [0.0] * len(completions)
 
+    def whole(completions, batch):
+        return [0.0] * len(batch.images)
+
     say_blind.cache_clear()
-    for scored in (both, everything, ones, ones):
+    for scored in (both, everything, whole, ones, ones):
         RewardComputationEngine(custom_reward_func=scored).score_media(["a"], images=[torch.ones(3, 2, 2)])
         RewardComputationEngine(custom_reward_func=scored).compute_rewards([make_samples(["a"])])
     assert [each for each in caplog.messages if "a model draws" in each] == [

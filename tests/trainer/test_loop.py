@@ -343,7 +343,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         return Evaluated({"eval_reward": 0.5})
 
-    first = walk()
+    first, begun = walk(), []
     first.evaluate = evaluate
     assert first.fit() == {"eval_reward": 0.5} and first.weights == 0
     assert names_in(tmp_path) == ["checkpoint-000000"]
@@ -352,9 +352,9 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     resumed.start = lambda: os.kill(os.getpid(), signal.SIGTERM)  # while it starts
     resumed.fit()
     assert resumed.weights == 0 and names_in(tmp_path) == ["checkpoint-000000"]  # written again, over its own
-    resumed = walk(resume=tmp_path / "checkpoint-000000")
+    resumed = walk(resume=tmp_path / "checkpoint-000000", callbacks=[SimpleNamespace(on_evaluation=begun.append)])
     resumed.fit()
-    assert resumed.weights == 3
+    assert resumed.weights == 3 and len(begun) == 1  # that of the last step; the first one is not made again
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from lightrft_visual import launch
 from lightrft_visual.config.shared import OutputConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import CheckpointError, ConfigError
@@ -174,7 +175,7 @@ def test_signals_ask_a_run_to_stop_while_it_listens(tmp_path, capfd, monkeypatch
         os.kill(os.getpid(), signal.SIGTERM)
         assert state.stop_requested()
         raise ValueError("a stage fails")
-    with handled(signal.SIGINT, lambda *_: None):  # as of a script
+    with handled(signal.SIGINT, launch._end_at_once):  # as in a script
         state = RunState(Trainer(), output(tmp_path))
     with state.listening():
         signal.raise_signal(signal.SIGINT)

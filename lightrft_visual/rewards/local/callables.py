@@ -242,7 +242,7 @@ OF_MEDIA = ("frames", "image", "video", "source_images")
 ON_DEMAND = (*OF_MEDIA, *OF_EPISODES, "labels_or_references", "prompt", "batch", "completion_ids")
 # Dataset columns that the loader reads as prompt, media, label or reference, under the names that functions ask for.
 ANSWERS = ("reference", "answer", "answers", "ground_truth", "solution")
-REFERENCES = frozenset((*ANSWERS, "references"))  # what functions of one's own call them
+REFERENCES = frozenset((*ANSWERS, "references", "refs"))  # what functions of one's own call them
 FALLBACKS: dict[str, Callable[[RewardBatch], Any]] = {
     "prompt": lambda batch: batch.prompts,
     "image": lambda batch: _single(batch.images),
@@ -454,7 +454,7 @@ class CallableSource(Source):
             form = NATIVE  # such a batch is not what the form is meant for
         if form.positions:
             form = replace(form, inputs={**form.inputs, **_columns(batch.columns & form.inputs.keys())})
-        reads, media = {*self.signature.names}, {"images", "videos", "frames", "image", "video"}
+        reads, media = {*self.signature.names}, {"images", "videos", "frames", "image", "video", "batch"}
         if batch.generated and reads & {"completions", "responses"} and not (reads & media or self.signature.takes_all):
             say_blind(self.name)
         given = dict(self.given)

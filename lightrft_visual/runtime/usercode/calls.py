@@ -123,12 +123,12 @@ class StopRequest:
 
 
 class Interrupt:
-    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here. A second one ends the process at once; in a
-    program that handles it as Python does, when this is made, it is a KeyboardInterrupt, and the program may go on."""
+    """A handler of SIGINT: the first Ctrl-C does what SIGTERM does here. A second one ends a script of ours at
+    once; in a program it is a KeyboardInterrupt, and the program may go on. The handler of a script `ends_process`."""
 
     def __init__(self) -> None:
         self.first: float | None = None  # when it came
-        self.of_program = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self.of_script = getattr(signal.getsignal(signal.SIGINT), "ends_process", False)
 
     def __call__(self, *_: object) -> None:
         now = time.monotonic()
@@ -139,7 +139,7 @@ class Interrupt:
             signal.raise_signal(signal.SIGTERM)
         elif now - self.first > ONE_SIGNAL:
             _say("error: ended at once by a second Ctrl-C; what was saved stays")
-            if self.of_program:
+            if not self.of_script:
                 raise KeyboardInterrupt
             os._exit(INTERRUPTED)
 

@@ -157,7 +157,9 @@ from lightrft_visual.runtime import start_up
 from lightrft_visual.runtime.usercode import calls
 
 calls.ONE_SIGNAL = 0.0
-signal.signal(signal.SIGINT, lambda *_: None)  # as a script of ours has one
+handler = lambda *_: None
+handler.ends_process = True  # as that of a script of ours
+signal.signal(signal.SIGINT, handler)
 if sys.argv[2] == "start":
     start_up.foreign_lines_aside(Path(sys.argv[1]))
 else:
