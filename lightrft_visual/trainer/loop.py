@@ -267,7 +267,7 @@ class PolicyTrainer(ABC):
             self.start()
         if self.evaluated_step != self.step and (self.step == 0 or self.evaluation_due()):
             if self.step > 0:
-                log_stage("making the evaluation that a signal has ended")
+                log_stage("making the evaluation that this step lacks")
             self._evaluate()
         device, total = get_accelerator().device_name(), self.settings.total_steps
         log_stage(f"training from step {self.step + 1} of {total} on {device}" if self.step < total else "ending")
