@@ -63,7 +63,7 @@ class RunParts:
         self.console = RunConsole(self.loop.total_steps, line_every=self.loop.output.logging_steps)
 
     def closed_behind(self) -> tuple[Any, ...]:
-        """What a trainer closes behind its hooks and engines, in this order."""
+        """What a trainer closes after its hooks and engines, in this order."""
         return ()
 
 
