@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,10 +72,10 @@ _homes: set[str] = set()  # folders of reward files loaded so far
 def _beside(folder: Path) -> Iterator[None]:
     """The folder first on the module path, and last afterwards, for imports inside functions."""
     home = str(folder)
+    others = _homes - {home}
     for name, module in list(sys.modules.items()):  # another reward file's helpers.py is not this one's
         file = getattr(module, "__file__", None)
-        own = folder / f"{name}.py"
-        if file and str(Path(file).parent) in _homes - {home} and own.is_file() and Path(file) != own:
+        if file and os.path.dirname(file) in others and (folder / f"{name}.py").is_file():
             del sys.modules[name]
     _homes.add(home)
     sys.path.insert(0, home)
