@@ -71,7 +71,7 @@ OF_8 = f"{ONE_ROLLOUT} --rollout_batch_size 8 --train_batch_size 16 --share_pref
 COUNTED_SEEING = {
     "counted_waiting": f"{OF_8} --zero_stage 0",
     "counted_packed": f"{OF_8} --zero_stage 2 --packing_samples true --init_kl_coef 0.05 --use_kl_loss true "
-    "--kl_estimator k3",
+    "--kl_estimator k3 --papo_coef 0.02",
     "counted_unified": f"{OF_8} --zero_stage 0 --guidance_scale 2 --reward_fn {{placed}}:score "
     "--pretrain {janus} --prompt_data {janus}/rows.jsonl",
 }

@@ -11,7 +11,7 @@ import torch
 
 from ...experience.types import ModelInputs
 from ...experience.vision import PATCHES, Named, VisionTensors, parts_of
-from ...runtime.host_copies import on_host, to_device
+from ...runtime.host_copies import known_on_host, on_host, to_device
 from ...runtime.seeding import derive_seed
 from .actor import ActorOutput
 
@@ -43,7 +43,15 @@ def hide_patches(vision: VisionTensors, share: float, seeds: Sequence[int]) -> V
 
 
 def _hidden(pixels: T, share: float, seed: int) -> T:
-    """pixels: (patches, D), of which whole rows are hidden, or images or frames (..., H, W), in which squares are."""
+    """pixels: (patches, D), of which whole rows are hidden, or images or frames (..., H, W), in which squares are.
+
+    Made on the host where it knows them, which then also knows without the device which of the hidden ones are equal.
+    """
+    device, known = pixels.device, known_on_host(pixels)
+    return to_device(_without(pixels if known is None else known, share, seed), device)
+
+
+def _without(pixels: T, share: float, seed: int) -> T:
     if pixels.dim() == 2:
         return pixels * to_device(_kept((len(pixels),), share, seed).to(pixels.dtype), pixels.device).unsqueeze(1)
     height, width = pixels.shape[-2:]

@@ -8,7 +8,7 @@ from stock_families import stock_checkpoint, stock_prompts
 from tiny_models import actor_of, checkpoint_of, inputs_of, prompts_for, rollouts_of
 
 from lightrft_visual.experience.rollouts import ScoringRule
-from lightrft_visual.experience.vision import VisionTensors
+from lightrft_visual.experience.vision import PATCHES, VisionTensors
 from lightrft_visual.models.vlm.masked_images import HIDDEN, beside_hidden, halves, hide_patches
 from lightrft_visual.runtime.host_copies import on_host
 
@@ -36,7 +36,7 @@ def test_whole_images_lose_squares_of_fourteen_pixels():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_ids_and_masks_of_both_are_known_on_the_host_without_their_device(root, packed):
+def test_ids_masks_and_pixels_of_both_are_known_on_the_host_without_their_device(root, packed):
     """The device is `meta`, of which nothing can be read."""
     checkpoint = checkpoint_of(root, "qwen2_5_vl")
     rollouts = rollouts_of(checkpoint, prompts_for(checkpoint, videos=False))
@@ -45,6 +45,10 @@ def test_ids_and_masks_of_both_are_known_on_the_host_without_their_device(root, 
     for name in ("sequences", "attention_mask", "action_mask", "group_ids"):
         moved = getattr(both, name)
         assert moved is None or moved.device.type == "meta" and torch.equal(on_host(moved), getattr(wanted, name)), name
+    for moved, plain in zip(both.vision.parts, wanted.vision.parts, strict=True):
+        for name in PATCHES.keys() & plain.keys():
+            assert moved[name].device.type == "meta" and torch.equal(on_host(moved[name]), plain[name])
+    assert any(PATCHES.keys() & part.keys() for part in wanted.vision.parts)
 
 
 @pytest.mark.parametrize("packed", [False, True])
