@@ -32,6 +32,7 @@ from ..engine import Finished
 from ..episodes import Admission
 from ..resident import ResidentEngine
 from ..weight_sync import Posted, WeightPost
+from . import beside_weights
 from .arguments import VLLMSettings, check_temperature, checked, engine_arguments, prepare_environment
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
@@ -265,10 +266,14 @@ class VLLMEngine(ResidentEngine):
         if self.lacks_cache:  # before vLLM 0.31 it would count as asleep already, and keep its weights on the device
             get_accelerator().empty_cache()
             self._take_back("kv_cache")
+        if not keep_weights:
+            self.llm.apply_model(beside_weights.keep)
         self.llm.sleep(level=1 if keep_weights else 2)  # kept weights are copied to host memory and back
 
     def _take_back(self, what: str | None) -> None:
         self.llm.wake_up(tags=what and [what])
+        if what == "weights":
+            self.llm.apply_model(beside_weights.restore)
 
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last.

@@ -20,6 +20,7 @@ class ToldLLM:
 
     def __init__(self):
         self.told, self.let_go = [], set()
+        self.model = torch.nn.Module()
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
         core = SimpleNamespace(shutdown=lambda: self.told.append("shut down"))
@@ -28,6 +29,9 @@ class ToldLLM:
     def sleep(self, level):
         assert not self.let_go
         self.told.append(f"sleep {level}")
+        if level == 2:
+            for memory in getattr(self, "memory", ()):
+                memory.fill_(float("nan"))
         self.let_go = {"weights", "kv_cache"}
 
     def wake_up(self, tags=None):
@@ -39,7 +43,7 @@ class ToldLLM:
         self.told.append(name)
 
     def apply_model(self, function):
-        pass
+        function(self.model)
 
     def reset_prefix_cache(self):
         self.told.append("reset")
@@ -97,6 +101,30 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_loa
     assert engine.llm.emptied == [1, 6]
     engine.update_weights([])
     assert engine.llm.told[8:] == ["reload_weights", "reset"]
+
+
+def test_what_lies_beside_the_weights_comes_back_with_their_memory(engine, monkeypatch):
+    """As Qwen3-VL's room for features of its vision tower: a list of tensors, which vLLM does not keep as buffers."""
+    model = engine.llm.model
+    model.inner = torch.nn.Linear(2, 2)
+    model.inner.room, model.inner.scales = [torch.zeros(3), torch.ones(2)], {"scale": torch.full((2,), 3.0)}
+    elsewhere = model.cache = torch.zeros(4)  # as of a KV cache
+    beside = [*model.inner.room, model.inner.scales["scale"]]
+    engine.llm.memory = [*beside, elsewhere, model.inner.weight.data]
+    place = {
+        each: SimpleNamespace(handle=(0, each.nbytes, each.data_ptr(), 7), tag="weights") for each in engine.llm.memory
+    }
+    place[elsewhere].tag = "kv_cache"
+    data = {each.handle[2]: each for each in place.values()}
+    allocator = SimpleNamespace(instance=SimpleNamespace(pointer_to_data=data))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    for _ in range(2):
+        engine.sleep(keep_weights=False)
+        assert all(each.isnan().all() for each in engine.llm.memory)
+        engine.update_weights([])
+        assert [each.tolist() for each in beside] == [[0.0] * 3, [1.0] * 2, [3.0] * 2]
+        assert elsewhere.isnan().all() and model.inner.weight.isnan().all()  # whose numbers come from elsewhere
+        engine.wake()
 
 
 def test_weights_that_it_kept_while_it_sleeps_are_given_up_for_new_ones(engine):
