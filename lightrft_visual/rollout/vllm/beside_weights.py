@@ -1,8 +1,8 @@
 """What lies in the memory of vLLM's weights and is neither a weight nor a buffer, through a sleep without weights.
 
-vLLM 0.26 to 0.32 then empties all that was made while the model was built, and brings back buffers alone; on CUDA that
-memory comes back with what was last in it. New weights do not fill it: such is Qwen3-VL's room for features of its
-vision tower, zeros that are added to the tokens of a text.
+vLLM 0.26 to 0.32 then empties all that was made while the model was loaded, and brings back buffers alone. CUDA does
+not say what such memory holds when it is back, and new weights do not fill it: positions of tokens that pad a CUDA graph,
+strides of experts in 8 bits, Qwen3-VL's room for features of its vision tower, zeros that are added to those of a text.
 """
 
 import sys
@@ -16,33 +16,35 @@ from torch import nn
 from ...runtime.host_copies import bytes_of
 
 T = torch.Tensor
-_kept: WeakKeyDictionary[nn.Module, list[tuple[T, T]]] = WeakKeyDictionary()  # (bytes on the device, on the host)
+_kept: WeakKeyDictionary[Any, list[tuple[T, T | None]]] = WeakKeyDictionary()  # runner -> (bytes, copies; None: zeros)
 
 
-def keep(model: nn.Module) -> None:
-    """Copy it to the host, once, before a sleep. model: vLLM's, in the process that has it."""
-    cumem: Any = sys.modules.get("vllm.device_allocator.cumem")
-    if model in _kept or cumem is None or cumem.CuMemAllocator.instance is None:
+def keep(worker: Any) -> None:
+    """Copy it to the host, once, before a sleep. worker: vLLM's, in its process."""
+    runner, cumem = worker.model_runner, sys.modules.get("vllm.device_allocator.cumem")
+    allocator: Any = getattr(cumem, "CuMemAllocator", None)
+    if runner in _kept or allocator is None or allocator.instance is None:
         return
-    given = cumem.CuMemAllocator.instance.pointer_to_data.values()
-    memory = [range(each.handle[2], each.handle[2] + each.handle[1]) for each in given if each.tag == "weights"]
+    given = (each for each in allocator.instance.pointer_to_data.values() if each.tag == "weights")
+    memory = [range(each.handle[2], each.handle[2] + each.handle[1]) for each in given]
+    model = runner.get_model()
     filled = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
-    plain = (each.untyped_storage() for each in _tensors(model))
+    plain = (each.untyped_storage() for each in _tensors(runner))
     found = {each.data_ptr(): each for each in plain if each.data_ptr() not in filled}
     lying = [bytes_of(each) for pointer, each in found.items() if any(pointer in part for part in memory)]
-    _kept[model] = [(content, content.to("cpu", copy=True)) for content in lying]
+    _kept[runner] = [(each, each.to("cpu", copy=True) if each.any() else None) for each in lying]
 
 
-def restore(model: nn.Module) -> None:
-    """Write what was kept to where it was, once the memory is back. model: as of `keep`."""
-    for content, kept in _kept.get(model, ()):
-        content.copy_(kept)
+def restore(worker: Any) -> None:
+    """Write what was kept to where it was, once the memory is back. worker: as of `keep`."""
+    for content, kept in _kept.get(worker.model_runner, ()):
+        content.zero_() if kept is None else content.copy_(kept)
 
 
-def _tensors(model: nn.Module) -> Iterator[T]:
-    """Tensors that it reaches by its modules, by vLLM's own objects and by containers."""
-    left: list[Any] = [model]
-    seen = {id(model)}
+def _tensors(runner: Any) -> Iterator[T]:
+    """Tensors that it reaches by modules, by vLLM's own objects and by containers."""
+    left: list[Any] = [runner]
+    seen = {id(runner)}
     while left:
         each = left.pop()
         if type(each) is T:  # no weights, and no stand-ins of a compiler, which have no memory

@@ -267,13 +267,13 @@ class VLLMEngine(ResidentEngine):
             get_accelerator().empty_cache()
             self._take_back("kv_cache")
         if not keep_weights:
-            self.llm.apply_model(beside_weights.keep)
+            self.llm.collective_rpc(beside_weights.keep)
         self.llm.sleep(level=1 if keep_weights else 2)  # kept weights are copied to host memory and back
 
     def _take_back(self, what: str | None) -> None:
         self.llm.wake_up(tags=what and [what])
         if what == "weights":
-            self.llm.apply_model(beside_weights.restore)
+            self.llm.collective_rpc(beside_weights.restore)
 
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last.

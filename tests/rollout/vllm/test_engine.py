@@ -136,11 +136,11 @@ def test_a_sleep_without_weights_leaves_texts_as_they_were(any_rig, monkeypatch)
     allocator = SimpleNamespace(instance=SimpleNamespace(pointer_to_data=data))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
     any_rig.sync()
-    any_rig.engine.llm.apply_model(beside_weights.keep)
+    any_rig.engine.llm.collective_rpc(beside_weights.keep)
     for memory in room:
         memory.fill_(1.0)
     assert any_rig.difference(text_prompts(), PLAIN) > 1e-2
-    any_rig.engine.llm.apply_model(beside_weights.restore)
+    any_rig.engine.llm.collective_rpc(beside_weights.restore)
     assert any_rig.difference(text_prompts(), PLAIN) <= 1e-5
 
 

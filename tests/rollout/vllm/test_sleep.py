@@ -13,6 +13,20 @@ from lightrft_visual.rollout.vllm import engine as vllm_engine
 from lightrft_visual.rollout.vllm.arguments import VLLMSettings
 from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
+EMPTIED = 77  # numbers that memory comes back with
+
+
+class Runner:
+    """vLLM's runner of a model."""
+
+    __module__ = "vllm.v1.worker"
+
+    def __init__(self):
+        self.model = torch.nn.Module()
+
+    def get_model(self):
+        return self.model
+
 
 class ToldLLM:
     """Notes what vLLM's `LLM` is told. As vLLM 0.26 on CUDA, it cannot take back what is there, and sleeps only as a
@@ -20,7 +34,7 @@ class ToldLLM:
 
     def __init__(self):
         self.told, self.let_go = [], set()
-        self.model = torch.nn.Module()
+        self.worker = SimpleNamespace(model_runner=Runner())
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
         core = SimpleNamespace(shutdown=lambda: self.told.append("shut down"))
@@ -31,7 +45,7 @@ class ToldLLM:
         self.told.append(f"sleep {level}")
         if level == 2:
             for memory in getattr(self, "memory", ()):
-                memory.fill_(float("nan"))
+                memory.fill_(EMPTIED)
         self.let_go = {"weights", "kv_cache"}
 
     def wake_up(self, tags=None):
@@ -39,11 +53,14 @@ class ToldLLM:
             self.let_go.remove(each)
         self.told.append(f"wake {'all' if tags is None else ','.join(tags)}")
 
-    def collective_rpc(self, name, kwargs):
-        self.told.append(name)
+    def collective_rpc(self, called, kwargs=None):
+        if callable(called):
+            called(self.worker)
+        else:
+            self.told.append(called)
 
     def apply_model(self, function):
-        function(self.model)
+        pass
 
     def reset_prefix_cache(self):
         self.told.append("reset")
@@ -105,11 +122,12 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_loa
 
 def test_what_lies_beside_the_weights_comes_back_with_their_memory(engine, monkeypatch):
     """As Qwen3-VL's room for features of its vision tower: a list of tensors, which vLLM does not keep as buffers."""
-    model = engine.llm.model
+    runner = engine.llm.worker.model_runner
+    model, runner.positions = runner.model, torch.arange(3)
     model.inner = torch.nn.Linear(2, 2)
     model.inner.room, model.inner.scales = [torch.zeros(3), torch.ones(2)], {"scale": torch.full((2,), 3.0)}
     elsewhere = model.cache = torch.zeros(4)  # as of a KV cache
-    beside = [*model.inner.room, model.inner.scales["scale"]]
+    beside = [*model.inner.room, model.inner.scales["scale"], runner.positions]
     engine.llm.memory = [*beside, elsewhere, model.inner.weight.data]
     place = {
         each: SimpleNamespace(handle=(0, each.nbytes, each.data_ptr(), 7), tag="weights") for each in engine.llm.memory
@@ -120,10 +138,12 @@ def test_what_lies_beside_the_weights_comes_back_with_their_memory(engine, monke
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
     for _ in range(2):
         engine.sleep(keep_weights=False)
-        assert all(each.isnan().all() for each in engine.llm.memory)
+        assert all((each.int() == EMPTIED).all() for each in engine.llm.memory)
         engine.update_weights([])
-        assert [each.tolist() for each in beside] == [[0.0] * 3, [1.0] * 2, [3.0] * 2]
-        assert elsewhere.isnan().all() and model.inner.weight.isnan().all()  # whose numbers come from elsewhere
+        assert [each.tolist() for each in beside] == [[0.0] * 3, [1.0] * 2, [3.0] * 2, [0, 1, 2]]
+        assert (elsewhere == EMPTIED).all() and (
+            model.inner.weight == EMPTIED
+        ).all()  # whose numbers come from elsewhere
         engine.wake()
 
 
