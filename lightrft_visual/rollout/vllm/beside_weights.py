@@ -1,8 +1,8 @@
 """What lies in the memory of vLLM's weights and is neither a weight nor a buffer, through a sleep without weights.
 
-vLLM 0.26 to 0.32 then empties all that was made while the model was loaded, and brings back buffers alone. CUDA does
-not say what such memory holds when it is back, and new weights do not fill it: positions of tokens that pad a CUDA graph,
-strides of experts in 8 bits, Qwen3-VL's room for features of its vision tower, zeros that are added to those of a text.
+vLLM 0.26 to 0.32 then empties all that was made while the model was loaded, and brings back buffers alone. What such
+memory holds when it is back CUDA does not say, and new weights do not fill it: positions of tokens that pad a CUDA
+graph, strides of experts in 8 bits, Qwen3-VL's room for features of its vision tower, zeros that a text's tokens get.
 """
 
 import sys
