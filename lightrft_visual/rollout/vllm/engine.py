@@ -26,6 +26,7 @@ from ...runtime.vendor_patches import (
     forget_allocators_error,
     forget_model,
     number_of_threads_settable,
+    stream_of_its_own,
     without_compiled_functions,
 )
 from ..engine import Finished
@@ -95,7 +96,7 @@ class VLLMEngine(ResidentEngine):
             forget_allocators_error(get_accelerator().current_device())
         threads = torch.get_num_threads()
         try:
-            with apart, plain, number_of_threads_settable():
+            with apart, plain, number_of_threads_settable(), stream_of_its_own(get_accelerator()):
                 llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error

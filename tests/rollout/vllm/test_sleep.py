@@ -1,7 +1,7 @@
 """In which order vLLM is told to sleep, wake and load, as on an accelerator, and what it leaves of the process."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +83,8 @@ def engine(monkeypatch):
         total_memory=lambda: 100,
         available_memory=lambda: made.free,
         current_device=lambda: 5,
+        current_stream=lambda: None,
+        stream=nullcontext,
     )
     made.free = 60  # of 100, where it takes 50
     monkeypatch.setattr(resident, "get_accelerator", lambda: device)
@@ -212,6 +214,33 @@ def test_an_engine_leaves_the_trainer_its_threads(built):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_leaves_the_trainer_its_stream(built, monkeypatch):
+    """vLLM gives a thread that has chosen none another one, where it asks for it on CUDA."""
+    from vllm import platforms
+    from vllm.utils import torch_utils
+
+    def choose(stream):
+        here.now = stream
+
+    here, device = SimpleNamespace(now="default"), vllm_engine.get_accelerator()
+    monkeypatch.setattr(torch_utils, "prev_set_stream", choose)
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
+    monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None, device=0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: here.now)
+
+    @contextmanager
+    def stream(chosen):  # as PyTorch's
+        before = here.now
+        torch.cuda.set_stream(chosen)
+        yield
+        torch.cuda.set_stream(before)
+
+    device.current_stream, device.stream = torch.cuda.current_stream, stream
+    built(lambda **_: torch_utils.current_stream())
+    assert torch_utils.current_stream() == here.now == "default"
 
 
 @pytest.mark.parametrize("fails", [False, True])
