@@ -284,7 +284,8 @@ class VLLMEngine(ResidentEngine):
         accelerator = get_accelerator()
         if self.asleep or self.lacks_cache:
             accelerator.empty_cache()
-            if accelerator.available_memory() > self.settings.memory_utilization * accelerator.total_memory():
+            free, total = torch.accelerator.get_memory_info()  # DeepSpeed's fails where devices are named by their ids
+            if free > self.settings.memory_utilization * total:
                 self._take_back(None if self.asleep else "kv_cache")  # what is there already cannot be taken back
         if not self.settings.starts_ranks:
             self.llm.apply_model(forget_model)

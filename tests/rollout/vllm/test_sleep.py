@@ -80,13 +80,12 @@ def engine(monkeypatch):
     device = SimpleNamespace(
         device_name=lambda: "cuda",
         empty_cache=lambda: made.llm.emptied.append(len(made.llm.told)),
-        total_memory=lambda: 100,
-        available_memory=lambda: made.free,
         current_device=lambda: 5,
         current_stream=lambda: None,
         stream=nullcontext,
     )
     made.free = 60  # of 100, where it takes 50
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (made.free, 100))
     monkeypatch.setattr(resident, "get_accelerator", lambda: device)
     monkeypatch.setattr(vllm_engine, "get_accelerator", lambda: device)
     return made
