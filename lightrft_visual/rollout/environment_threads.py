@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from ..runtime.usercode.calls import describe_error, masked
-from ..runtime.usercode.surroundings import enter_again, lent_streams, say_once
+from ..runtime.usercode.surroundings import enter_again, lent_streams, on_device_of_caller, say_once
 from .environments import (
     Action,
     EnvironmentFactory,
@@ -130,5 +130,5 @@ class ThreadHost(EnvironmentHost):
             finally:
                 timer.cancel()
 
-        threading.Thread(target=run, name=f"environment-{what}", daemon=True).start()
+        threading.Thread(target=on_device_of_caller(run), name=f"environment-{what}", daemon=True).start()
         return future

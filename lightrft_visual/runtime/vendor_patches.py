@@ -129,6 +129,19 @@ def number_of_threads_settable() -> Iterator[None]:
 
 
 @contextmanager
+def stream_of_its_own(accelerator: Any) -> Iterator[None]:
+    """Inside, vLLM finds that this thread has chosen its stream, and leaves it there.
+
+    Why: else vLLM gives the thread another one, for good, where it first asks for the stream on CUDA, as its NCCL does
+    with engine_tp_size. All that the trainer computes would go there, while DeepSpeed's ZeRO-3 lets the default stream
+    wait for its look at the gradients, and would read what it found before it is there.
+    Versions: vLLM 0.26 to 0.32 with DeepSpeed 0.19.8, on CUDA.
+    """
+    with accelerator.stream(accelerator.current_stream()):
+        yield
+
+
+@contextmanager
 def decoder_class_of_its_own(model: str, trust_remote_code: bool = False) -> Iterator[None]:
     """Inside, transformers makes models of this checkpoint with a subclass in place of their language model's class.
 

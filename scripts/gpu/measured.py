@@ -108,10 +108,11 @@ class MostTaken(threading.Thread):
         accelerator, rank = get_accelerator(), int(os.environ.get("LOCAL_RANK", "0"))
         if accelerator.device_name() == "cpu":
             return
-        total, started = accelerator.total_memory(rank), getattr(torch, accelerator.device_name()).is_initialized
+        started = getattr(torch, accelerator.device_name()).is_initialized
         while not self.over.wait(0.02):
             if started():  # asking would start the device before the run has chosen it
-                self.bytes = max(self.bytes, total - accelerator.available_memory(rank))
+                free, total = torch.accelerator.get_memory_info(rank)  # of all processes
+                self.bytes = max(self.bytes, total - free)
 
     def peak(self) -> int:
         from deepspeed.accelerator import get_accelerator

@@ -80,17 +80,18 @@ def test_the_peak_is_of_the_card_once_it_is_started_and_of_the_process_without_o
 
     asked, free = [], iter((70, 20, 50))
 
-    def available(rank: int) -> int:
+    def memory(rank: int) -> tuple[int, int]:
         asked.append(rank)
         left = next(free, None)
         if left is None:
             taken.over.set()
-        return left or 90
+        return left or 90, 100
 
     started = iter((False, False))  # before the run has chosen its device nobody asks
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: next(started, True))
     monkeypatch.setenv("LOCAL_RANK", "3")
-    card = SimpleNamespace(device_name=lambda: "cuda", total_memory=lambda rank: 100, available_memory=available)
+    card = SimpleNamespace(device_name=lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
     host = SimpleNamespace(device_name=lambda: "cpu", max_memory_allocated=lambda: 7)
     for device, peak in ((card, 80), (host, 7)):
         monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda device=device: device)

@@ -65,8 +65,8 @@ class SGLangEngine(ResidentEngine):
         arguments = server_arguments(config, checkpoint, device, on_cpu)
         if not on_cpu:
             accelerator.empty_cache()  # what PyTorch keeps would count as taken
-            memory = accelerator.total_memory(), accelerator.available_memory()
-            arguments["mem_fraction_static"] = share_of_free(config.rollout.engine_mem_util, *memory)
+            free, total = torch.accelerator.get_memory_info()  # as SGLang asks
+            arguments["mem_fraction_static"] = share_of_free(config.rollout.engine_mem_util, total, free)
         with _process_as_it_was():
             with importing():
                 import sglang

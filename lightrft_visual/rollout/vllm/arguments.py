@@ -107,7 +107,7 @@ class VLLMSettings:
             enforce_eager=rollout.engine_enforce_eager,
             kv_cache_dtype=rollout.engine_kv_cache_dtype,
             quantization=rollout.engine_quantization,
-            seed=config.train.seed,
+            seed=config.train.seed % 2**32,  # vLLM gives it to NumPy, which takes no larger one
             banned_ids=checkpoint.family.banned_ids(checkpoint.tokenizer),
             trust_remote_code=config.model.trust_remote_code,
             vision=checkpoint.vision,

@@ -26,12 +26,14 @@ from ...runtime.vendor_patches import (
     forget_allocators_error,
     forget_model,
     number_of_threads_settable,
+    stream_of_its_own,
     without_compiled_functions,
 )
 from ..engine import Finished
 from ..episodes import Admission
 from ..resident import ResidentEngine
 from ..weight_sync import Posted, WeightPost
+from . import beside_weights
 from .arguments import VLLMSettings, check_temperature, checked, engine_arguments, prepare_environment
 from .rules import FIRST_TOKEN_SCALE, sampling_rules
 from .workers import PromptSharing, load_posted, use_private_name
@@ -94,7 +96,7 @@ class VLLMEngine(ResidentEngine):
             forget_allocators_error(get_accelerator().current_device())
         threads = torch.get_num_threads()
         try:
-            with apart, plain, number_of_threads_settable():
+            with apart, plain, number_of_threads_settable(), stream_of_its_own(get_accelerator()):
                 llm = LLM(**arguments, logits_processors=[rules])
         except Exception as error:
             raise RolloutError(f"vLLM could not load {s.model}: {type(error).__name__}: {error}") from error
@@ -265,10 +267,14 @@ class VLLMEngine(ResidentEngine):
         if self.lacks_cache:  # before vLLM 0.31 it would count as asleep already, and keep its weights on the device
             get_accelerator().empty_cache()
             self._take_back("kv_cache")
+        if not keep_weights:
+            self.llm.collective_rpc(beside_weights.keep)
         self.llm.sleep(level=1 if keep_weights else 2)  # kept weights are copied to host memory and back
 
     def _take_back(self, what: str | None) -> None:
         self.llm.wake_up(tags=what and [what])
+        if what == "weights":
+            self.llm.collective_rpc(beside_weights.restore)
 
     def close(self) -> None:
         """Shut the engine down, and with it torch's process group, which vLLM takes to be its own: do it last.
@@ -278,7 +284,8 @@ class VLLMEngine(ResidentEngine):
         accelerator = get_accelerator()
         if self.asleep or self.lacks_cache:
             accelerator.empty_cache()
-            if accelerator.available_memory() > self.settings.memory_utilization * accelerator.total_memory():
+            free, total = torch.accelerator.get_memory_info()  # DeepSpeed's fails where devices are named by their ids
+            if free > self.settings.memory_utilization * total:
                 self._take_back(None if self.asleep else "kv_cache")  # what is there already cannot be taken back
         if not self.settings.starts_ranks:
             self.llm.apply_model(forget_model)

@@ -22,7 +22,7 @@ from ...errors import RewardError, StoppedBySignal
 from ..masking import CONTROLS, mask_text
 from ..presence import leave_lost_outputs
 from ..start_up import error_output, say_last
-from .surroundings import OURS, is_users, put_back, say_once
+from .surroundings import OURS, is_users, on_device_of_caller, put_back, say_once
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class BackgroundLoop:
     def __init__(self, name: str = "reward-loop") -> None:
         self._loop = asyncio.new_event_loop()
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=on_device_of_caller(self._run), name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """What a run needs to go on, and to give the same numbers, is put back after a call of a user's function: random
-states, torch's modes, the working folder, stdout and stderr, handlers of signals, a lowered recursion limit. All else
-that a function changes, such as the environment or filters of warnings, stays as it leaves it.
+states, torch's modes and accelerator, the working folder, stdout and stderr, handlers of signals, a lowered recursion
+limit. All else that a function changes, such as the environment or filters of warnings, stays as it leaves it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def put_back(what: str) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as way_back:
             way_back.callback(lock.release)
-            for watch in (_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states()):
+            for watch in (_of_process(), _folder(), lent_streams(), _torch_modes(), _random_states(), _device()):
                 next(watch)
                 way_back.callback(told.extend, watch)
             try:
@@ -182,6 +182,37 @@ def _random_states() -> Watch:
     _users_states.update(random_states())
     put_random_states(before)
     yield None
+
+
+def _device() -> Watch:
+    """The accelerator that this thread computes on, whose random state is put back after it."""
+    before = _device_here()
+    yield None
+    changed = before is not None and _device_here() != before
+    if changed:
+        sys.modules["torch"].accelerator.set_device_index(before)
+    yield "changes torch's accelerator" if changed else None
+
+
+def _device_here() -> int | None:
+    """Its number; None where none is at work in this process."""
+    torch: Any = sys.modules.get("torch")
+    device = torch and torch.get_device_module()
+    if not (hasattr(device, "get_rng_state") and device.is_initialized()):
+        return None
+    return torch.accelerator.current_device_index()
+
+
+def on_device_of_caller(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A function for another thread, which by itself would begin on the host's first accelerator on every rank."""
+    index = _device_here()
+
+    def run() -> Any:
+        if index is not None:
+            sys.modules["torch"].accelerator.set_device_index(index)
+        return function()
+
+    return run
 
 
 def random_states() -> dict[str, Any]:

@@ -36,10 +36,9 @@ MODULES = {
 TOKENIZER = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
 
 
-def card(free: int = 60) -> SimpleNamespace:
-    """The third of a host, of 80 GiB of which so many are free."""
+def card() -> SimpleNamespace:
+    """The third of a host."""
     answers = {"device_name": "cuda", "current_device": 3, "empty_cache": None, "current_device_name": "cpu"}
-    answers |= {"total_memory": 80 * 2**30, "available_memory": free * 2**30}
     return SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})
 
 
@@ -55,6 +54,7 @@ def fake(monkeypatch):
         for name in ("plugins.sglang.engine", "rollout.resident"):
             found = import_module(f"lightrft_visual.{name}")
             monkeypatch.setattr(found, "get_accelerator", card)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (60 * 2**30, 80 * 2**30))
         yield fake
         fake.loop.close()
 
@@ -94,7 +94,7 @@ def test_the_engine_is_built_and_this_process_left_as_it_was(fake):
 def test_the_engine_fills_a_share_of_the_device_and_not_of_what_the_trainer_leaves(
     fake, monkeypatch, free, util, given
 ):
-    monkeypatch.setattr(module, "get_accelerator", lambda: card(free))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free * 2**30, 80 * 2**30))
     engine_with(engine_mem_util=util)
     assert fake.named("Engine.__init__")[0]["kwargs"]["mem_fraction_static"] == pytest.approx(given)
 

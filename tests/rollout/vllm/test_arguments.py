@@ -33,6 +33,7 @@ from lightrft_visual.rollout.vllm.arguments import (
     token_bytes,
 )
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, ignores_video_metadata
+from lightrft_visual.runtime.usercode.surroundings import put_random_states, random_states
 
 KINDS = (*VISION_FAMILIES, "qwen2")
 
@@ -66,6 +67,19 @@ def test_settings_reach_vllm(root):
     assert "enable_chunked_prefill" not in arguments
     usual = engine_arguments(VLLMSettings.from_config(run_with(), checkpoint_of(root, "qwen2")), on_cpu=False)
     assert (usual["max_num_seqs"], usual["max_num_batched_tokens"], usual["enforce_eager"]) == (256, 8192, False)
+
+
+def test_a_large_seed_is_one_that_vllm_can_set(root):
+    from vllm.utils.torch_utils import set_random_seed
+
+    config, states = run_with(), random_states()
+    try:
+        for config.train.seed in (42, 2**63 - 1):
+            set_random_seed(
+                engine_arguments(VLLMSettings.from_config(config, checkpoint_of(root, "qwen2")), True)["seed"]
+            )
+    finally:
+        put_random_states(states)
 
 
 @pytest.mark.parametrize("given, eager", [(None, True), (False, False), (True, True)])

@@ -3,6 +3,7 @@
 One engine is loaded per kind of model (seconds each); pytest runs all tests of one kind before the next.
 """
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from lightrft_visual.errors import ConfigError, RolloutError
 from lightrft_visual.experience.rollouts import PromptBatch, SamplingSettings
 from lightrft_visual.models.tiny.vlm import build_processor
 from lightrft_visual.rollout.hf import TransformersEngine
+from lightrft_visual.rollout.vllm import beside_weights
 from lightrft_visual.rollout.vllm.engine import VLLMEngine, VLLMSettings
 from lightrft_visual.runtime.train_engine import TrainEngine
 from lightrft_visual.trainer.vl.trainer import VLTrainer
@@ -122,6 +124,24 @@ def test_weights_that_end_on_the_way_are_made_good_by_the_next_ones(any_rig):
             any_rig.engine.update_weights(broken())
         any_rig.sync()
         assert any_rig.difference(prompts_for(any_rig.checkpoint), PLAIN) <= 1e-5
+
+
+@pytest.mark.parametrize("any_rig", ["qwen3_vl"], indirect=True)
+def test_a_sleep_without_weights_leaves_texts_as_they_were(any_rig, monkeypatch):
+    """On CUDA what was made beside the weights comes back with what was last in its memory; a sync fills weights."""
+    (room,) = any_rig.engine.llm.apply_model(lambda model: model.deepstack_input_embeds)
+    data = {
+        each.data_ptr(): SimpleNamespace(handle=(0, each.nbytes, each.data_ptr(), 7), tag="weights") for each in room
+    }
+    allocator = SimpleNamespace(instance=SimpleNamespace(pointer_to_data=data))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    any_rig.sync()
+    any_rig.engine.llm.collective_rpc(beside_weights.keep)
+    for memory in room:
+        memory.fill_(1.0)
+    assert any_rig.difference(text_prompts(), PLAIN) > 1e-2
+    any_rig.engine.llm.collective_rpc(beside_weights.restore)
+    assert any_rig.difference(text_prompts(), PLAIN) <= 1e-5
 
 
 @pytest.mark.parametrize("any_rig", [BY_TRANSFORMERS], indirect=True)

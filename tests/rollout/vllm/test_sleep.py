@@ -1,7 +1,7 @@
 """In which order vLLM is told to sleep, wake and load, as on an accelerator, and what it leaves of the process."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,20 @@ from lightrft_visual.rollout.vllm import engine as vllm_engine
 from lightrft_visual.rollout.vllm.arguments import VLLMSettings
 from lightrft_visual.rollout.vllm.engine import VLLMEngine
 
+EMPTIED = 77  # numbers that memory comes back with
+
+
+class Runner:
+    """vLLM's runner of a model."""
+
+    __module__ = "vllm.v1.worker"
+
+    def __init__(self):
+        self.model = torch.nn.Module()
+
+    def get_model(self):
+        return self.model
+
 
 class ToldLLM:
     """Notes what vLLM's `LLM` is told. As vLLM 0.26 on CUDA, it cannot take back what is there, and sleeps only as a
@@ -20,6 +34,7 @@ class ToldLLM:
 
     def __init__(self):
         self.told, self.let_go = [], set()
+        self.worker = SimpleNamespace(model_runner=Runner())
         self.emptied = []  # how often it had been told something when PyTorch's cache was emptied
         config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
         core = SimpleNamespace(shutdown=lambda: self.told.append("shut down"))
@@ -28,6 +43,9 @@ class ToldLLM:
     def sleep(self, level):
         assert not self.let_go
         self.told.append(f"sleep {level}")
+        if level == 2:
+            for memory in getattr(self, "memory", ()):
+                memory.fill_(EMPTIED)
         self.let_go = {"weights", "kv_cache"}
 
     def wake_up(self, tags=None):
@@ -35,8 +53,11 @@ class ToldLLM:
             self.let_go.remove(each)
         self.told.append(f"wake {'all' if tags is None else ','.join(tags)}")
 
-    def collective_rpc(self, name, kwargs):
-        self.told.append(name)
+    def collective_rpc(self, called, kwargs=None):
+        if callable(called):
+            called(self.worker)
+        else:
+            self.told.append(called)
 
     def apply_model(self, function):
         pass
@@ -59,11 +80,12 @@ def engine(monkeypatch):
     device = SimpleNamespace(
         device_name=lambda: "cuda",
         empty_cache=lambda: made.llm.emptied.append(len(made.llm.told)),
-        total_memory=lambda: 100,
-        available_memory=lambda: made.free,
         current_device=lambda: 5,
+        current_stream=lambda: None,
+        stream=nullcontext,
     )
     made.free = 60  # of 100, where it takes 50
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (made.free, 100))
     monkeypatch.setattr(resident, "get_accelerator", lambda: device)
     monkeypatch.setattr(vllm_engine, "get_accelerator", lambda: device)
     return made
@@ -97,6 +119,33 @@ def test_without_them_room_for_weights_comes_first_and_the_kv_cache_when_the_loa
     assert engine.llm.emptied == [1, 6]
     engine.update_weights([])
     assert engine.llm.told[8:] == ["reload_weights", "reset"]
+
+
+def test_what_lies_beside_the_weights_comes_back_with_their_memory(engine, monkeypatch):
+    """As Qwen3-VL's room for features of its vision tower: a list of tensors, which vLLM does not keep as buffers."""
+    runner = engine.llm.worker.model_runner
+    model, runner.positions = runner.model, torch.arange(3)
+    model.inner = torch.nn.Linear(2, 2)
+    model.inner.room, model.inner.scales = [torch.zeros(3), torch.ones(2)], {"scale": torch.full((2,), 3.0)}
+    elsewhere = model.cache = torch.zeros(4)  # as of a KV cache
+    beside = [*model.inner.room, model.inner.scales["scale"], runner.positions]
+    engine.llm.memory = [*beside, elsewhere, model.inner.weight.data]
+    place = {
+        each: SimpleNamespace(handle=(0, each.nbytes, each.data_ptr(), 7), tag="weights") for each in engine.llm.memory
+    }
+    place[elsewhere].tag = "kv_cache"
+    data = {each.handle[2]: each for each in place.values()}
+    allocator = SimpleNamespace(instance=SimpleNamespace(pointer_to_data=data))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    for _ in range(2):
+        engine.sleep(keep_weights=False)
+        assert all((each.int() == EMPTIED).all() for each in engine.llm.memory)
+        engine.update_weights([])
+        assert [each.tolist() for each in beside] == [[0.0] * 3, [1.0] * 2, [3.0] * 2, [0, 1, 2]]
+        assert (elsewhere == EMPTIED).all() and (
+            model.inner.weight == EMPTIED
+        ).all()  # whose numbers come from elsewhere
+        engine.wake()
 
 
 def test_weights_that_it_kept_while_it_sleeps_are_given_up_for_new_ones(engine):
@@ -164,6 +213,33 @@ def test_an_engine_leaves_the_trainer_its_threads(built):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_leaves_the_trainer_its_stream(built, monkeypatch):
+    """vLLM gives a thread that has chosen none another one, where it asks for it on CUDA."""
+    from vllm import platforms
+    from vllm.utils import torch_utils
+
+    def choose(stream):
+        here.now = stream
+
+    here, device = SimpleNamespace(now="default"), vllm_engine.get_accelerator()
+    monkeypatch.setattr(torch_utils, "prev_set_stream", choose)
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
+    monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None, device=0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: here.now)
+
+    @contextmanager
+    def stream(chosen):  # as PyTorch's
+        before = here.now
+        torch.cuda.set_stream(chosen)
+        yield
+        torch.cuda.set_stream(before)
+
+    device.current_stream, device.stream = torch.cuda.current_stream, stream
+    built(lambda **_: torch_utils.current_stream())
+    assert torch_utils.current_stream() == here.now == "default"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,5 +1,6 @@
 """What the run needs as it was is put back after a call of users' code, and said."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,6 +133,47 @@ def test_a_call_that_outlasts_a_change_of_the_lock_lets_its_own_go(monkeypatch):
     monkeypatch.setattr(surroundings, "_one_at_a_time", first)
     call(lambda: monkeypatch.setattr(surroundings, "_one_at_a_time", second), "score", {})
     assert not first.locked() and not second.locked()
+
+
+@pytest.fixture
+def fourth_of_eight(monkeypatch):
+    """This rank computes on accelerator 3; as with CUDA each thread has its own, and begins on 0."""
+    here = threading.local()
+    states = [torch.tensor([index]) for index in range(8)]
+
+    def index():
+        return getattr(here, "index", 0)
+
+    def set_state(state):
+        states[index()] = state
+
+    module = SimpleNamespace(
+        is_initialized=lambda: True, get_rng_state=lambda: states[index()], set_rng_state=set_state
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", index)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda number: setattr(here, "index", number))
+    here.index = 3
+    return states
+
+
+def test_an_accelerator_that_a_function_sets_is_put_back_with_its_random_state(fourth_of_eight, caplog):
+    call(lambda: torch.accelerator.set_device_index(0), "score", {})
+    assert torch.accelerator.current_device_index() == 3 and "changes torch's accelerator" in caplog.text
+    assert [int(state) for state in fourth_of_eight] == list(range(8))
+
+
+def test_async_functions_and_environments_begin_on_the_accelerator_of_their_rank(fourth_of_eight):
+    async def score():
+        return torch.accelerator.current_device_index()
+
+    with contextlib.closing(calls.BackgroundLoop()) as loop:
+        assert loop.run(score()) == 3
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.accelerator.current_device_index()))
+    thread.start()
+    thread.join()
+    assert found == [0]
 
 
 FORKS = """
