@@ -79,6 +79,7 @@ COUNTED_DRAWING = {
     "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
+COUPLED = {"counted_dgpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --diffusion_algorithm dgpo"}
 ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "nft")
 COMPARED = ("moved", "rloo_lora", "flow_grpo", "reward_fl")
 RUNS = {
@@ -124,7 +125,7 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
     runs, seeing = {}, SEEING | COUNTED_SEEING
     for name in names:
-        flags = (seeing | DRAWING | COUNTED_DRAWING)[name]
+        flags = (seeing | DRAWING | COUNTED_DRAWING | COUPLED)[name]
         if device == "cpu":
             flags = flags.replace("--offload_trainer true", "").replace("--offload_reference true", "")
         words = flags.format(**given).split()
@@ -143,7 +144,7 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
 def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
     return {
         ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", names, ranks, given)
-        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED)))
+        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED)))
     }
 
 
@@ -176,6 +177,15 @@ def test_between_two_optimizer_steps_are_one_collective_and_two_reads_of_the_dev
             assert name != "counted_waiting" or reads.pop() == 8, span
             assert sum(reads) <= 2, span
         assert any(span["reads"] for span in spans)
+
+
+def test_a_loss_of_whole_groups_asks_the_device_once_an_update_and_the_other_ranks_twice(simulated):
+    """The groups are cut by forward passes. What gathering itself reads stands on the gathers' own lines."""
+    for spans in waits(simulated[2], "counted_dgpo", "train"):
+        assert len(spans) == 2 and all(span["micro_batches"] >= 6 for span in spans)
+        for span in spans:
+            assert sum(span["collectives"].values()) == 3, span
+            assert 1 <= sum(n for line, n in span["reads"].items() if line not in span["collectives"]) <= 2, span
 
 
 @pytest.mark.parametrize("name,phase,most", [("counted_packed", "score", 1), ("counted_flow_grpo", "sample", 2)])

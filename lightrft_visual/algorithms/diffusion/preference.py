@@ -26,6 +26,7 @@ from torch.nn.functional import logsigmoid
 
 from ...experience.types import ExperienceDiffusion
 from ...runtime import collectives
+from ...runtime.host_copies import on_host, to_device
 from ..loss_terms import LossOutputs
 from .context import DiffusionLoss, LossContext, asked, squared_error, summed, weighted_mean
 from .denoising_batch import DenoisingBatch, batch_at
@@ -93,8 +94,8 @@ def sums_of_groups(terms: T, batch: DenoisingBatch) -> T:
     """(M, …): for every row the sum of the terms (M, …) of its group at its step."""
     keys = torch.stack([batch.group_id, batch.steps.to(batch.group_id.device)], dim=1)
     _, indices = torch.unique(keys, dim=0, return_inverse=True)
-    indices = indices.to(terms.device)
-    return terms.new_zeros(int(indices.max()) + 1, *terms.shape[1:]).index_add_(0, indices, terms)[indices]
+    count, indices = int(indices.max()) + 1, to_device(indices, terms.device)
+    return terms.new_zeros(count, *terms.shape[1:]).index_add_(0, indices, terms)[indices]
 
 
 def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) -> list[T | None]:
@@ -114,22 +115,21 @@ def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) 
     if groups_are_whole(forwards):
         return [None] * len(forwards)
     parts = [batch_at(*forward) for forward in forwards]
-    sums: dict[tuple[int, int], T | float] = defaultdict(float)
-    found: list[tuple[tuple[int, int], T]] = []
-    for part in parts:
-        found += zip(_keys(part), loss.terms(context, part).cpu())
+    sums: dict[tuple[int, int], T] = defaultdict(lambda: torch.zeros(()))
+    terms = torch.cat([loss.terms(context, part) for part in parts]).cpu()  # the device is waited for once
+    found = list(zip((key for part in parts for key in _keys(part)), terms))
     for key, value in (each for rank in collectives.all_gather_object(found) for each in rank):
         sums[key] = sums[key] + value
-    return [torch.stack([torch.as_tensor(sums[key]) for key in _keys(part)]).to(part.advantages) for part in parts]
+    whole = [torch.stack([sums[key] for key in _keys(part)]) for part in parts]
+    return [to_device(each.to(part.advantages.dtype), part.advantages.device) for each, part in zip(whole, parts)]
 
 
 def groups_are_whole(forwards: Sequence[Forward]) -> bool:
     """Whether no group of an update is cut by forward passes or ranks. A collective."""
-    valid = {id(each): each.group_id[each.valid.bool().to(each.group_id.device)].tolist() for each, _ in forwards}
-    own = {key: Counter(groups) for key, groups in valid.items()}
-    counts: Counter[int] = sum(collectives.all_gather_object(sum(own.values(), Counter())), Counter())
-    cut = any(counts[group] != number for each in own.values() for group, number in each.items())
-    return not collectives.all_reduce_max(torch.tensor(float(cut))).item()
+    own = {id(each): Counter(each.group_id[on_host(each.valid).bool()].tolist()) for each, _ in forwards}
+    parts = [each for rank in collectives.all_gather_object([*own.values()]) for each in rank]
+    counts: Counter[int] = sum(parts, Counter())
+    return all(counts[group] == number for each in parts for group, number in each.items())
 
 
 def _keys(batch: DenoisingBatch) -> list[tuple[int, int]]:
