@@ -32,14 +32,14 @@ LEAST = 0.1  # share of its learning rate that cosine_with_min_lr ends at
 
 def _share_of_rate(step: int, name: str, warmup: int, total: int) -> float:
     """The factor on the learning rate before optimizer step number `step` (from 0): linear to 1 over `warmup` steps,
-    then by the schedule's name until `total`."""
+    then by the schedule's name until `total`, behind which it stays."""
     if step < warmup:
         return float(step) / float(max(1, warmup))
     if name == "constant_with_warmup":
         return 1.0
     if name == "linear":
         return max(0.0, float(total - step) / float(max(1, total - warmup)))
-    progress = float(step - warmup) / float(max(1, total - warmup))
+    progress = min(1.0, float(step - warmup) / float(max(1, total - warmup)))
     share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return share * (1 - LEAST) + LEAST if name == "cosine_with_min_lr" else share
 

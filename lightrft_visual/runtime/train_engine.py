@@ -305,7 +305,7 @@ class TrainEngine:
         if rates != scheduler.base_lrs:
             saved = scheduler.base_lrs[0]
             logger.warning("%s: the learning rate was %g; from here on it is %g", tag, saved, rates[0])
-            self._use_rates(rates)
+        self._use_rates(rates)  # by this run's schedule, which may be of more steps than the saved one
 
     def _load_of_ranks(self, folder: Path, saved_ranks: int) -> None:
         """What another number of ranks saved."""

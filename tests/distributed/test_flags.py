@@ -22,7 +22,7 @@ def test_ppo(one_rank):
     first, second = rows(one_rank / "ppo")
     assert "loss" not in first and "loss" in second  # freezing_actor_steps 1
     assert first["value_mean"] == 0 and second["value_mean"] != 0 and first["critic_loss"] > second["critic_loss"]
-    assert second["kl_coef"] < first["kl_coef"] < 0.05  # KL stays below its target
+    assert second["kl_coef"] < first["kl_coef"] == 0.05  # KL below its target; a frozen actor's says nothing of it
 
 
 def test_rloo_with_two_updates(one_rank):

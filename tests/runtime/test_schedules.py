@@ -42,3 +42,10 @@ def test_a_kept_state_goes_on() -> None:
     optimizer.step()
     after.step()
     assert after.get_last_lr() == [0.5]
+
+
+@pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine", "cosine_with_min_lr"])
+def test_beyond_its_end_a_schedule_stays_at_its_last_rate(name: str) -> None:
+    """As where a run goes on with fewer updates a step: it has made more of them than the whole of it now has."""
+    found = rates(lambda optimizer: rate_schedule(name, optimizer, 2, 10), 25)
+    assert set(found[11:]) == {found[10]}

@@ -232,6 +232,35 @@ def loaded_beside_another(out: str) -> dict[int, tuple]:
     return found
 
 
+def test_a_run_that_goes_on_with_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_update_on(tmp_path):
+    (found,) = on_ranks(rates_of_a_longer_run, str(tmp_path), ranks=1)
+    for stage, (rates, moved) in found.items():
+        assert rates == [1e-2, 0.75e-2, 0.5e-2, 0.25e-2, 0.5e-2, 0.375e-2], stage
+        assert moved, stage
+
+
+def rates_of_a_longer_run(out: str) -> dict[int, tuple[list[float], bool]]:
+    """By stage, the rates of a linear schedule of four updates and, from there on, of one of eight; and whether the
+    first update of the latter moved the weights."""
+    found = {}
+    for stage in (0, 2):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+        if not found:
+            strategy.setup_distributed()
+        rates, sums = [], []
+        for total, updates in ((4, 4), (8, 2)):
+            engine, inputs = made(strategy, total_steps=total, scheduler="linear")
+            if total == 8:
+                engine.load(f"{out}/{stage}", "end")
+            for _ in range(updates):
+                engine.accumulate(engine(inputs).square().sum(), last=True)
+                rates.append(engine.step().learning_rate)
+                sums.append(sum(p.double().sum().item() for p in engine.module.parameters()))
+            engine.save(f"{out}/{stage}", "end")
+        found[stage] = rates, sums[3] != sums[4]
+    return found
+
+
 # What is trained, and what a backward runs again. LoRA leaves the inputs of the first block without gradients.
 TRAINED = {
     "all": {},
@@ -346,12 +375,14 @@ def alone(engine: TrainEngine, inputs: torch.Tensor) -> torch.Tensor:
     return said if collectives.rank() else together
 
 
-def made(strategy: DeepspeedStrategy, kind: type = torch.nn.Sequential) -> tuple[TrainEngine, torch.Tensor]:
+def made(
+    strategy: DeepspeedStrategy, kind: type = torch.nn.Sequential, total_steps: int = 9, **settings: str
+) -> tuple[TrainEngine, torch.Tensor]:
     torch.manual_seed(0)
     module = kind(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
     module[0].weight.requires_grad_(False)
     inputs = torch.randn(6, 4).to(strategy.dtype)
-    return strategy.prepare(module, OptimizerSettings(1e-2, total_steps=9)), inputs
+    return strategy.prepare(module, OptimizerSettings(1e-2, total_steps, **settings)), inputs
 
 
 def resumed(engine: TrainEngine, inputs: torch.Tensor, folder: str) -> list[float]:

@@ -78,9 +78,9 @@ class VLTrainer(PolicyTrainer):
             self.prompts.prepare_next()  # while this step is trained on
         self._measure(data)
         data = self.hooks.on_experience(data)
-        algorithm, metrics = self.config.algorithm, data.metrics
+        algorithm, metrics, frozen = self.config.algorithm, data.metrics, self.config.train.freezing_actor_steps
         with self.timer.phase("train"):
-            if algorithm.kl_target is not None:
+            if algorithm.kl_target is not None and self.step >= frozen:  # before, the KL is 0 whatever its weight
                 self.maker.kl_controller.update(*kl_per_token(data.batches))
             metrics.add("kl_coef", self.maker.kl_controller.value)
             while data.batches:
@@ -94,7 +94,7 @@ class VLTrainer(PolicyTrainer):
                     batch, first = self.hooks.on_train_batch(batch), epoch == number == 0
                     if self.value_update is not None:
                         self.count_step(self.value_update.step(self.buffer, batch, metrics), metrics, "critic_")
-                    if self.step >= self.config.train.freezing_actor_steps:
+                    if self.step >= frozen:
                         kl_coef, own_check = self.maker.kl_controller.value, check if first else None
                         result = self.policy_update.step(
                             self.buffer, batch, kl_coef, metrics, first, own_check, self.step
