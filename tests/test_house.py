@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2497, "experience": 3122, "config": 4976, "runtime": 5894, "data": 3617,
-    "models": 5875, "rollout": 5374, "rewards": 4406, "algorithms": 1835, "trainer": 7569, "observe": 3558,
+    "models": 5875, "rollout": 5374, "rewards": 4406, "algorithms": 1835, "trainer": 7569, "observe": 3568,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
