@@ -49,6 +49,10 @@ class StoppedBySignal(RewardError):
     """SIGTERM came, and what was running did not return in time: what the step has done so far is given up."""
 
 
+class TooManyInvalid(RewardError):
+    """Too few samples have a reward, as on every rank; nothing was trained on them."""
+
+
 class CheckpointError(LightRFTVisualError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged."""
 

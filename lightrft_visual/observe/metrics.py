@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, writable
 from ..runtime.collectives import all_gather_object, all_reduce_sum
 from ..runtime.files import append_line, read_jsonl, to_json, write_atomic
 from ..runtime.packages import missing
@@ -274,7 +274,7 @@ class CsvSink(Sink):
         if not self.path.exists():
             return []
         lines: list[list[str]] = []
-        with open(self.path, newline="", encoding="utf-8", errors="replace") as file:
+        with open(self.path, newline="", encoding="utf-8-sig", errors="replace") as file:  # Excel's files begin so
             reader, error = csv.reader(line for line in file if line.endswith("\n")), None
             while True:
                 try:
@@ -294,11 +294,21 @@ class CsvSink(Sink):
             self.cut_back(step - 1)
         record = {"step": step, **metrics}
         new = [name for name in record if name not in self.columns]
-        if new or not self.path.exists():
+        if new or not self._as_written():
             self.columns += new
-            self._rewrite(self.records() if self.path.exists() else [])
+            self._rewrite(self.records())
         append_line(self.path, self._format([record]))
         self._last_step = step
+
+    def _as_written(self) -> bool:
+        """Whether nobody has removed the file, or saved it anew: then a row would stand under other names."""
+        if not self.path.exists():
+            return False
+        with open(self.path, "rb") as file:
+            if file.readline() != writable(self._format([dict(zip(self.columns, self.columns))])).encode():
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
 
     def cut_back(self, step: int) -> None:
         if self.path.exists():

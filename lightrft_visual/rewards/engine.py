@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
-from ..errors import ConfigError, RewardError, StoppedBySignal
+from ..errors import ConfigError, RewardError, StoppedBySignal, TooManyInvalid
 from ..experience.rollouts import ENVIRONMENT, Rollout
 from ..experience.types import Samples
 from ..runtime.collectives import all_gather_object, all_reduce_max, all_reduce_sum
@@ -425,7 +425,7 @@ class RewardComputationEngine:
         share = invalid / total if total else 0.0
         if share > self.config.reward_max_invalid:
             told = self._too_many(share, int(total), all_gather_object(dict(reasons)))
-            raise _stopped(f": {told}") if asked else RewardError(told)
+            raise _stopped(f": {told}") if asked else TooManyInvalid(told)
         return {"reward/invalid_share": share}
 
     def _too_many(self, share: float, total: int, by_rank: Sequence[Mapping[str, Counter[str]]]) -> str:

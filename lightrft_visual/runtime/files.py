@@ -389,7 +389,8 @@ def _in_words(holder: str) -> str:
 def _let_go(path: Path, file: int, owner: int) -> None:
     if os.getpid() != owner:  # a forked process, which has closed its file already
         return
-    path.unlink(missing_ok=True)  # before the lock is gone: afterwards it may be another run's
+    with suppress(OSError):  # on a file system that became read-only; the lock is gone all the same
+        path.unlink()  # before the lock is gone: afterwards it may be another run's
     os.close(file)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import NonFiniteError, RewardError, StoppedBySignal
+from ..errors import NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record, RunRecorder
@@ -232,6 +232,9 @@ class PolicyTrainer(ABC):
                             self._finish_step(self.train_step())
                         except StoppedBySignal as error:  # by scoring, on all ranks alike
                             export = self._stop(str(error), rewound=self.step == done)
+                        except TooManyInvalid:  # of a server that is down, on all ranks alike
+                            self._keep(rewound=self.step == done)
+                            raise
                         except StopRun as stop:  # before the step has trained
                             export = self._give_up(stop)
                 if export is None:
@@ -280,6 +283,13 @@ class PolicyTrainer(ABC):
             self.state.save_marked()
         self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
         return stop.export
+
+    def _keep(self, rewound: bool) -> None:
+        """Save what an error would cost, but for a run that has made no step. rewound: as of `RunState.stop`."""
+        if self.step > 0:
+            with self.timer.phase("save"):
+                self.state.keep(rewound)
+            self.console.message(f"a checkpoint of step {self.step} is saved")
 
     def _stop(self, why: str = "", rewound: bool = False) -> bool:
         with self.timer.phase("save"):

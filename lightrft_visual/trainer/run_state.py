@@ -136,6 +136,10 @@ class RunState:
         """Save and end early. rewound: as of the last `mark`; nothing may have been trained since."""
         interrupted = self._interrupted or self._interrupt.first is not None
         self.exit_code = INTERRUPTED if interrupted else self.output.sigterm_exit_code
+        return self.keep(rewound)
+
+    def keep(self, rewound: bool) -> Path:
+        """Save. rewound: as of the last `mark`; nothing may have been trained since."""
         if not rewound:
             self.mark()
         return self.save_marked()

@@ -19,6 +19,7 @@ from lightrft_visual.rewards.remote.server import ServerSettings, bind, create_a
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    extra: dict[str, str] = {}  # further headers of replies
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -83,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in self.extra.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

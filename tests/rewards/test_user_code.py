@@ -18,7 +18,7 @@ from PIL import Image
 from reward_rollouts import make_samples
 
 from lightrft_visual.config.shared import RewardConfig
-from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal
+from lightrft_visual.errors import ConfigError, RewardError, StoppedBySignal, TooManyInvalid
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards import engine as reward_engine
 from lightrft_visual.rewards.differentiable import load_differentiable
@@ -253,7 +253,7 @@ def test_too_many_invalid_rewards_where_another_rank_was_asked_to_end_are_stoppe
     def reduced(own, asked):
         return own + torch.tensor([0.0, 1.0, asked])
 
-    for asked, error in ((0.0, RewardError), (1.0, StoppedBySignal)):
+    for asked, error in ((0.0, TooManyInvalid), (1.0, StoppedBySignal)):
         monkeypatch.setattr(reward_engine, "all_reduce_sum", partial(reduced, asked=asked))
         with pytest.raises(RewardError, match="67% of 3 rewards are invalid") as raised:
             scored(fails)

@@ -149,6 +149,20 @@ def test_holder_that_has_not_written_its_name_yet_is_refused_all_the_same(tmp_pa
     lock.release()
 
 
+def test_a_lock_is_let_go_of_also_where_its_file_cannot_be_removed(tmp_path, monkeypatch):
+    """On a file system that became read-only, which another error tells of."""
+
+    def refuses(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    lock = FolderLock.take(tmp_path)
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "unlink", refuses)
+        lock.release()
+    FolderLock.take(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
 def test_file_that_its_owner_removes_while_we_open_it_is_opened_again(tmp_path, monkeypatch):
     """Else two runs would each hold a lock, on files of one name."""
     gone, flock = FolderLock.take(tmp_path), fcntl.flock

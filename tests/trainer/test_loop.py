@@ -11,7 +11,14 @@ import pytest
 
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
-from lightrft_visual.errors import CheckpointError, NonFiniteError, OutputClosed, RewardError, StoppedBySignal
+from lightrft_visual.errors import (
+    CheckpointError,
+    NonFiniteError,
+    OutputClosed,
+    RewardError,
+    StoppedBySignal,
+    TooManyInvalid,
+)
 from lightrft_visual.observe.console import RunConsole
 from lightrft_visual.observe.guard.divergence import PairedScores
 from lightrft_visual.observe.metrics import CsvSink
@@ -370,6 +377,40 @@ def test_an_evaluation_that_a_signal_ended_is_made_when_the_run_goes_on(walk, tm
     assert names_in(tmp_path) == [f"checkpoint-{step:06}"]
     walk(eval_steps=1, resume=tmp_path / f"checkpoint-{step:06}").fit()
     assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("at", ["scoring", "evaluation"])
+def test_a_run_whose_rewards_are_gone_saves_before_it_ends_and_is_resumed_as_if_they_had_stayed(walk, tmp_path, at):
+    """As of a server that is down: what was trained since the last checkpoint costs more than it."""
+
+    def gone(step):
+        if step == 2:
+            raise TooManyInvalid("100% of 8 rewards are invalid")
+
+    def evaluate():
+        if at == "evaluation":
+            gone(first.step)
+        return Evaluated({"eval_reward": 0.5})
+
+    hook = SimpleNamespace(on_scores=lambda rollouts: gone(first.step if at == "scoring" else 0) or rollouts)
+    first = walk(eval_steps=1, save_steps=-1, callbacks=[hook])
+    first.evaluate = evaluate
+    with pytest.raises(TooManyInvalid, match="100% of 8"):
+        first.fit()
+    assert names_in(tmp_path) == ["checkpoint-000002"] and "a checkpoint of step 2 is saved" in first.said
+    again = walk(eval_steps=1, resume=tmp_path / "checkpoint-000002")
+    again.fit()
+    assert again.step == again.weights == 3
+    assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
+
+
+def test_a_run_whose_rewards_are_gone_in_its_first_step_has_nothing_to_save(walk, tmp_path):
+    def gone(rollouts):
+        raise TooManyInvalid("100% of 8 rewards are invalid")
+
+    with pytest.raises(TooManyInvalid):
+        walk(callbacks=[SimpleNamespace(on_scores=gone)]).fit()
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("pressed", [False, True])

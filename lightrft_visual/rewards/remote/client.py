@@ -140,8 +140,11 @@ class RemoteClient:
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
         self._slots = asyncio.Semaphore(limit)
         self._bodies = asyncio.Semaphore(limit + WRITTEN_AHEAD)
+        known = httpx.create_ssl_context(trust_env=False)
+        known.set_default_verify_paths()  # authorities of the host, and those that SSL_CERT_FILE names
         self._http = httpx.AsyncClient(
             headers=headers,
+            verify=known,
             timeout=None,  # asyncio.timeout bounds each attempt as a whole
             limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
             trust_env=False,
@@ -228,16 +231,20 @@ class RemoteClient:
             reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
         except httpx.TransportError as error:
-            told = "no whole reply of HTTP/1.1" if isinstance(error, httpx.RemoteProtocolError) else "connection failed"
-            reason = f"{name}: {told} ({type(error).__name__})"
+            broken = isinstance(error, httpx.RemoteProtocolError)  # whose text may repeat the reply
+            why = "" if broken or not str(error) else f": {masked(str(error))}"
+            told = "no whole reply of HTTP/1.1" if broken else "connection failed"
+            reason = f"{name}: {told} ({type(error).__name__}{why})"
             raise RequestFailed(reason, retry=True, answered=False) from None
         except BadReply as problem:
             raise RequestFailed(f"{name}: {problem}", retry=False) from None
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise RequestFailed(f"{name}: the reply cannot be read ({type(error).__name__})", retry=False) from None
         busy, wait = status == 429 or status >= 500, headers.get("retry-after", "")
+        to = headers.get("location") if status // 100 == 3 else None
+        moved = f", a redirect to {shown_url(to)}" if to else ""
         raise RequestFailed(
-            f"{name}: HTTP {status}{_said(data, self._token)}",
+            f"{name}: HTTP {status}{moved}{_said(data, self._token)}",
             retry=busy,
             move=status not in OF_THE_REQUEST,
             wait=float(wait) if wait.isascii() and wait.isdigit() else 0.0,

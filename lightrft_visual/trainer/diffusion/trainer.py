@@ -10,7 +10,7 @@ from typing import Any
 
 from ...algorithms.diffusion.context import LossContext
 from ...algorithms.diffusion.nft import old_policy_decay
-from ...errors import DataError, StoppedBySignal
+from ...errors import DataError, RewardError, StoppedBySignal, TooManyInvalid
 from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
@@ -192,6 +192,8 @@ class RewardFLTrainer(DiffusionTrainer):
         except StoppedBySignal as error:  # which ends the run once this step, that has trained, is finished
             self.console.message(str(error))
             return data
+        except TooManyInvalid as error:  # gold's: the step has trained, and is not finished
+            raise RewardError(str(error)) from error
 
 
 def experiences_of(data: StepData) -> list[ExperienceDiffusion]:

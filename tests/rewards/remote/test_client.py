@@ -3,6 +3,9 @@ import gzip
 import io
 import json
 import logging
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 import weakref
@@ -159,6 +162,32 @@ def test_an_error_shows_what_the_server_answered_and_how_often_it_was_asked(monk
         told = str(caught.value)
         assert f"HTTP {status}: Traceback: model.py, line 7: CUDA out of memory ... *** x. x." in told
         assert told.endswith(f"x.{tail} (1 samples)") and len(told) < 500 and server.calls[str(status)] == calls
+
+
+def test_a_redirect_names_where_to(monkeypatch):
+    """As of an address that lacks the slash at its end, or begins with http where it is https."""
+    monkeypatch.setattr(Handler, "extra", {"Location": "https://me:secret@a/b/?key=hidden"})
+    with FaultyServer() as server, pytest.raises(RewardError, match="HTTP 307, a redirect to https://a/b/:") as caught:
+        run(f"{server.base}/307", [make_samples(["a"])], reward_max_invalid=0.1)
+    assert "secret" not in str(caught.value) and "hidden" not in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_a_certificate_is_told_of_and_taken_where_ssl_cert_file_names_who_signed_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=own -addext subjectAltName=IP:127.0.0.1 -days 2"
+    subprocess.run([*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    told = r"connection failed \(ConnectError: .*certificate verify failed: self-signed certificate"
+    with FaultyServer() as server:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert, key)
+        server._http.socket = context.wrap_socket(server._http.socket, server_side=True)
+        url, samples = server.base.replace("http:", "https:") + "/good", [make_samples(["a"])]
+        with pytest.raises(RewardError, match=told):
+            run(url, samples, reward_max_invalid=0.1, reward_retries=0)
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert run(url, samples).score.tolist() == [0.25]
 
 
 def test_a_server_killed_and_restarted_is_waited_for():
