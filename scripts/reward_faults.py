@@ -210,6 +210,7 @@ FAULTS = {
     "threads": harmless("torch.set_num_threads(torch.get_num_threads() + 1)", "number of threads"),
     "seeds": harmless("random.seed(0), np.random.seed(0), torch.manual_seed(0)"),
     "takes_sigterm": harmless("signal.signal(signal.SIGTERM, signal.SIG_DFL)"),
+    "takes_sigpipe": harmless("signal.signal(signal.SIGPIPE, signal.SIG_DFL)", "handler of SIGPIPE"),
     "prints_megabytes": harmless("print('x' * 8_000_000)"),
     "deletes_outputs": Fault(
         "shutil.rmtree(os.environ['RUN_FOLDER'], ignore_errors=True)\nreturn well(completions)", "", 0, 2, gone=1

@@ -29,7 +29,8 @@ IN_PROCESS = (
     "keyboard_interrupt", "thread_dies", "fork_comes_back_late", "fork_raises", "forks_often", "starts_programs",
     "none", "nan", "huge_integer", "wrong_length", "nested_lists", "generator", "complex_tensor", "bad_metric",
     "meta_scores", "ragged", "no_length", "with_gradient",
-    "changes_inputs", "changes_folder", "closes_stdout", "default_device", "takes_sigterm", "deletes_outputs",
+    "changes_inputs", "changes_folder", "closes_stdout", "default_device", "takes_sigterm", "takes_sigpipe",
+    "deletes_outputs",
     "syntax_error", "exits_on_import", "missing_function", "positional_only",
 )  # fmt: skip
 

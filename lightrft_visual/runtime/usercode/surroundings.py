@@ -160,7 +160,8 @@ def _set_device(device: Any) -> None:
 def _of_process() -> Watch:
     """The run's handlers, an alarm, whose signal would end the process, and a lower recursion limit, at which the run
     would end. A handler of SIGALRM and a higher limit stay: a file may set them once for all calls."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE  # a lost connection would end the process
+    handlers = {number: signal.getsignal(number) for number in numbers}
     alarm, limit = any(signal.getitimer(signal.ITIMER_REAL)), sys.getrecursionlimit()
     yield None
     changed = ["alarm"] * (not alarm and any(signal.setitimer(signal.ITIMER_REAL, 0)))
