@@ -296,7 +296,11 @@ class CsvSink(Sink):
         new = [name for name in record if name not in self.columns]
         if new or not self._as_written():
             self.columns += new
-            self._rewrite(self.records())
+            records = self.records()
+            if self._last_step is not None and not records and self.path.exists() and self.path.stat().st_size:
+                kept = self.path.rename(f"{self.path}.unreadable")
+                logger.warning("no row of %s can be read: it is kept as %s", self.path, kept.name)  # as by semicolons
+            self._rewrite(records)
         append_line(self.path, self._format([record]))
         self._last_step = step
 

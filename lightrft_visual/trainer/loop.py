@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ..config.vl import OutputConfig, TrainConfig
-from ..errors import NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
+from ..errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record, RunRecorder
@@ -285,11 +285,15 @@ class PolicyTrainer(ABC):
         return stop.export
 
     def _keep(self, rewound: bool) -> None:
-        """Save what an error would cost, but for a run that has made no step. rewound: as of `RunState.stop`."""
-        if self.step > 0:
+        """Save what an error would cost, where there is a step. rewound: as of `RunState.stop`."""
+        if self.step == 0:
+            return
+        try:
             with self.timer.phase("save"):
                 self.state.keep(rewound)
             self.console.message(f"a checkpoint of step {self.step} is saved")
+        except CheckpointError as error:  # on all ranks alike; it must not hide what ends the run
+            self.console.message(f"no checkpoint of step {self.step} is saved: {error}")
 
     def _stop(self, why: str = "", rewound: bool = False) -> bool:
         with self.timer.phase("save"):

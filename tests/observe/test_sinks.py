@@ -240,7 +240,7 @@ def test_lines_whose_step_is_no_whole_number_do_not_stop_a_resume(tmp_path):
     assert [record["step"] for record in read_jsonl(path)] == [1, "2", 4]
 
 
-@pytest.mark.parametrize("kind", ["emptied", "spreadsheet", "other order", "index", "unterminated"])
+@pytest.mark.parametrize("kind", ["emptied", "spreadsheet", "other order", "index", "unterminated", "semicolons"])
 def test_a_csv_that_somebody_saves_anew_during_the_run_keeps_its_rows_under_their_names(kind, tmp_path):
     sink = CsvSink(tmp_path / "metrics.csv", ("step", "loss"))
     for step in (1, 2):
@@ -251,11 +251,15 @@ def test_a_csv_that_somebody_saves_anew_during_the_run_keeps_its_rows_under_thei
         "other order": "kl,step,loss\n10,1,0.5\n20,2,1.0\n",
         "index": ",step,loss,kl\n0,1,0.5,10\n1,2,1.0,20\n",
         "unterminated": "step,loss,kl\n1,0.5,10\n2,1.0,20",
+        "semicolons": "step;loss;kl\n1;0,5;10\n2;1,0;20\n",
     }
     sink.path.write_text(saved[kind], newline="")
     sink.append(3, {"loss": 1.5, "kl": 30})
     sink.append(4, {"loss": 2.0, "kl": 40, "new": 7})
     numbers = [{name: float(value) for name, value in row.items() if value} for row in CsvSink(sink.path).records()]
     rows = [{"step": step, "loss": step / 2, "kl": step * 10} for step in (1, 2, 3, 4)]
-    kept = {"emptied": rows[2:], "unterminated": [rows[0], *rows[2:]]}.get(kind, rows)  # the last may be torn
+    torn = [rows[0], *rows[2:]]  # the last may be
+    kept = {"emptied": rows[2:], "unterminated": torn, "semicolons": rows[2:]}.get(kind, rows)
     assert numbers == [*kept[:-1], kept[-1] | {"new": 7}]
+    aside = tmp_path / "metrics.csv.unreadable"
+    assert (aside.read_text() if aside.exists() else None) == (saved[kind] if kind == "semicolons" else None)

@@ -404,6 +404,22 @@ def test_a_run_whose_rewards_are_gone_saves_before_it_ends_and_is_resumed_as_if_
     assert [record["step"] for record in CsvSink(tmp_path / "eval_metrics.csv").records()] == ["0", "1", "2", "3"]
 
 
+def test_a_save_that_fails_does_not_hide_that_rewards_are_gone(walk):
+    def gone(rollouts):
+        if trainer.step == 1:
+            raise TooManyInvalid("100% of 8 rewards are invalid")
+        return rollouts
+
+    def full(rewound):
+        raise CheckpointError("the disk is full")
+
+    trainer = walk(callbacks=[SimpleNamespace(on_scores=gone)])
+    trainer.state.keep = full
+    with pytest.raises(TooManyInvalid):
+        trainer.fit()
+    assert "no checkpoint of step 1 is saved: the disk is full" in trainer.said
+
+
 def test_a_run_whose_rewards_are_gone_in_its_first_step_has_nothing_to_save(walk, tmp_path):
     def gone(rollouts):
         raise TooManyInvalid("100% of 8 rewards are invalid")

@@ -117,9 +117,10 @@ def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) 
     parts = [batch_at(*forward) for forward in forwards]
     sums: dict[tuple[int, int], T] = defaultdict(lambda: torch.zeros(()))
     terms = torch.cat([loss.terms(context, part) for part in parts]).cpu()  # the device is waited for once
-    found = list(zip((key for part in parts for key in _keys(part)), terms))
-    for key, value in (each for rank in collectives.all_gather_object(found) for each in rank):
-        sums[key] = sums[key] + value
+    keys = [key for part in parts for key in _keys(part)]
+    for found in collectives.all_gather_object((keys, terms)):
+        for key, value in zip(*found):
+            sums[key] = sums[key] + value
     whole = [torch.stack([sums[key] for key in _keys(part)]) for part in parts]
     return [to_device(each.to(part.advantages.dtype), part.advantages.device) for each, part in zip(whole, parts)]
 

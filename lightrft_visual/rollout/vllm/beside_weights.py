@@ -28,7 +28,8 @@ def keep(worker: Any) -> None:
     given = (each for each in allocator.instance.pointer_to_data.values() if each.tag == "weights")
     memory = [range(each.handle[2], each.handle[2] + each.handle[1]) for each in given]
     model = runner.get_model()
-    filled = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    given_again = (each.data for each in (*model.parameters(), *model.buffers()))
+    filled = {each.untyped_storage().data_ptr() for each in given_again if type(each) is T}
     plain = (each.untyped_storage() for each in _tensors(runner))
     found = {each.data_ptr(): each for each in plain if each.data_ptr() not in filled}
     lying = [bytes_of(each) for pointer, each in found.items() if any(pointer in part for part in memory)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightrft_visual.errors import RewardError
+from lightrft_visual.rollout.environment_threads import ThreadHost
 from lightrft_visual.runtime.usercode import calls, surroundings
 from lightrft_visual.runtime.usercode.calls import call
 from lightrft_visual.runtime.usercode.loading import load_module
@@ -167,8 +168,9 @@ def test_async_functions_and_environments_begin_on_the_accelerator_of_their_rank
     async def score():
         return torch.accelerator.current_device_index()
 
-    with contextlib.closing(calls.BackgroundLoop()) as loop:
+    with contextlib.closing(calls.BackgroundLoop()) as loop, contextlib.closing(ThreadHost(object, 60.0)) as host:
         assert loop.run(score()) == 3
+        assert host._call("reset", torch.accelerator.current_device_index).result(60) == 3
     found = []
     thread = threading.Thread(target=lambda: found.append(torch.accelerator.current_device_index()))
     thread.start()
