@@ -225,6 +225,7 @@ def test_an_engine_leaves_the_trainer_its_stream(built, monkeypatch):
 
     here, device = SimpleNamespace(now="default"), vllm_engine.get_accelerator()
     monkeypatch.setattr(torch_utils, "prev_set_stream", choose)
+    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)  # an engine on the CPU replaces it
     monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
     monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None, device=0))
