@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from waiting import polls
 from lightrft_visual.runtime import watchdog
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 from lightrft_visual.runtime.host_memory import free_port
+from lightrft_visual.trainer import loop
 
 PRELOADED = [
     "forked",
@@ -63,9 +65,16 @@ def divide_again_after_use() -> None:
     DeepspeedStrategy._base_config = lambda self, zero: base(self, zero | apart)
 
 
-def begin(environment: dict[str, str], log: str) -> None:
-    """In the new process. What it has imported is not looked through by each collection of its garbage."""
+def leave_imports_alone() -> None:
+    """What a new process has imported is not looked through by any collection of its garbage: a run's end would undo
+    that, for a second of each later run's start."""
     gc.freeze()
+    loop.start_up_objects_aside = nullcontext
+
+
+def begin(environment: dict[str, str], log: str) -> None:
+    """In the new process."""
+    leave_imports_alone()
     divide_again_after_use()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

@@ -376,7 +376,7 @@ class ModelInputs:
         return [self.sequences.shape[1]] * self.sequences.shape[0]
 
     def action_indices(self) -> T:
-        """(B, A) long: where in the flattened (rows * S) hidden states each action is predicted from.
+        """(B, A) long, on the host: where in the flattened (rows * S) hidden states each action is predicted from.
 
         That is the position before the action. Rows of masked columns are clamped into range; the mask drops them.
         """
@@ -387,4 +387,4 @@ class ModelInputs:
             actions = torch.tensor(self.num_actions)
         first = lengths.cumsum(0) - actions - 1
         indices = first.unsqueeze(1) + torch.arange(width)
-        return to_device(indices.clamp(0, self.sequences.numel() - 1), self.sequences.device)
+        return indices.clamp(0, self.sequences.numel() - 1)

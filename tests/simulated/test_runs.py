@@ -80,6 +80,7 @@ COUNTED_DRAWING = {
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 COUPLED = {"counted_dgpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --diffusion_algorithm dgpo"}
+DIVIDED = {"counted_sequence": f"{ONE_ROLLOUT} --zero_stage 2 --sp_size 2 --packing_samples true"}  # 8 micro-batches
 ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "nft")
 COMPARED = ("moved", "rloo_lora", "flow_grpo", "reward_fl")
 RUNS = {
@@ -123,7 +124,7 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
 
 
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
-    runs, seeing = {}, SEEING | COUNTED_SEEING
+    runs, seeing = {}, SEEING | COUNTED_SEEING | DIVIDED
     for name in names:
         flags = (seeing | DRAWING | COUNTED_DRAWING | COUPLED)[name]
         if device == "cpu":
@@ -144,7 +145,7 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
 def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
     return {
         ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", names, ranks, given)
-        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED)))
+        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED, *DIVIDED)))
     }
 
 
@@ -186,6 +187,15 @@ def test_a_loss_of_whole_groups_asks_the_device_once_an_update_and_the_other_ran
         for span in spans:
             assert sum(span["collectives"].values()) == 3, span
             assert 1 <= sum(n for line, n in span["reads"].items() if line not in span["collectives"]) <= 2, span
+
+
+def test_ranks_that_share_a_sequence_read_the_device_twice_an_update_and_exchange_for_attention_alone(simulated):
+    for spans in waits(simulated[2], "counted_sequence", "train"):
+        for span in spans:
+            assert span["micro_batches"] == 8 and sum(span["reads"].values()) <= 2, span
+            others = [n for line, n in span["collectives"].items() if not line.startswith("runtime.sequence:")]
+            assert sum(others) == 1 < len(span["collectives"]), span
+        assert any(span["reads"] for span in spans)
 
 
 @pytest.mark.parametrize("name,phase,most", [("counted_packed", "score", 1), ("counted_flow_grpo", "sample", 2)])

@@ -116,12 +116,14 @@ class Backbone:
                 Segments(shared.lengths, shared.columns.device, shared.continues, self.sequence),
                 use_cache=False,
             )
-        tokens, hidden = shared.indices[indices], hidden.squeeze(0)
+        hidden = hidden.squeeze(0)
         if self.sequence is None:
-            return HiddenStates(hidden[tokens]), shared.indices
-        first = self.sequence.index * len(hidden)
+            return HiddenStates(hidden[shared.indices[indices]]), shared.indices
+        # Which are of this slice is known on the host: on the device it would be waited for.
+        tokens, first = on_host(shared.indices)[on_host(indices)], self.sequence.index * len(hidden)
         own = ((tokens >= first) & (tokens < first + len(hidden))).nonzero().squeeze(1)
-        return HiddenStates(hidden[tokens[own] - first], own, len(indices), self.sequence), shared.indices
+        own, places = to_device(own, hidden.device), to_device(tokens[own] - first, hidden.device)
+        return HiddenStates(hidden[places], own, len(indices), self.sequence), shared.indices
 
     def prefill(self, inputs: ModelInputs, cache: Cache) -> tuple[T, T, T]:
         """Run left-padded prompts (B, S) into `cache`: (last hidden states (B, H), positions of the next token, mask).
@@ -284,8 +286,9 @@ class Actor(nn.Module):
         """
         mask = inputs.action_mask
         # Their number is known on the host: on the device it would be waited for.
-        counted = to_device(on_host(mask).flatten().nonzero().squeeze(1), mask.device)
-        indices = inputs.action_indices().flatten()[counted]
+        found = on_host(mask).flatten().nonzero().squeeze(1)
+        indices = to_device(inputs.action_indices().flatten()[found], mask.device)
+        counted = to_device(found, mask.device)
         targets = inputs.sequences.flatten()[indices + 1]
         columns, experts = counted % mask.shape[1], None
         if self.drawing is None:
@@ -379,7 +382,8 @@ class Critic(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> T:
         """(B, A) float32 values, 0 where the action mask is false."""
-        hidden = self.backbone.hidden_at(inputs, inputs.action_indices().flatten())
+        indices = to_device(inputs.action_indices().flatten(), inputs.sequences.device)
+        hidden = self.backbone.hidden_at(inputs, indices)
         values = self.value_head(hidden.values).squeeze(-1)
         values = hidden.joined(values).view(inputs.action_mask.shape)
         return values.masked_fill(~inputs.action_mask, 0.0)

@@ -225,7 +225,7 @@ class Drawing:
 
     def drawn_actions(self, inputs: ModelInputs) -> T:
         """(B, A) bool, on the host: the actions that are tokens of images."""
-        ids, actions = on_host(inputs.sequences).flatten(), on_host(inputs.action_indices())
+        ids, actions = on_host(inputs.sequences).flatten(), inputs.action_indices()
         after = (actions + 1).clamp(max=len(ids) - 1)  # rows of masked columns may be beyond the end
         return (ids[after] >= self.first) & on_host(inputs.action_mask)
 
