@@ -109,7 +109,7 @@ def open_checkpoint(path: str, model: ModelConfig, data: DataConfig) -> Checkpoi
         processor, family = None, family_of(config)
         if os.path.isdir(path):
             check_size(Path(path), config, AutoModelForImageTextToText if family.vision else AutoModelForCausalLM)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
         _check_text(path, config, tokenizer)
         if family.vision:
             processor = _processor(path, family, model, data)
@@ -128,7 +128,7 @@ def open_critic(path: str, model: ModelConfig) -> tuple[VLMFamily, int, dict[str
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         family, size = family_of(config), config.get_text_config().vocab_size
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError):
         return family, size, {}
     return family, size, tokenizer.get_vocab() if _has_words(tokenizer) else {}
@@ -199,7 +199,7 @@ def load_transformer(path: str, model: ModelConfig, dtype: torch.dtype) -> PreTr
     with refused_as(ConfigError, f"model {path} cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         auto = AutoModelForImageTextToText if family_of(config).vision else AutoModelForCausalLM
-        transformer = load_whole(auto, path, **arguments)
+        transformer = load_whole(auto, path, config=config, **arguments)
     checkpoint_blocks(transformer, model.gradient_checkpointing)
     if model.use_liger_kernel:
         registry.services.load("kernels").use_kernels(transformer)

@@ -88,8 +88,8 @@ def describe(world_size: int, started: str) -> dict[str, Any]:
 ASIDE = "earlier_runs"
 # What a run writes into its folder; other things in it belong to somebody else and stay.
 OWN = re.compile(
-    r"metrics\.(csv|jsonl)|crash\.log|(bad_rows|alarms|gold)\.jsonl|eval_metrics\.csv|env\.json|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb"
-    r"|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
+    r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
+    r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
 )
 
 

@@ -6,6 +6,7 @@ import csv
 import functools
 import importlib.util
 import io
+import itertools
 import logging
 import math
 import os
@@ -298,7 +299,8 @@ class CsvSink(Sink):
             self.columns += new
             records = self.records()
             if self._last_step is not None and not records and self.path.exists() and self.path.stat().st_size:
-                kept = self.path.rename(f"{self.path}.unreadable")
+                names = (Path(f"{self.path}.unreadable{number or ''}") for number in itertools.count())
+                kept = self.path.rename(next(name for name in names if not name.exists()))
                 logger.warning("no row of %s can be read: it is kept as %s", self.path, kept.name)  # as by semicolons
             self._rewrite(records)
         append_line(self.path, self._format([record]))

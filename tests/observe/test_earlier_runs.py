@@ -13,6 +13,7 @@ def run_folder(folder):
     (folder / "checkpoint-000005").mkdir()
     (folder / "checkpoint-000005" / "manifest.json").write_text("{}")
     (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    (folder / "metrics.csv.unreadable1").write_text("step;loss\n")
     (folder / "env.json").write_text(json.dumps({"started": "2026-01-02T03:04:05+00:00"}))
     for name in (ALARMS, GOLD, EVALUATIONS):
         (folder / name).write_text('{"step": 1}\n')

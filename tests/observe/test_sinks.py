@@ -263,3 +263,13 @@ def test_a_csv_that_somebody_saves_anew_during_the_run_keeps_its_rows_under_thei
     assert numbers == [*kept[:-1], kept[-1] | {"new": 7}]
     aside = tmp_path / "metrics.csv.unreadable"
     assert (aside.read_text() if aside.exists() else None) == (saved[kind] if kind == "semicolons" else None)
+
+
+def test_csv_that_cannot_be_read_twice_is_kept_twice(tmp_path):
+    sink = CsvSink(tmp_path / "metrics.csv", ("step", "loss"))
+    for step in (1, 2):
+        sink.append(step, {"loss": 0.5})
+        sink.path.write_text(f"step;loss\n{step};0,5\n")
+    sink.append(3, {"loss": 1.5})
+    kept = [tmp_path / f"metrics.csv.unreadable{number}" for number in ("", "1")]
+    assert [path.read_text() for path in kept] == ["step;loss\n1;0,5\n", "step;loss\n2;0,5\n"]
