@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -234,7 +233,7 @@ def merge(
     Raises:
         ConfigError: of all that is wrong together; sections that a wrong setting may belong to are not checked then.
     """
-    tree, wrong = deepcopy(names.defaults), list(wrong)
+    tree, wrong = names.defaults(), list(wrong)
     sources: dict[str, str] = {}
     for written in settings:
         try:

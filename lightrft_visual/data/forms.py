@@ -18,6 +18,8 @@ from ..config.vl import DataConfig
 from ..errors import ConfigError, DataError
 from .media import ANY_KIND, looks_like_media
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages
+MEDIA = ("image", "video")
 MEDIA_COLUMNS = {
     kind: (kind, *(f"{kind}_{end}" for end in ("path", "url", "file", "paths", "urls", "files")), *more)
     for kind, more in (("image", ("img", "img_path")), ("video", ()))

@@ -23,6 +23,8 @@ from ..errors import DataError
 from ..experience.rollouts import media_list
 from .bad_rows import check_reference, check_values, warn_once
 from .forms import (
+    MEDIA,
+    ROLES,
     MediaCell,
     Reading,
     are_mappings,
@@ -35,8 +37,6 @@ from .forms import (
 )
 from .media import is_path, resolve_source
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MEDIA = ("image", "video")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 # Where an answer hides when the configured column is absent; dots step into mappings.
 REFERENCE_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution", "answers")

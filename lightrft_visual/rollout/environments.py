@@ -30,9 +30,9 @@ from PIL import Image
 
 from ..config import registry
 from ..config.environment import EpisodeConfig
+from ..data.forms import MEDIA
+from ..data.forms import ROLES as ROW_ROLES
 from ..data.media import Video
-from ..data.rows import MEDIA
-from ..data.rows import ROLES as ROW_ROLES
 from ..errors import ConfigError, LightRFTVisualError
 from ..runtime.usercode.calls import BackgroundLoop, LoadedFunction, awaited, describe_error
 from ..runtime.usercode.loading import callable_name, load_reward_fn

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft_visual.config.vl import DATA_FORMATS, DataConfig
-from lightrft_visual.data.rows import ROLES, parse_row
+from lightrft_visual.data.forms import ROLES
+from lightrft_visual.data.rows import parse_row
 from lightrft_visual.data.video import check_video
 from lightrft_visual.errors import DataError
 

@@ -3,6 +3,8 @@
 import io
 import os
 import resource
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -310,3 +312,10 @@ def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_th
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         host.close()
+
+
+def test_process_of_environments_imports_no_torch():
+    """Which takes seconds, and half a GB for each rank."""
+    code = "import sys; import lightrft_visual.rollout.environment_process; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout == "False\n"
