@@ -403,11 +403,8 @@ def _by_step(file: Path) -> list[dict[str, float]]:
 
 
 def _result(trainer: Any, history: _History) -> Result:
-    from .trainer.run_state import final_folder
-
-    output = trainer.settings.output
-    folder, final = Path(output.output_dir), final_folder(output)
-    checkpoint = final if final.is_dir() else trainer.state.manager.find_latest()
+    folder, state = Path(trainer.settings.output.output_dir), trainer.state
+    checkpoint = state.exported or state.manager.find_latest()  # an earlier run's export may lie beside it
     report = folder / "report.html"
     steps, evaluations = (
         [each for each in before if not own or each["step"] < own[0]["step"]] + own
@@ -417,5 +414,5 @@ def _result(trainer: Any, history: _History) -> Result:
     metrics = {name: value for each in last for name, value in each.items()}
     return Result(
         metrics | {"step": trainer.step}, steps, evaluations, folder, checkpoint,
-        report if report.is_file() else None, trainer.state.signalled(),
+        report if report.is_file() else None, state.stopped,
     )  # fmt: skip
