@@ -47,6 +47,14 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
     return steps * micro_batch_size * ranks_started()
 
 
+def _meeting(given: int, usual: int) -> int:
+    """About `usual` steps, of which those of an interval that is given are a part or a multiple; 0 or less: none is."""
+    if given <= usual:
+        return given * (usual // given) if given > 0 else usual
+    parts = -(-given // usual)
+    return usual if given % parts else given // parts
+
+
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:
     """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError for
     another task's, and for a task beside data sets."""
@@ -299,12 +307,9 @@ class OutputConfig(Section):
         usual = min(LONGEST_INTERVAL, -(-total_steps // RUN_PARTS))
         save, evaluate = self.save_steps, self.eval_steps
         if evaluate is None:
-            evaluate = save if self.best_metric is not None and save is not None else usual
+            evaluate = save if self.best is not None and save is not None else _meeting(save or 0, usual)
         if save is None:
-            save = usual if evaluate <= 0 else evaluate * max(1, usual // evaluate)
-            if save > usual and self.best_metric is None:
-                parts = -(-evaluate // usual)
-                save = usual if evaluate % parts else evaluate // parts
+            save = evaluate if self.best is not None and evaluate > usual else _meeting(evaluate, usual)
         return save, evaluate
 
     def check_best(self, evaluated: bool) -> None:
