@@ -179,7 +179,7 @@ class _Trainer:
     def evaluate(self) -> dict[str, float]:
         """Metrics on the held-out prompts: of the model as it was given, after `fit` of what was trained.
 
-        Raises ConfigError without held-out prompts, and after a `fit` that left no checkpoint of its last step.
+        Raises ConfigError without held-out prompts; after a `fit` without any that left no checkpoint, CheckpointError.
         """
         result, measured = self._result, self._measured
         if result is not None and measured and measured[-1]["step"] == result.metrics["step"]:

@@ -49,10 +49,8 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
 
 def _meeting(given: int, usual: int) -> int:
     """About `usual` steps, of which those of an interval that is given are a part or a multiple; 0 or less: none is."""
-    if given <= usual:
-        return given * (usual // given) if given > 0 else usual
-    parts = -(-given // usual)
-    return usual if given % parts else given // parts
+    parts = max(1, -(-given // usual))
+    return usual if given <= 0 or given % parts else given // parts * max(1, usual // given)
 
 
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:
