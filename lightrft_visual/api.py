@@ -200,8 +200,8 @@ class _Trainer:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Copy what `fit` trained to a folder, for other programs. Returns it. Raises ConfigError before `fit`, and
-        for a folder that is there already."""
+        """Copy `Result.checkpoint` to a folder: what `fit` trained, for other programs; of a run that was stopped what
+        it is resumed from. Returns it. Raises ConfigError before `fit`, and for a folder that is there already."""
         if self._result is None or self._result.checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
         if os.path.exists(path):

@@ -260,7 +260,7 @@ class OutputConfig(Section):
     ckpt_path: str | None = None  # default: <output_dir>
     save_steps: int | None = None  # -1: none; default: ten times a run, and every 50 steps at least
     eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
-    logging_steps: PositiveInt = 1  # a line of metrics every so many steps
+    logging_steps: PositiveInt = 1  # a line on the screen every so many steps; metrics.csv has all
     max_ckpt_num: PositiveInt = 3  # checkpoints that are kept
     async_save: bool = False  # write checkpoints while the run goes on, from a copy in host memory
     load_checkpoint: bool = False  # same as resume_from=auto
