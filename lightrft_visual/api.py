@@ -179,7 +179,7 @@ class _Trainer:
     def evaluate(self) -> dict[str, float]:
         """Metrics on the held-out prompts: of the model as it was given, after `fit` of what was trained.
 
-        Raises ConfigError without held-out prompts, and after a `fit` that left no checkpoint of its last step.
+        Raises ConfigError without held-out prompts; after a `fit` without any that left no checkpoint, CheckpointError.
         """
         result, measured = self._result, self._measured
         if result is not None and measured and measured[-1]["step"] == result.metrics["step"]:
@@ -200,8 +200,8 @@ class _Trainer:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Copy what `fit` trained to a folder, for other programs. Returns it. Raises ConfigError before `fit`, and
-        for a folder that is there already."""
+        """Copy `Result.checkpoint` to a folder: what `fit` trained, for other programs; of a run that was stopped what
+        it is resumed from. Returns it. Raises ConfigError before `fit`, and for a folder that is there already."""
         if self._result is None or self._result.checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
         if os.path.exists(path):
@@ -403,11 +403,8 @@ def _by_step(file: Path) -> list[dict[str, float]]:
 
 
 def _result(trainer: Any, history: _History) -> Result:
-    from .trainer.run_state import final_folder
-
-    output = trainer.settings.output
-    folder, final = Path(output.output_dir), final_folder(output)
-    checkpoint = final if final.is_dir() else trainer.state.manager.find_latest()
+    folder, state = Path(trainer.settings.output.output_dir), trainer.state
+    checkpoint = state.exported or state.manager.find_latest()  # an earlier run's export may lie beside it
     report = folder / "report.html"
     steps, evaluations = (
         [each for each in before if not own or each["step"] < own[0]["step"]] + own
@@ -417,5 +414,5 @@ def _result(trainer: Any, history: _History) -> Result:
     metrics = {name: value for each in last for name, value in each.items()}
     return Result(
         metrics | {"step": trainer.step}, steps, evaluations, folder, checkpoint,
-        report if report.is_file() else None, trainer.state.signalled(),
+        report if report.is_file() else None, state.stopped,
     )  # fmt: skip

@@ -75,6 +75,7 @@ LESS_MEMORY = (
     "for less: --auto_micro_batches false and smaller micro_train_batch_size and micro_rollout_batch_size, or "
     "--gradient_checkpointing full; --dry_run says what each phase holds"
 )
+LESS_UNPLANNED = "for less: a smaller --micro_train_batch_size, or --gradient_checkpointing full"  # of supervised runs
 
 
 def run_script(config: AnyConfig) -> None:
@@ -268,7 +269,7 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     if isinstance(error, RuntimeError) and not isinstance(error, LightRFTVisualError):
         watchdog.give_way()  # as every collective fails once a rank is gone
     stage, rank, world_size = watchdog.stage(), collectives.rank(), collectives.world_size()
-    text = _in_words(error)
+    text = _in_words(error, config.plan is not None)
     where = "" if stage == watchdog.STARTING else f" ({f'rank {rank}, ' if world_size > 1 else ''}stage {stage})"
     ending = Ending(rank, world_size, stage, resolved_yaml(config))
     plain = isinstance(error, FolderInUse | OutputClosed)  # crash.log is the other run's, or has nothing to tell
@@ -283,8 +284,9 @@ def _fail(config: AnyConfig, error: BaseException) -> None:
     os._exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 
-def _in_words(error: BaseException) -> str:
-    """Our own errors as they are; of others what was raised, and the lines of a user's own files."""
+def _in_words(error: BaseException, planned: bool = True) -> str:
+    """Our own errors as they are; of others what was raised, and the lines of a user's own files. planned: whether the
+    run has a plan, with settings of its own."""
     if isinstance(error, LightRFTVisualError):
         return f"{type(error).__name__}: {error}"
     if problem := disk_problem(error):
@@ -295,7 +297,7 @@ def _in_words(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         first = "interrupted before the run was done"
     if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which may not be loaded
-        lines.append(LESS_MEMORY)
+        lines.append(LESS_MEMORY if planned else LESS_UNPLANNED)
     return "\n".join([first.removeprefix("raised "), *lines])
 
 

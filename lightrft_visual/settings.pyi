@@ -254,7 +254,7 @@ class VLSettings(TypedDict, total=False):
     kl_target: float | None
     """mean KL per token; set: adaptive controller."""
     kl_horizon: int
-    """steps in which an adaptive weight moves. Default: 10000."""
+    """samples in which an adaptive weight moves by a fifth at most. Default: 10000."""
     kl_estimator: str
     """k1 | k2 | k3 | k3_unbiased. Default: 'k1'."""
     use_kl_loss: bool
@@ -470,7 +470,7 @@ class VLSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """a line of metrics every so many steps. Default: 1."""
+    """a line on the screen every so many steps; metrics.csv has all. Default: 1."""
     max_ckpt_num: int
     """checkpoints that are kept. Default: 3."""
     async_save: bool
@@ -629,7 +629,7 @@ class DiffusionSettings(TypedDict, total=False):
     rollout_batch_size: int
     """prompts a step, over all ranks. Default: 8."""
     n_samples_per_prompt: int | None
-    """default: 24, reward_fl 1."""
+    """default: 24, reward_fl and diffusion_opd 1, of pair_data 2."""
     micro_rollout_batch_size: int
     """samples a forward, per rank. Default: 8."""
     prompt_data: Any
@@ -723,8 +723,8 @@ class DiffusionSettings(TypedDict, total=False):
     timestep_fraction: float
     """share of the stochastic steps to train on. Default: 1.0."""
     timestep_choice: str | None
-    """first | random; which ones: the first, or each sample's own; default: random for dance_grpo and
-    diffusion_nft."""
+    """first | random; which: the first, or each sample's own; default: random for dance_grpo and losses on
+    finished samples."""
     cfg_in_training: bool
     """guide the training forward as the rollout was. Default: True."""
     detach_guidance: bool
@@ -736,7 +736,7 @@ class DiffusionSettings(TypedDict, total=False):
     nft_kl_beta: float
     """weight of the divergence from the reference. Default: 0.0001."""
     decay_type: int | None
-    """0 | 1 | 2 | 3; of the old policy; default: 1, awm 3."""
+    """0 | 1 | 2 | 3; old policy's; default 1, awm, dgpo, diffusion_dpo 3."""
     decay_counts: str
     """updates | rollouts; n of the decay: its code's, or steps. Default: 'updates'."""
     adv_mode: str
@@ -758,7 +758,7 @@ class DiffusionSettings(TypedDict, total=False):
     dpo_reference: str
     """base | old; what errors are compared with; old: of the rollouts. Default: 'base'."""
     min_sigma: float | None
-    """losses on finished samples: least noise that is added."""
+    """finished samples: least noise; default: 0, dgpo 0.3."""
     mid_timestep: int
     """Reward FL: first step with gradient. Default: 4."""
     final_timestep: int
@@ -902,7 +902,7 @@ class DiffusionSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """a line of metrics every so many steps. Default: 1."""
+    """a line on the screen every so many steps; metrics.csv has all. Default: 1."""
     max_ckpt_num: int
     """checkpoints that are kept. Default: 3."""
     async_save: bool
@@ -1110,7 +1110,7 @@ class SFTSettings(TypedDict, total=False):
     eval_steps: int | None
     """as save_steps; evaluation always runs before the first step and at the end."""
     logging_steps: int
-    """a line of metrics every so many steps. Default: 1."""
+    """a line on the screen every so many steps; metrics.csv has all. Default: 1."""
     max_ckpt_num: int
     """checkpoints that are kept. Default: 3."""
     async_save: bool

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from waiting import finished
 
 from lightrft_visual import launch
+from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.runtime import watchdog
@@ -48,7 +49,7 @@ def ended(monkeypatch, tmp_path):
     config.output.output_dir = str(tmp_path / "run")
     config.reward.remote_rm_url = "http://host/score?token=urlsecret123"
 
-    def run(error):
+    def run(error, config=config):
         def build():
             if callable(error):
                 error()
@@ -70,6 +71,14 @@ def test_a_full_device_is_said_with_the_settings_that_take_less(ended, capsys):
     first, *more = capsys.readouterr().err.splitlines()
     assert first.startswith("error: OutOfMemoryError: CUDA out of memory") and first.endswith("(stage reward)")
     assert any(line.startswith("for less: --auto_micro_batches false") for line in more)
+
+
+def test_a_full_device_of_a_supervised_run_names_no_setting_that_it_has_not(ended, capsys, tmp_path):
+    supervised = SFTRunConfig()
+    supervised.output.output_dir = str(tmp_path / "run")
+    assert ended(torch.OutOfMemoryError("CUDA out of memory"), supervised) == 1
+    told = capsys.readouterr().err
+    assert "for less: a smaller --micro_train_batch_size" in told and "auto_micro_batches" not in told
 
 
 class Silent(Exception):

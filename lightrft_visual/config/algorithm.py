@@ -37,7 +37,7 @@ class AlgorithmConfig(Section):
     ref_update_steps: NonNegativeInt = 0  # steps after which the reference is moved to the policy; 0: it never moves
     ref_update_mixup: Annotated[float, within("(0, 1]")] = 1.0  # share of the policy in the moved reference
     kl_target: PositiveFloat | None = None  # mean KL per token; set: adaptive controller
-    kl_horizon: PositiveInt = 10_000  # steps in which an adaptive weight moves
+    kl_horizon: PositiveInt = 10_000  # samples in which an adaptive weight moves by a fifth at most
     kl_estimator: Annotated[str, registered(registry.kl_estimators)] = "k1"
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward
     entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
@@ -181,14 +181,14 @@ class DiffusionAlgorithmConfig(Section):
     kl_form: Annotated[str, one_of("full", "published")] = "full"  # full: s² holds |dt|; published (sde, dance): not
     timestep_fraction: Annotated[float, within("(0, 1]")] = 1.0  # share of the stochastic steps to train on
     timestep_choice: Annotated[str | None, one_of("first", "random")] = (
-        None  # which ones: the first, or each sample's own; default: random for dance_grpo and diffusion_nft
+        None  # which: the first, or each sample's own; default: random for dance_grpo and losses on finished samples
     )
     cfg_in_training: bool = True  # guide the training forward as the rollout was
     detach_guidance: bool = False  # no gradient through the unguided branch, as in Flow-GRPO's code
     grpo_guard: bool = False  # arXiv 2510.22319
     nft_beta: PositiveFloat = 1.0  # how far the implicit policies lie from the old one
     nft_kl_beta: NonNegativeFloat = 1e-4  # weight of the divergence from the reference
-    decay_type: Annotated[int | None, one_of(0, 1, 2, 3)] = None  # of the old policy; default: 1, awm 3
+    decay_type: Annotated[int | None, one_of(0, 1, 2, 3)] = None  # old policy's; default 1, awm, dgpo, diffusion_dpo 3
     decay_counts: Annotated[str, one_of("updates", "rollouts")] = "updates"  # n of the decay: its code's, or steps
     adv_mode: Annotated[str, one_of("all", "positive_only", "negative_only", "one_only", "binary")] = "all"
     awm_weighting: Annotated[str, one_of(*AWM_WEIGHTINGS)] = "huber"  # of the error of each timestep
@@ -199,7 +199,7 @@ class DiffusionAlgorithmConfig(Section):
     dppo_threshold: PositiveFloat = 1e-5  # flow_dppo: KL to the rollout policy from which on a step may be masked
     dpo_beta: PositiveFloat | None = None  # sharpness of the preference; default: dgpo 100, diffusion_dpo 5000
     dpo_reference: Annotated[str, one_of("base", "old")] = "base"  # what errors are compared with; old: of the rollouts
-    min_sigma: Annotated[float | None, within("[0, 1)")] = None  # losses on finished samples: least noise that is added
+    min_sigma: Annotated[float | None, within("[0, 1)")] = None  # finished samples: least noise; default: 0, dgpo 0.3
     mid_timestep: int = 4  # Reward FL: first step with gradient
     final_timestep: int = 7  # Reward FL: last step, from which the data is predicted
     min_timestep_boundary: float = 0.0  # Reward FL: shares of the schedule's 1,000 timesteps, from noise on; the

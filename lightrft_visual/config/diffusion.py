@@ -168,7 +168,7 @@ class DiffusionSamplingConfig(Section):
     frame_rate: PositiveFloat | None = None  # frames a second of LTX-2's videos, which move by it; default: 24
     source_pixels: PositiveInt | None = None  # area that images to edit are scaled to; default: the pipeline's 1024^2
     rollout_batch_size: PositiveInt = 8  # prompts a step, over all ranks
-    n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl 1
+    n_samples_per_prompt: PositiveInt | None = None  # default: 24, reward_fl and diffusion_opd 1, of pair_data 2
     micro_rollout_batch_size: PositiveInt = 8  # samples a forward, per rank
 
     def __post_init__(self) -> None:

@@ -47,6 +47,12 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
     return steps * micro_batch_size * ranks_started()
 
 
+def _meeting(given: int, usual: int) -> int:
+    """About `usual` steps, of which those of an interval that is given are a part or a multiple; 0 or less: none is."""
+    parts = max(1, -(-given // usual))
+    return usual if given <= 0 or given % parts else given // parts * max(1, usual // given)
+
+
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:
     """`eval_data` that names the built-in task of `prompt_data` is its held-out prompts: the default. ConfigError for
     another task's, and for a task beside data sets."""
@@ -254,7 +260,7 @@ class OutputConfig(Section):
     ckpt_path: str | None = None  # default: <output_dir>
     save_steps: int | None = None  # -1: none; default: ten times a run, and every 50 steps at least
     eval_steps: int | None = None  # as save_steps; evaluation always runs before the first step and at the end
-    logging_steps: PositiveInt = 1  # a line of metrics every so many steps
+    logging_steps: PositiveInt = 1  # a line on the screen every so many steps; metrics.csv has all
     max_ckpt_num: PositiveInt = 3  # checkpoints that are kept
     async_save: bool = False  # write checkpoints while the run goes on, from a copy in host memory
     load_checkpoint: bool = False  # same as resume_from=auto
@@ -299,12 +305,9 @@ class OutputConfig(Section):
         usual = min(LONGEST_INTERVAL, -(-total_steps // RUN_PARTS))
         save, evaluate = self.save_steps, self.eval_steps
         if evaluate is None:
-            evaluate = save if self.best_metric is not None and save is not None else usual
+            evaluate = save if self.best is not None and save is not None else _meeting(save or 0, usual)
         if save is None:
-            save = usual if evaluate <= 0 else evaluate * max(1, usual // evaluate)
-            if save > usual and self.best_metric is None:
-                parts = -(-evaluate // usual)
-                save = usual if evaluate % parts else evaluate // parts
+            save = evaluate if self.best is not None and evaluate > usual else _meeting(evaluate, usual)
         return save, evaluate
 
     def check_best(self, evaluated: bool) -> None:

@@ -52,8 +52,7 @@ class HookContext:
     """What a hook may read of its run.
 
     parts: everything that the run is made of (`VLParts`, `DiffusionParts`), the configuration among it. step: finished
-    rollout steps, as a function. state: saves checkpoints and goes back to them. evaluates: whether there is an
-    evaluation.
+    rollout steps, as a function. state: saves checkpoints and goes back to them.
     """
 
     parts: Any

@@ -51,16 +51,16 @@ class RunState:
     checkpoint and an orderly end.
 
     trainer: a `loop.PolicyTrainer`. resume_folder: what `check_output` found. exit_code: of the process, once the run
-    has ended.
+    has ended. stopped: whether it was asked to end before its last step; exported: the model's folder, once written.
     """
 
     def __init__(self, trainer: Any, output: OutputConfig, resume_folder: Path | None = None):
         self.trainer, self.output, self.resume_folder = trainer, output, resume_folder
         self.best = output.best
-        usual = BEST_BY if output.max_ckpt_num > 1 else BEST_BY[:1]  # one checkpoint is the newest, as asked for
-        by = (self.best,) if self.best else usual
+        by = (self.best,) if self.best else BEST_BY if output.max_ckpt_num > 1 else BEST_BY[:1]  # one is the newest
         self.manager = CheckpointManager(output.ckpt_path or output.output_dir, output.max_ckpt_num, by)
-        self.exit_code = 0
+        self.exit_code, self.stopped = 0, False
+        self.exported: Path | None = None
         self._stop, self._launchers = StopRequest(), LauncherWatch()
         self._interrupt, self._interrupted = Interrupt(), False
         self._between_steps: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class RunState:
     def stop(self, rewound: bool = False) -> Path:
         """Save and end early. rewound: as of the last `mark`; nothing may have been trained since."""
         interrupted = self._interrupted or self._interrupt.first is not None
-        self.exit_code = INTERRUPTED if interrupted else self.output.sigterm_exit_code
+        self.exit_code, self.stopped = INTERRUPTED if interrupted else self.output.sigterm_exit_code, True
         return self.keep(rewound)
 
     def keep(self, rewound: bool) -> Path:
@@ -204,8 +204,8 @@ class RunState:
     def save_final(self, folder: Path) -> None:
         """The exported model, in a folder of its own (written aside and renamed like every checkpoint)."""
         self.settle()
-        final = CheckpointManager(folder.parent, 1)
-        final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=self.trainer.latest_eval)
+        final, metrics = CheckpointManager(folder.parent, 1), self.trainer.latest_eval
+        self.exported = final.save(self.trainer.step, self.trainer.export, name=folder.name, metrics=metrics)
 
     def resume(self) -> None:
         """Continue from the checkpoint, or start afresh; either way rows and rollouts of later steps go."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrft_visual.api import _History, _result
 from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig, TrainConfig
 from lightrft_visual.errors import (
@@ -362,6 +363,29 @@ def test_a_signal_before_the_first_step_ends_the_run_without_one(walk, tmp_path)
     resumed = walk(resume=tmp_path / "checkpoint-000000", callbacks=[SimpleNamespace(on_evaluation=begun.append)])
     resumed.fit()
     assert resumed.weights == 3 and len(begun) == 1  # that of the last step; the first one is not made again
+
+
+def test_the_result_of_a_run_that_was_stopped_names_its_own_checkpoint_beside_an_earlier_export(walk, tmp_path):
+    first, history = walk(save_steps=1), _History()
+    first.fit()
+    done = _result(first, history)
+    assert done.checkpoint == tmp_path / "checkpoint-final" and not done.stopped
+    more = walk(steps=6, save_steps=1, resume=tmp_path / "checkpoint-000003")
+    more.hooks.on_update = lambda result: setattr(more.state._stop, "made", more.step == 4)  # in step 5
+    more.fit()
+    cut = _result(more, history)
+    assert cut.metrics["step"] == 5 and cut.checkpoint == tmp_path / "checkpoint-000005" and cut.stopped
+
+
+def test_the_result_of_a_run_says_stopped_on_every_rank_and_not_of_a_signal_in_its_last_step(walk):
+    last = walk(steps=1)
+    last.hooks.on_update = lambda result: setattr(last.state._stop, "made", True)
+    last.fit()
+    assert last.state.signalled() and not _result(last, _History()).stopped
+    other = walk(steps=2)
+    other.state.stop_requested = lambda: True  # as another rank was asked
+    other.fit()
+    assert _result(other, _History()).stopped
 
 
 @pytest.mark.parametrize("step", [1, 3])

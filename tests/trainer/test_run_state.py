@@ -72,6 +72,9 @@ def test_an_output_that_cannot_work_is_refused_at_the_start(tmp_path, settings, 
         (240, {"eval_steps": 61}, (24, 61)),
         (240, {"eval_steps": 60, "best_metric": "eval_reward"}, (60, 60)),
         (240, {"save_steps": 10, "best_metric": "eval_reward"}, (10, 10)),
+        (240, {"save_steps": 10}, (10, 20)),  # else most checkpoints could be no best one
+        (240, {"save_steps": 60}, (60, 20)),
+        (240, {"save_steps": 61}, (61, 24)),
     ],
 )
 def test_intervals_left_at_their_default_are_tenths_of_the_run_that_meet(tmp_path, total, settings, expected):
