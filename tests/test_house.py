@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2507, "experience": 3122, "config": 4976, "runtime": 5941, "data": 3617,
-    "models": 5883, "rollout": 5442, "rewards": 4406, "algorithms": 1835, "trainer": 7599, "observe": 3572,
+    "models": 5887, "rollout": 5442, "rewards": 4406, "algorithms": 1835, "trainer": 7599, "observe": 3572,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
