@@ -213,7 +213,8 @@ def _configured(
             tree.pop("reward", None)
         if suite is not None:
             tree.pop("data", None)
-        others = {"eval_data", "prompt_data"} & {name.rpartition(".")[2] for name in settings}
+        asked = {name.rpartition(".")[2] for name in settings}
+        others = {"eval_data", "prompt_data"} & asked
         runs_rows = eval_dataset is None and suite is None and not others  # its gold need not fit others
         runs_gold = runs_rows and not settings.keys() & UNJUDGED.keys()
         if not runs_gold:
@@ -234,6 +235,9 @@ def _configured(
         trainer = lent.enter_context(kind(base, rewards, config=recipes, **own | settings))
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
+        if not checkpoint.draws and not checkpoint.resumable and "offload_trainer" not in asked:
+            zero = trainer.config.distributed  # nothing trains: fp32 weights of Adam would take the engine's room
+            trainer.config.rollout.offload_trainer = zero.zero_stage > 0 and not zero.adam_offload
         data = trainer.config.data
         if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
             trainer.config.data = replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split)
@@ -436,9 +440,11 @@ def _drawn(
     cells: list[list[Any]] = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
     if beside:  # before anything is loaded
         cells = [[load_image(image) for image in cell] for cell in cells]
-    device = get_accelerator().device_name()
-    pipeline = checkpoint.pipeline(settings.pop("bf16", checkpoint.run.get("model", {}).get("bf16", device != "cpu")))
+    device, model = get_accelerator().device_name(), checkpoint.run.get("model") or {}
+    pipeline = checkpoint.pipeline(settings.pop("bf16", model.get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
+    if model.get("vae_tiling"):
+        pipeline.vae.enable_tiling()
     if device != "cpu":  # one part at a time, so that what a run trains in shards fits
         pipeline.enable_model_cpu_offload(device=device)
     taken = signature(pipeline.__call__).parameters

@@ -136,6 +136,22 @@ def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(t
     assert configured(left_by(GRPOTrainer("org/model", "exact", ROWS, **own))).rollout.engine_quantization == "fp8"
 
 
+@pytest.mark.parametrize(
+    ("given", "waits"),
+    [
+        ({}, True),
+        ({"zero_stage": 3}, True),
+        ({"zero_stage": 0}, False),
+        ({"adam_offload": True}, False),
+        ({"offload_trainer": False}, False),
+        ({"rollout.offload_trainer": False}, False),
+    ],
+)
+def test_the_optimizer_of_an_evaluated_model_leaves_the_device_to_the_engine_where_it_can(tmp_path, given, waits):
+    checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
+    assert configured(checkpoint, **given).rollout.offload_trainer is waits
+
+
 @pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize("kind", [GRPOTrainer, FlowGRPOTrainer])
 def test_a_checkpoint_is_evaluated_with_the_seeds_samples_and_gold_of_the_run_and_a_suite_with_its_own(

@@ -78,6 +78,22 @@ def test_sample_guides_by_a_pipelines_guider_as_the_run_did(tmp_path):
     assert (pixels(found) == pixels(expected)).all()
 
 
+@pytest.mark.parametrize("tiled", [False, True])
+def test_sample_decodes_in_tiles_where_the_run_did(tmp_path, monkeypatch, tiled):
+    found, decode = [], diffusers.AutoencoderKL.decode
+
+    def watched(vae, *given, **named):
+        found.append(vae.use_tiling)
+        return decode(vae, *given, **named)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", watched)
+    folder = left_by_a_run(tmp_path, "sd15")
+    with (tmp_path / "config.resolved.yaml").open("a") as settings:
+        settings.write(f"model: {{vae_tiling: {str(tiled).lower()}}}\n")
+    sample(folder, ["a red ball"], width=32)
+    assert found == [tiled]
+
+
 def test_cosmos_is_evaluated_without_its_guardrails_and_draws_with_them_alone(tmp_path):
     final = left_by_a_run(tmp_path, "cosmos")
     index = json.loads((final / "model_index.json").read_text()) | {"safety_checker": [None, None]}

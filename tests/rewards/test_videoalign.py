@@ -14,6 +14,7 @@ from lightrft_visual.data.media import Video
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine, recipe_from_components
+from lightrft_visual.rewards.functions import videoalign
 from lightrft_visual.rewards.functions.videoalign import QUESTION, RATED, TOKENS, VideoAlign, frame_indices
 
 MEANS = {"VQ_mean": 0.3, "VQ_std": 2.0, "MQ_mean": -0.1, "MQ_std": 0.5, "TA_mean": 0.2, "TA_std": 1.5}
@@ -102,6 +103,16 @@ def test_frames_looked_at_are_two_a_second_and_at_least_four():
     assert frame_indices(3, 16.0, 2.0) == [0, 2]
     assert frame_indices(9, 16.0, 2.0, count=6) == [0, 2, 3, 5, 6, 8]
     assert len(frame_indices(20_000, 16.0, 2.0)) == 768
+
+
+def test_of_a_drawn_clip_only_the_frames_that_are_looked_at_are_turned_into_images(monkeypatch):
+    turned, own, scorer = [], videoalign.video_frames, VideoAlign.__new__(VideoAlign)
+    monkeypatch.setattr(videoalign, "video_frames", lambda frames: turned.append(len(frames)) or own(frames))
+    scorer.video_fps, scorer._data = 16.0, {"max_frame_pixels": 128 * 28 * 28}
+    drawn = torch.rand(3, 81, 32, 48, generator=torch.Generator().manual_seed(0))
+    shown = scorer.clip(drawn)
+    assert turned == [len(shown)] == [10]
+    assert torch.equal(shown, scorer.clip(Video((drawn.permute(1, 2, 3, 0) * 255).round().byte().numpy(), {})))
 
 
 def test_a_clip_that_cannot_be_rated_is_an_error(files):

@@ -38,7 +38,7 @@ from ..weight_files import LOADING
 from .families.base import NO_NEGATIVE, DiffusionFamily
 from .layers import load_divided, load_pipeline, use_frozen_norms
 from .opening import named_family, pipeline_class, save_text_length, saved_text_length
-from .prompt_cache import PromptCache, checkpoint_decoder, in_parts
+from .prompt_cache import PIXELS_A_LATENT, PromptCache, checkpoint_decoder, in_parts
 from .wan_parts import load_wan_parts
 
 T = torch.Tensor
@@ -247,7 +247,7 @@ class DiffusionPolicy(nn.Module):
         fitted = [ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS) for image in images]
         pixels = [torch.from_numpy(np.asarray(each, dtype=np.float32) / 255).permute(2, 0, 1) for each in fitted]
         with self._at_work("vae"):
-            return self.family.encode(torch.stack(pixels).to(self.device))
+            return in_parts(self.family.encode, torch.stack(pixels).to(self.device), larger=PIXELS_A_LATENT)
 
     def decode(self, latents: T) -> T:
         """Media in about 0..1 (not clamped): (B, 3, H, W) or (B, 3, T, H, W). Differentiable in the latents."""

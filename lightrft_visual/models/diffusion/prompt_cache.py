@@ -52,6 +52,7 @@ def _bytes(conditions: Conditions) -> int:
 
 
 LATENTS_AT_ONCE = 2**19  # numbers in a part of a batch: eight images of 512 x 512, one video
+PIXELS_A_LATENT = 12  # numbers of an image for one of its latents, in most autoencoders
 
 
 def checkpoint_decoder(vae: nn.Module) -> None:
@@ -96,7 +97,8 @@ def checkpointed_part(forward: Callable[..., T]) -> Callable[..., T]:
     return checkpointed
 
 
-def in_parts(decode: Callable[[T], T], latents: T) -> T:
-    """decode(latents (B, …)) for a few samples at a time: the widest activations of a decoder are a sample's own."""
-    size = max(1, LATENTS_AT_ONCE // latents[0].numel())
+def in_parts(decode: Callable[[T], T], latents: T, larger: int = 1) -> T:
+    """decode(latents (B, …)) for a few samples at a time: the widest activations of a decoder are a sample's own.
+    larger: by how much samples are larger than latents are, where they are what is encoded."""
+    size = max(1, larger * LATENTS_AT_ONCE // latents[0].numel())
     return torch.cat([decode(part) for part in latents.split(size)])

@@ -217,7 +217,9 @@ def _text_encoder(state: State) -> UMT5EncoderModel:
     state = state | {"encoder.embed_tokens.weight": state["shared.weight"]}
     with init_empty_weights():
         model = UMT5EncoderModel(config)
-    return _filled(model, state, "model_paths: text_encoder")
+    filled = _filled(model, state, "model_paths: text_encoder")
+    filled.encoder.embed_tokens.weight = filled.shared.weight  # of two, each would take 2 GB of a device
+    return filled
 
 
 def _t5_name(key: str) -> str:

@@ -237,8 +237,8 @@ class DiffusionPlanner:
             points = 1
         told, own = self.computed.condition_bytes()
         latents = self.samples * (points * self.computed.latent_bytes + own)
-        media = Item("decoded samples", 2 * self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
-        lower = "rollout_batch_size, sde_window_size"  # media: in micro-batches, and joined
+        media = Item("decoded samples", self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
+        lower = "rollout_batch_size, sde_window_size"
         prompts = min(self.samples, self.config.sampling.rollout_batch_size)  # a rank may have a sample of each
         texts = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)
         return [Item("latents of the samples", latents, lower), media, texts]

@@ -15,6 +15,7 @@ from torchvision.transforms import functional
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
+from ...data.media import frames_first
 from ...errors import ConfigError, refused_as
 from ...runtime.offload import on_device
 from ..batch import RewardBatch
@@ -139,11 +140,12 @@ class VideoAlign:
 
     def clip(self, video: Any) -> torch.Tensor:
         """(T, 3, H, W) uint8: the frames that the model looks at, in the size that it was trained with."""
-        frames = video_frames(video)
+        frames = frames_first(video)
         if len(frames) < 2:
             raise ConfigError("videoalign rates clips of two frames and more")
         indices = frame_indices(len(frames), self.video_fps, self._data.get("fps", 2.0), self._data.get("num_frames"))
-        chosen = torch.stack([functional.pil_to_tensor(frames[i].convert("RGB")) for i in indices])
+        shown = video_frames([frames[i] for i in indices])  # of many, few are looked at
+        chosen = torch.stack([functional.pil_to_tensor(frame.convert("RGB")) for frame in shown])
         size = smart_resize(*chosen.shape[-2:], min_pixels=MIN_PIXELS, max_pixels=self._data["max_frame_pixels"])
         return functional.resize(chosen, list(size), functional.InterpolationMode.BICUBIC, antialias=True)
 

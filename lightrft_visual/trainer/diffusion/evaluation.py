@@ -25,7 +25,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...runtime import collectives
 from ..loop import Evaluated
 from .maker import score_samples
-from .stages import DiffusionSampling, DrawingBatch, drawing_batch
+from .stages import DiffusionSampling, DrawingBatch, drawing_batch, joined_media
 
 T = torch.Tensor
 OF_LABEL = "of label "  # begins the names of means that are reported for some labels
@@ -101,7 +101,7 @@ class DiffusionEvaluation:
         indices = [index for index, _ in shard]
         requests = drawing_batch([prompts[i] for i in indices], indices, first=0)
         requests.sample_ids = torch.tensor(indices)
-        media = torch.cat([each.media for each in self.sampling.draw(requests, 0, purpose="eval")]).cpu()
+        media = joined_media(self.sampling.draw(requests, 0, purpose="eval"))
         scored = score_samples(self.rewards, requests, media)
         shown, golden, paired_scores = dict(scored.components), None, None
         if self.gold is not None:

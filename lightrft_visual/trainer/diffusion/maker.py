@@ -27,7 +27,7 @@ from ...rewards.differentiable import PixelReward, check_scores, load_differenti
 from ...rewards.engine import RewardComputationEngine
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
-from .stages import DiffusionSampling, DrawingBatch, Graphed, RolloutGraphs, Sampled, drawing_batch
+from .stages import DiffusionSampling, DrawingBatch, Graphed, RolloutGraphs, Sampled, drawing_batch, joined_media
 
 T = torch.Tensor
 
@@ -144,7 +144,7 @@ class DiffusionExperienceMaker:
         replays = self.hooks.calls("on_buffer") or self.hooks.calls("on_train_batch")
         with self.timer.phase("generate"):
             samples = self.engine.generate(requests, step, None if replays else self.graphs)
-        media = torch.cat([each.media for each in samples]).cpu()
+        media = joined_media(samples)
         return self.hooks.on_rollouts(Drawn(requests, samples, media))
 
     def score(self, drawn: Drawn) -> Drawn:

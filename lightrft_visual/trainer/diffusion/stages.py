@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,6 +155,16 @@ class Sampled:
     media: T
     policy_version: int
     shared: list[Conditions] | None = None
+
+
+def joined_media(samples: list[Sampled]) -> T:
+    """Media (B, 3, …) of all samples, of which those of each micro-batch are a part afterwards: videos of a step take
+    gigabytes of the host, and are there once."""
+    sizes = [len(each.media) for each in samples]
+    media = samples[0].media.new_empty((sum(sizes), *samples[0].media.shape[1:]), device="cpu")
+    for index, part in enumerate(media.split(sizes)):
+        samples[index] = replace(samples[index], media=part.copy_(samples[index].media))
+    return media
 
 
 class DiffusionSampling:

@@ -148,3 +148,15 @@ def test_a_large_batch_is_decoded_in_parts(monkeypatch):
         monkeypatch.setattr(prompt_cache, "LATENTS_AT_ONCE", 2 * latents[0].numel())
         assert torch.allclose(whole, policy.decode(latents), atol=1e-5)
     assert sizes == [5, 2, 2, 1]
+
+
+def test_many_images_are_encoded_in_parts(monkeypatch):
+    policy = policy_of("flux")
+    sizes, images = (
+        recorded(monkeypatch, policy.family, "encode"),
+        [Image.new("RGB", (32, 32), (n, 0, 0)) for n in range(5)],
+    )
+    whole = policy.encode_images(images, 32, 32)
+    monkeypatch.setattr(prompt_cache, "LATENTS_AT_ONCE", 2 * 3 * 32 * 32 // prompt_cache.PIXELS_A_LATENT)
+    assert torch.allclose(whole, policy.encode_images(images, 32, 32), atol=1e-5)
+    assert sizes == [5, 2, 2, 1]

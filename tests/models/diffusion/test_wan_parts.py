@@ -41,6 +41,11 @@ def test_it_is_the_model_of_the_diffusers_folder(folder):
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # kernels round by where in memory weights lie
 
 
+def test_embeddings_of_the_text_encoder_are_one_weight_that_takes_a_device_once(folder):
+    parts, whole = (load(folder, name).family.pipeline.text_encoder for name in ("paths.json", "pipeline"))
+    assert len([*parts.parameters()]) == len([*whole.parameters()])
+
+
 def test_half_precision_keeps_what_diffusers_keeps(folder):
     weights = load(folder, "paths.json", dtype=torch.bfloat16).family.pipeline.transformer.state_dict()
     kept = {key for key, value in weights.items() if value.dtype == torch.float32}

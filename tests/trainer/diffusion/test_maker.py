@@ -1,4 +1,4 @@
-"""What a step has drawn leaves the device once its experience is in the buffer."""
+"""What a step has drawn leaves the device once its experience is in the buffer, and is on the host once."""
 
 import gc
 import weakref
@@ -23,8 +23,10 @@ from lightrft_visual.trainer.diffusion.stages import (
     GIB,
     DiffusionSampling,
     RolloutGraphs,
+    Sampled,
     TrainedVelocity,
     drawing_batch,
+    joined_media,
 )
 from lightrft_visual.trainer.diffusion.trainer import DiffusionTrainer
 from lightrft_visual.trainer.diffusion.updates import ReplayUpdate
@@ -112,3 +114,20 @@ def test_latents_and_graphs_of_a_rollout_are_gone_when_its_replay_begins():
     assert len(watch.drawn) == 2 * 4 and not any(watch.drawn)  # two micro-batches
     assert watch.shown == (PROMPTS * SAMPLES, [0] * PROMPTS * SAMPLES)
     assert len(data.rollouts.media) == PROMPTS * SAMPLES and data.rollouts.scored.score.tolist() == [1.0] + [0.0] * 5
+
+
+def test_images_of_a_rollout_are_on_the_host_once():
+    step = Step(Watch())
+    drawn = step.maker.generate(step.prompts.next(0, 1), 0)
+    held = {each.media.untyped_storage().data_ptr() for each in drawn.samples}
+    assert held == {drawn.media.untyped_storage().data_ptr()} and len(drawn.samples) == 2
+    assert torch.equal(torch.cat([each.media for each in drawn.samples]), drawn.media)
+
+
+def test_images_of_a_micro_batch_are_let_go_of_as_soon_as_they_are_joined_with_others():
+    parts = [torch.rand(2, 3, 4, 4) for _ in range(3)]
+    wanted, before = torch.cat(parts), [weakref.ref(each) for each in parts]
+    samples = [Sampled(None, {}, each, 0) for each in parts]
+    parts.clear()
+    media = joined_media(samples)
+    assert torch.equal(media, wanted) and not any(each() is not None for each in before)

@@ -39,6 +39,7 @@ from lightrft_visual.trainer.diffusion.stages import (
     GIB,
     Graphed,
     RolloutGraphs,
+    Sampled,
     drawing_batch,
     kept_bytes,
     worth_using,
@@ -360,7 +361,7 @@ def test_a_rollout_keeps_no_graphs_where_a_hook_follows_the_replay_that_they_wou
 
     def generate(requests, step, graphs):
         asked.append(graphs)
-        return [SimpleNamespace(media=torch.zeros(1, 3, 8, 8))]
+        return [Sampled(None, {}, torch.zeros(1, 3, 8, 8), 0)]
 
     hooks = Hooks([SimpleNamespace(**{moment: lambda given: given})])
     maker = DiffusionExperienceMaker(SimpleNamespace(generate=generate), None, None, hooks=hooks, graphs="graphs")
