@@ -48,7 +48,8 @@ LEFT_OUT = {
     ),
 }  # fmt: skip
 NO_TRAINING = {"max_steps": 1, "report": False, "save_trajectories": False, "use_wandb": False,
-               "use_tensorboard": False, "watch": False, "policy": "warn", "keep_best": False}  # fmt: skip
+               "use_tensorboard": False, "watch": False, "policy": "warn", "keep_best": False,
+               "plan": "force"}  # fmt: skip
 UNJUDGED: dict[str, Any] = {"gold_recipe": None, "gold_fn": None}
 
 
@@ -236,8 +237,11 @@ def _configured(
         if rewards is None and suite is None:
             trainer.config.reward = _RunsRewards(**vars(trainer.config.reward))
         if not checkpoint.draws and not checkpoint.resumable and "offload_trainer" not in asked:
+            from deepspeed.accelerator import get_accelerator
+
             zero = trainer.config.distributed  # nothing trains: fp32 weights of Adam would take the engine's room
-            trainer.config.rollout.offload_trainer = zero.zero_stage > 0 and not zero.adam_offload
+            away = zero.zero_stage > 0 and not zero.adam_offload and get_accelerator().device_name() != "cpu"
+            trainer.config.rollout.offload_trainer = away
         data = trainer.config.data
         if not runs_rows and data.eval_data:  # a built-in task that nobody named has gold of its own
             trainer.config.data = replace(data, prompt_data=data.eval_data, prompt_split=data.eval_split)

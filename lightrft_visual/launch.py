@@ -114,7 +114,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
     With several ranks the others are told of an error, and their processes end: they may wait in a collective.
     """
     check_ranks(config)
-    with _released_on_error() as held:
+    with _released_on_error(config.plan is not None) as held:
         held.append(trainer := _build(partial(built, config, callbacks)))
         _train(trainer)
     return trainer
@@ -124,7 +124,7 @@ def run(config: AnyConfig, callbacks: Sequence[Any] = ()) -> PolicyTrainer:
 def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
     """Inside, a trainer whose engine has the weights of the model, or of the checkpoint that it resumes from."""
     check_ranks(config)
-    with _released_on_error() as held:
+    with _released_on_error(config.plan is not None) as held:
         held.append(trainer := _build(partial(built, config)))
         if trainer.state.resume_folder is not None:
             trainer.state.take_weights()
@@ -134,8 +134,9 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 
 
 @contextmanager
-def _released_on_error() -> Iterator[list[PolicyTrainer]]:
-    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told."""
+def _released_on_error(planned: bool = True) -> Iterator[list[PolicyTrainer]]:
+    """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told.
+    planned: as of `_in_words`."""
     environment = dict(os.environ)
     bound_spinning()  # before anything loads torch
     with importing():
@@ -154,7 +155,7 @@ def _released_on_error() -> Iterator[list[PolicyTrainer]]:
             yield held
         except BaseException as error:
             if collectives.world_size() > 1:
-                watchdog.report_failure(f"{_in_words(error)} (stage {watchdog.stage()})")
+                watchdog.report_failure(f"{_in_words(error, planned)} (stage {watchdog.stage()})")
             try:
                 for trainer in held:
                     _close(trainer)

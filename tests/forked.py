@@ -66,7 +66,7 @@ def divide_again_after_use() -> None:
 
 
 def leave_imports_alone() -> None:
-    """What a new process has imported is not looked through by any collection of its garbage: a run's end would undo
+    """What a new process has imported is not looked through by collections of its garbage: the end of `fit` would undo
     that, for a second of each later run's start."""
     gc.freeze()
     loop.start_up_objects_aside = nullcontext

@@ -147,9 +147,15 @@ def test_a_checkpoint_is_evaluated_with_an_engine_in_as_few_bits_as_in_the_run(t
         ({"rollout.offload_trainer": False}, False),
     ],
 )
-def test_the_optimizer_of_an_evaluated_model_leaves_the_device_to_the_engine_where_it_can(tmp_path, given, waits):
+def test_the_optimizer_of_an_evaluated_model_leaves_a_card_to_the_engine_where_it_can(
+    tmp_path, monkeypatch, given, waits
+):
+    """No plan of steps that are never made refuses it."""
     checkpoint = left_by(GRPOTrainer("org/model", "exact", ROWS, output_dir=tmp_path))
-    assert configured(checkpoint, **given).rollout.offload_trainer is waits
+    assert not configured(checkpoint, **given).rollout.offload_trainer
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    found = configured(checkpoint, **given)
+    assert found.rollout.offload_trainer is waits and found.plan.plan == "force"
 
 
 @pytest.mark.parametrize("numbered", [False, True])

@@ -37,7 +37,7 @@ class AlgorithmConfig(Section):
     ref_update_steps: NonNegativeInt = 0  # steps after which the reference is moved to the policy; 0: it never moves
     ref_update_mixup: Annotated[float, within("(0, 1]")] = 1.0  # share of the policy in the moved reference
     kl_target: PositiveFloat | None = None  # mean KL per token; set: adaptive controller
-    kl_horizon: PositiveInt = 10_000  # samples in which an adaptive weight moves by a fifth at most
+    kl_horizon: PositiveInt = 10_000  # samples in which an adaptive weight moves by about a fifth at most
     kl_estimator: Annotated[str, registered(registry.kl_estimators)] = "k1"
     use_kl_loss: bool = False  # KL as a loss term instead of in the reward
     entropy_coef: float = 0.0  # weight of an entropy bonus in the loss

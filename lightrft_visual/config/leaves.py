@@ -150,7 +150,7 @@ class Names:
         self._paths.update({path: [path] for path in self.leaves})
 
     def defaults(self) -> DictConfig:
-        """A tree of them, by pickle: a sixth of the time of a deep copy."""
+        """A tree of them, by pickle: a sixth of the time of a deep copy. The schema is a class of a module."""
         return pickle.loads(self._defaults)
 
     def _known_aliases(self) -> dict[str, tuple[str, ...]]:

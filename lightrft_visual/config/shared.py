@@ -48,9 +48,11 @@ def accumulated(steps: int, micro_batch_size: int) -> int:
 
 
 def _meeting(given: int, usual: int) -> int:
-    """About `usual` steps, of which those of an interval that is given are a part or a multiple; 0 or less: none is."""
-    parts = max(1, -(-given // usual))
-    return usual if given <= 0 or given % parts else given // parts * max(1, usual // given)
+    """About `usual` steps: a multiple of those that are given, or the largest part of them that is no less than half of
+    the usual ones, else these. given: 0 or less where none are."""
+    if 0 < given <= usual:
+        return given * (usual // given)
+    return next((each for each in range(usual, (usual - 1) // 2, -1) if given > 0 and given % each == 0), usual)
 
 
 def default_held_out(data: Any, tasks: Container[str | None]) -> None:
@@ -300,7 +302,8 @@ class OutputConfig(Section):
     def intervals(self, total_steps: int) -> tuple[int, int]:
         """(steps between checkpoints, steps between evaluations) of a run; 0 or less: none.
 
-        Where one is given and the other is not, they meet: a checkpoint is judged by an evaluation of its own weights.
+        Where one is given, the other one meets it if a part or a multiple is near: checkpoints are then judged by
+        evaluations of their own weights.
         """
         usual = min(LONGEST_INTERVAL, -(-total_steps // RUN_PARTS))
         save, evaluate = self.save_steps, self.eval_steps

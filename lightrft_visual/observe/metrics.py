@@ -267,7 +267,7 @@ class CsvSink(Sink):
         self.columns = list(first_columns)
         self._last_step: int | None = None
         if self.path.exists():
-            self._rewrite_with_used_columns(self.records())
+            self._rewrite_with_used_columns(self._records_kept())
 
     def records(self) -> list[dict[str, str]]:
         """The complete rows on disk, as text; a torn last row, rows without a step number and those that cannot be
@@ -290,6 +290,15 @@ class CsvSink(Sink):
         whole = [dict(zip(header, record)) for record in records if len(record) == len(header)]
         return [record for record in whole if parse_step(record.get("step")) is not None]
 
+    def _records_kept(self) -> list[dict[str, str]]:
+        """The same; a file of which no whole row is one, as of a spreadsheet with semicolons, is kept beside."""
+        records = self.records()
+        if not records and self.path.exists() and self.path.read_bytes().count(b"\n") > 1:
+            names = (Path(f"{self.path}.unreadable{number or ''}") for number in itertools.count())
+            kept = self.path.rename(next(name for name in names if not name.exists()))
+            logger.warning("no row of %s can be read: it is kept as %s", self.path, kept.name)
+        return records
+
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             self.cut_back(step - 1)
@@ -297,12 +306,7 @@ class CsvSink(Sink):
         new = [name for name in record if name not in self.columns]
         if new or not self._as_written():
             self.columns += new
-            records = self.records()
-            if self._last_step is not None and not records and self.path.exists() and self.path.stat().st_size:
-                names = (Path(f"{self.path}.unreadable{number or ''}") for number in itertools.count())
-                kept = self.path.rename(next(name for name in names if not name.exists()))
-                logger.warning("no row of %s can be read: it is kept as %s", self.path, kept.name)  # as by semicolons
-            self._rewrite(records)
+            self._rewrite(self._records_kept())
         append_line(self.path, self._format([record]))
         self._last_step = step
 

@@ -273,3 +273,15 @@ def test_csv_that_cannot_be_read_twice_is_kept_twice(tmp_path):
     sink.append(3, {"loss": 1.5})
     kept = [tmp_path / f"metrics.csv.unreadable{number}" for number in ("", "1")]
     assert [path.read_text() for path in kept] == ["step;loss\n1;0,5\n", "step;loss\n2;0,5\n"]
+
+
+def test_csv_that_cannot_be_read_is_kept_where_a_run_is_resumed(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step;loss\n1;0,5\n")
+    sink = CsvSink(path, ("step", "loss"))
+    sink.append(2, {"loss": 1.5})
+    assert [path.name for path in tmp_path.glob("*.unreadable*")] == ["metrics.csv.unreadable"]
+    assert path.read_text() == "step,loss\n2,1.5\n"
+    path.write_text("step,loss\n2,1.")  # torn where the disk was full
+    CsvSink(path, ("step", "loss"))
+    assert path.read_text() == "step,loss\n" and not (tmp_path / "metrics.csv.unreadable1").exists()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tiny_judges import hidden_states
 from torchvision.transforms.functional import InterpolationMode, resize
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -113,6 +114,15 @@ def test_of_a_drawn_clip_only_the_frames_that_are_looked_at_are_turned_into_imag
     shown = scorer.clip(drawn)
     assert turned == [len(shown)] == [10]
     assert torch.equal(shown, scorer.clip(Video((drawn.permute(1, 2, 3, 0) * 255).round().byte().numpy(), {})))
+
+
+def test_frames_that_are_none_are_no_frames():
+    scorer = VideoAlign.__new__(VideoAlign)
+    scorer.video_fps, scorer._data = 16.0, {"max_frame_pixels": 128 * 28 * 28}
+    first, second = (Image.new("RGB", (28, 28), (shade, 0, 0)) for shade in (0, 200))
+    assert torch.equal(scorer.clip([first, None, second]), scorer.clip([first, second]))
+    with pytest.raises(ConfigError, match="two frames"):
+        scorer.clip([None, first])
 
 
 def test_a_clip_that_cannot_be_rated_is_an_error(files):

@@ -74,10 +74,15 @@ def test_an_output_that_cannot_work_is_refused_at_the_start(tmp_path, settings, 
         (240, {"save_steps": 10, "best_metric": "eval_reward"}, (10, 10)),
         (240, {"save_steps": 10}, (10, 20)),  # else most checkpoints could be no best one
         (240, {"save_steps": 60}, (60, 20)),
-        (240, {"save_steps": 61}, (61, 24)),
+        (240, {"save_steps": 61}, (61, 24)),  # neither a part nor a multiple is near
+        (100, {"save_steps": 25}, (25, 5)),
+        (75, {"save_steps": 50}, (50, 5)),
+        (100, {"eval_steps": 25}, (5, 25)),
     ],
 )
-def test_intervals_left_at_their_default_are_tenths_of_the_run_that_meet(tmp_path, total, settings, expected):
+def test_intervals_left_at_their_default_are_about_tenths_of_the_run_that_meet_where_they_can(
+    tmp_path, total, settings, expected
+):
     assert output(tmp_path, **settings).intervals(total) == expected
 
 

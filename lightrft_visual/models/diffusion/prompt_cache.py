@@ -99,6 +99,11 @@ def checkpointed_part(forward: Callable[..., T]) -> Callable[..., T]:
 
 def in_parts(decode: Callable[[T], T], latents: T, larger: int = 1) -> T:
     """decode(latents (B, …)) for a few samples at a time: the widest activations of a decoder are a sample's own.
-    larger: by how much samples are larger than latents are, where they are what is encoded."""
+
+    Args:
+        decode: of samples (B, …), each by itself.
+        latents: of samples; or what is encoded to such.
+        larger: by how much a sample here is larger than latents are.
+    """
     size = max(1, larger * LATENTS_AT_ONCE // latents[0].numel())
     return torch.cat([decode(part) for part in latents.split(size)])

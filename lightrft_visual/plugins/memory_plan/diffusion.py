@@ -17,6 +17,7 @@ from ...config.shared import NONE, RECOMPUTES
 from ...experience.vision import MASK, NEGATIVE
 from ...models.diffusion.policy import DiffusionPolicy
 from ...models.diffusion.prompt_cache import LATENTS_AT_ONCE
+from ...runtime.host_copies import MOST_PINNED
 from .meta import Held, Work, held_bytes, remembered, weights_bytes
 from .process import program
 from .reward_models import judges_of, judging, reward_items
@@ -237,7 +238,9 @@ class DiffusionPlanner:
             points = 1
         told, own = self.computed.condition_bytes()
         latents = self.samples * (points * self.computed.latent_bytes + own)
-        media = Item("decoded samples", self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
+        micro = self.config.sampling.micro_rollout_batch_size * self.computed.media_bytes
+        kept = 1 if self.device.on_cpu or micro > MOST_PINNED else 2  # page-locked parts stay taken beside the whole
+        media = Item("decoded samples", kept * self.samples * self.computed.media_bytes, "rollout_batch_size", HOST)
         lower = "rollout_batch_size, sde_window_size"
         prompts = min(self.samples, self.config.sampling.rollout_batch_size)  # a rank may have a sample of each
         texts = Item("texts and images to edit", prompts * told, "source_pixels, rollout_batch_size", HOST)

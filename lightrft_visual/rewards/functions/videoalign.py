@@ -140,7 +140,7 @@ class VideoAlign:
 
     def clip(self, video: Any) -> torch.Tensor:
         """(T, 3, H, W) uint8: the frames that the model looks at, in the size that it was trained with."""
-        frames = frames_first(video)
+        frames = [each for each in frames_first(video) if each is not None]
         if len(frames) < 2:
             raise ConfigError("videoalign rates clips of two frames and more")
         indices = frame_indices(len(frames), self.video_fps, self._data.get("fps", 2.0), self._data.get("num_frames"))
