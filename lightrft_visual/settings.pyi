@@ -254,7 +254,7 @@ class VLSettings(TypedDict, total=False):
     kl_target: float | None
     """mean KL per token; set: adaptive controller."""
     kl_horizon: int
-    """samples in which an adaptive weight moves by a fifth at most. Default: 10000."""
+    """samples in which an adaptive weight moves by about a fifth at most. Default: 10000."""
     kl_estimator: str
     """k1 | k2 | k3 | k3_unbiased. Default: 'k1'."""
     use_kl_loss: bool
