@@ -134,7 +134,7 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 
 
 @contextmanager
-def _released_on_error(planned: bool = True) -> Iterator[list[PolicyTrainer]]:
+def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told.
     planned: as of `_in_words`."""
     environment = dict(os.environ)

@@ -237,7 +237,7 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
     with importing():  # as a start that fails behind its imports leaves it
         del left
     try:
-        with launch._released_on_error(), importing():
+        with launch._released_on_error(planned=True), importing():
             pass
         assert gone() is None
     finally:
@@ -255,7 +255,7 @@ def test_random_states_of_a_program_go_on_after_a_run_as_if_there_had_been_none(
     seed_everything(3)
     found = [draws()]
     with pytest.raises(ValueError) if fails else nullcontext():
-        with launch._released_on_error():
+        with launch._released_on_error(planned=True):
             seed_everything(7)
             draws()
             if fails:
@@ -268,7 +268,7 @@ def test_users_functions_draw_the_same_numbers_in_a_second_run_of_a_seed():
         draws()
 
     def run(seed):
-        with launch._released_on_error():
+        with launch._released_on_error(planned=True):
             seed_everything(seed)
             with put_back("mine"):
                 return draws()
@@ -291,7 +291,7 @@ def test_logging_warnings_and_environment_of_a_program_are_its_own_after_a_run(m
         monkeypatch.delenv(name, raising=False)
     before = surroundings()
     with pytest.raises(ValueError) if fails else nullcontext():
-        with launch._released_on_error():
+        with launch._released_on_error(planned=True):
             os.environ["VLLM_NO_USAGE_STATS"] = "1"  # as an engine does
             transformers_logging.disable_progress_bar()  # as a start does
             diffusers_logging.disable_progress_bar()
@@ -309,7 +309,7 @@ def test_a_program_with_handlers_of_its_own_gets_none_in_a_run_and_keeps_what_li
     own = logging.NullHandler()
     monkeypatch.setattr(logging.root, "handlers", [own])
     with warnings.catch_warnings():
-        with launch._released_on_error():
+        with launch._released_on_error(planned=True):
             assert logging.root.handlers == [own] and logging.root.level == logging.WARNING
             warnings.filterwarnings("ignore", "of a library")  # as one does when it is imported
         assert warnings.filters[0][1].pattern == "of a library"
@@ -323,7 +323,7 @@ from lightrft_visual.config.shared import DistributedConfig
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 def run():
-    with launch._released_on_error():
+    with launch._released_on_error(planned=True):
         DeepspeedStrategy(DistributedConfig()).setup_distributed()
         assert dist.is_initialized() and [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == ["0", "1"]
 

@@ -25,6 +25,7 @@ class SampleRef:
     group: of samples whose prompt of `prompt` tokens is computed once for all of them in a micro-batch; None for a
     sample that shares nothing. Such groups stay together where they can.
     together: of samples that come into one step where they fit, also if they share nothing; default: group.
+    media: see `VisionTensors.media`.
     """
 
     rank: int
@@ -34,15 +35,17 @@ class SampleRef:
     group: int | None = None
     prompt: int = 0
     together: int | None = None
+    media: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Items of one forward and backward. filler: nothing is left for this rank, so the items are repeated with
-    `valid` false and count for nothing."""
+    `valid` false and count for nothing. media: those of all ranks' micro-batches of this number; None: not known."""
 
     indices: list[int]
     filler: bool = False
+    media: frozenset[str] | None = None
 
 
 def have_keys(samples: Sequence[SampleRef]) -> bool:
@@ -191,10 +194,20 @@ def plan_by_tokens(step: Sequence[SampleRef], ranks: int, budget: int) -> list[l
     return plans
 
 
-def own_micro_batches(plan: list[list[SampleRef]]) -> list[MicroBatch]:
-    """One rank's plan as indices into its buffer; in place of an empty micro-batch, its first item as filler."""
-    batches = [[sample.index for sample in batch] for batch in plan]
-    return [MicroBatch(batch) if batch else MicroBatch([0], filler=True) for batch in batches]
+def own_micro_batches(plan: list[list[list[SampleRef]]], own: int, samples: Sequence[SampleRef]) -> list[MicroBatch]:
+    """One rank's part of a step as indices into its buffer; in place of an empty micro-batch, its first item as filler.
+
+    Args:
+        plan: of `micro_batches`.
+        own: the rank.
+        samples: all that the ranks hold.
+    """
+    first, made = {sample.rank: [sample] for sample in samples if sample.index == 0}, []
+    for batches in zip(*plan, strict=True):
+        run = [batch or first[rank] for rank, batch in enumerate(batches)]
+        media = frozenset(name for batch in run for sample in batch for name in sample.media)
+        made.append(MicroBatch([sample.index for sample in run[own]], filler=not batches[own], media=media))
+    return made
 
 
 def computed_tokens(batch: Sequence[SampleRef]) -> int:

@@ -23,6 +23,7 @@ from .items import (
     AnyExperience,
     AnyItem,
     BufferItemDiffusion,
+    BufferItemVL,
     check_batch,
     make_experience_batch,
     split_experience_batch,
@@ -267,9 +268,10 @@ class NaiveReplayBuffer:
             moves = [move for step in steps for move in sampling.moves_between_ranks(step, ranks, by_tokens)]
             if moves:
                 self._exchange(moves)
-                steps = sampling.shuffled_steps(self._references(), step_size, seed)
+                samples = self._references()
+                steps = sampling.shuffled_steps(samples, step_size, seed)
         plans = (sampling.micro_batches(step, ranks, self.sample_batch_size, token_budget) for step in steps)
-        return [sampling.own_micro_batches(plan[own]) for plan in plans]
+        return [sampling.own_micro_batches(plan, own, samples) for plan in plans]
 
     def _exchange(self, moves: Sequence[tuple[SampleRef, int]]) -> None:
         """Give the listed samples to their new ranks. All ranks call it with the same moves.
@@ -303,6 +305,7 @@ class NaiveReplayBuffer:
                 None if item.sample_id is None else int(item.sample_id),
                 *shared,
                 together=_group(item),
+                media=item.vision.media if isinstance(item, BufferItemVL) else frozenset(),
             )
             for index, (item, shared) in enumerate(zip(self.items, self._shared_prompts(), strict=True))
         ]

@@ -12,16 +12,18 @@ no line here: it travels in `vision` under its own name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
+from ..runtime import collectives
 from ..runtime.host_copies import on_host, to_device
 from .fields import InfoLayout, Kind, replay_field, unpack_actions
-from .vision import VisionName, VisionTensors, adopt_given
+from .vision import PATCHES, VisionName, VisionTensors, adopt_given
 
 T = torch.Tensor
 
@@ -333,6 +335,7 @@ class ModelInputs:
     num_actions: in packed form, action columns of each sample. vision: what the model reads of images and videos,
     joined only by the forward. sample_ids (B): who to name in errors. group_ids (B): whose prompt is the same.
     routing: of each sample the recorded experts of its first tokens (n, layers, k), None where it has no record.
+    media: the pixels (`VisionTensors.media`) that any rank's forward at this place has; None: each knows its own alone.
     """
 
     sequences: T
@@ -344,19 +347,20 @@ class ModelInputs:
     sample_ids: T | None = None
     group_ids: T | None = None
     routing: list[T | None] | None = None
+    media: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, batch: Experience | ExperienceVL) -> ModelInputs:
+    def of(cls, batch: Experience | ExperienceVL, media: frozenset[str] | None = None) -> ModelInputs:
         """Inputs of a micro-batch; no copies."""
-        media = {"sample_ids": batch.sample_id, "group_ids": batch.group_id}
+        more: dict[str, Any] = {"sample_ids": batch.sample_id, "group_ids": batch.group_id, "media": media}
         if (batch.info or {}).get("experts") is not None:
-            media["routing"] = list(batch.info["experts"])
+            more["routing"] = list(batch.info["experts"])
         if isinstance(batch, ExperienceVL):
-            media["vision"] = batch.vision
+            more["vision"] = batch.vision
         if not batch.is_packed:
-            return cls(batch.sequences, batch.attention_mask, batch.action_mask, **media)
+            return cls(batch.sequences, batch.attention_mask, batch.action_mask, **more)
         mask = to_device(unpack_actions(on_host(batch.action_mask), batch.num_actions).bool(), batch.action_mask.device)
-        return cls(batch.sequences, batch.attention_mask, mask, batch.packed_seq_lens, batch.num_actions, **media)
+        return cls(batch.sequences, batch.attention_mask, mask, batch.packed_seq_lens, batch.num_actions, **more)
 
     def to(self, device: torch.device | str) -> ModelInputs:
         """The same inputs with every tensor on `device`; a new object, the batch stays where it is."""
@@ -388,3 +392,9 @@ class ModelInputs:
         first = lengths.cumsum(0) - actions - 1
         indices = first.unsqueeze(1) + torch.arange(width)
         return indices.clamp(0, self.sequences.numel() - 1)
+
+
+def media_of_ranks(inputs: Sequence[ModelInputs]) -> list[frozenset[str]]:
+    """The `media` of each of these forwards, of which every rank makes as many. A collective."""
+    own = torch.tensor([[name in each.vision.media for name in PATCHES] for each in inputs], dtype=torch.float32)
+    return [frozenset(compress(PATCHES, has)) for has in collectives.all_reduce_max(own).bool().tolist()]

@@ -122,6 +122,11 @@ class VisionTensors:
         """Names that any sample has."""
         return list(dict.fromkeys(name for part in self.parts for name in part))
 
+    @property
+    def media(self) -> frozenset[str]:
+        """Names of the pixels that any sample has: which of a model's towers have something to read."""
+        return frozenset(name for part in self.parts for name in PATCHES if len(part.get(name, ())))
+
     def get(self, name: str) -> T | None:
         """The rows of all samples behind each other; None where no sample has the name."""
         own = self.parts

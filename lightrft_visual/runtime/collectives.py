@@ -61,7 +61,9 @@ def _reachable(tensor: torch.Tensor) -> torch.Tensor:
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
-    return tensor.to(device if device.type in kinds else "cpu")
+    if device.type not in kinds:
+        return tensor.to("cpu")
+    return tensor.to(device, non_blocking=True)  # what comes of it is waited for where it is read
 
 
 def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -142,11 +142,23 @@ def test_few_samples_move():
 
 
 def test_empty_micro_batches_get_a_filler_and_a_sample_longer_than_the_budget_is_named():
-    fillers = own_micro_batches(micro_batches(references([[1, 1, 1], [1]]), 2, 1)[1])
+    samples = references([[1, 1, 1], [1]])
+    fillers = own_micro_batches(micro_batches(samples, 2, 1), 1, samples)
     assert sorted(batch.filler for batch in fillers) == [False, True, True]
-    assert all(batch == MicroBatch([0], filler=batch.filler) for batch in fillers)
+    assert all(batch == MicroBatch([0], filler=batch.filler, media=frozenset()) for batch in fillers)
     with pytest.raises(DataError, match="sample 1 of rank 0 has 21 tokens"):
         plan_by_tokens(references([[3, 21]]), 1, BUDGET)
+
+
+def test_micro_batches_name_the_media_of_all_ranks_those_of_a_filler_included():
+    image, video = frozenset({"pixel_values"}), frozenset({"pixel_values_videos"})
+    left = [SampleRef(0, 0, 1, media=image), SampleRef(0, 1, 1)]
+    right = [SampleRef(1, 0, 1, media=video)]
+    plan = [[[left[1]], [left[0]], [left[1]]], [right, right, []]]
+    for rank, indices in ((0, [[1], [0], [1]]), (1, [[0], [0], [0]])):
+        found = own_micro_batches(plan, rank, [*left, *right])
+        assert [batch.indices for batch in found] == indices
+        assert [batch.media for batch in found] == [video, image | video, video]
 
 
 def test_the_steps_depend_on_the_seed_and_not_on_the_number_of_ranks():

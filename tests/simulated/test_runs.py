@@ -4,6 +4,7 @@ Vision-language runs generate by the trainer's own model, diffusion runs by diff
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,10 @@ COUNTED_DRAWING = {
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
 COUPLED = {"counted_dgpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --diffusion_algorithm dgpo"}
-DIVIDED = {"counted_sequence": f"{ONE_ROLLOUT} --zero_stage 2 --sp_size 2 --packing_samples true"}  # 8 micro-batches
+DIVIDED = {  # 8 micro-batches
+    "counted_sequence": f"{ONE_ROLLOUT} --zero_stage 2 --sp_size 2 --packing_samples true",
+    "counted_zero_3": f"{OF_8} --zero_stage 3 --init_kl_coef 0.05",
+}
 ONE_STEP = ("ppo", "flow_grpo", "bf16", "models", "flow_grpo_3", "nft")
 COMPARED = ("moved", "rloo_lora", "flow_grpo", "reward_fl")
 RUNS = {
@@ -196,6 +200,15 @@ def test_ranks_that_share_a_sequence_read_the_device_twice_an_update_and_exchang
             others = [n for line, n in span["collectives"].items() if not line.startswith("runtime.sequence:")]
             assert sum(others) == 1 < len(span["collectives"]), span
         assert any(span["reads"] for span in spans)
+
+
+def test_ranks_that_divide_weights_agree_on_media_once_a_phase(simulated):
+    """Before, each forward asked the other rank which towers it runs."""
+    for span in chain.from_iterable(waits(simulated[2], "counted_zero_3", "train")):
+        assert span["micro_batches"] >= 8 and sum(span["collectives"].values()) == 1, span
+        assert sum(span["reads"].values()) <= 2, span
+    for span in chain.from_iterable(waits(simulated[2], "counted_zero_3", "score")):
+        assert sum(span["collectives"].values()) == 1 and sum(span["reads"].values()) <= 2, span
 
 
 @pytest.mark.parametrize("name,phase,most", [("counted_packed", "score", 1), ("counted_flow_grpo", "sample", 2)])

@@ -97,13 +97,13 @@ def checkpointed_part(forward: Callable[..., T]) -> Callable[..., T]:
     return checkpointed
 
 
-def in_parts(decode: Callable[[T], T], latents: T, larger: int = 1) -> T:
-    """decode(latents (B, …)) for a few samples at a time: the widest activations of a decoder are a sample's own.
+def in_parts(coder: Callable[[T], T], given: T, larger: int = 1) -> T:
+    """coder(given (B, …)) for a few samples at a time: the widest activations of an autoencoder are a sample's own.
 
     Args:
-        decode: of samples (B, …), each by itself.
-        latents: of samples; or what is encoded to such.
-        larger: by how much a sample here is larger than latents are.
+        coder: decodes or encodes samples (B, …), each by itself.
+        given: latents of samples, or what is encoded to such.
+        larger: by how much a sample given is larger than its latents.
     """
-    size = max(1, larger * LATENTS_AT_ONCE // latents[0].numel())
-    return torch.cat([decode(part) for part in latents.split(size)])
+    size = max(1, larger * LATENTS_AT_ONCE // given[0].numel())
+    return torch.cat([coder(part) for part in given.split(size)])

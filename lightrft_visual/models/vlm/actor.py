@@ -15,9 +15,8 @@ from transformers import Cache, PreTrainedModel
 
 from ...errors import ConfigError
 from ...experience.rollouts import ScoringRule
-from ...experience.types import ModelInputs
+from ...experience.types import ModelInputs, media_of_ranks
 from ...experience.vision import VisionTensors
-from ...runtime import collectives
 from ...runtime.checkpoint.manifest import is_adapted
 from ...runtime.host_copies import on_host, to_device
 from ...runtime.sequence import SequenceGroup
@@ -180,21 +179,17 @@ class Backbone:
         """Kinds of media that this batch lacks and a blank one must stand for, so that all ranks run the same modules.
 
         The vision tower runs once for each kind. ZeRO-1/2 reduce gradients in the order of use: it must run at least
-        once. ZeRO-3 gathers weights in that order: it must run equally often on every rank, and the ranks agree on it
-        here.
+        once. ZeRO-3 gathers weights in that order: it must run equally often on every rank.
         """
-        kinds = list(self.family.media) if self.stands_in else []
+        kinds = self.family.media if self.stands_in else {}
         if not kinds:
             return []
-        tensors = [self.family.media[kind] for kind in kinds]
-        parts = inputs.vision.parts
-        present = torch.tensor([any(len(part.get(name, ())) for part in parts) for name in tensors]).float()
-        wanted = present
+        present = wanted = inputs.vision.media
         if is_zero_param(next(self.base.parameters())):
-            wanted = collectives.all_reduce_max(present)
-        if not wanted.any():
-            return kinds[:1]
-        return [kind for kind, has, needs in zip(kinds, present, wanted) if needs and not has]
+            wanted = media_of_ranks([inputs])[0] if inputs.media is None else inputs.media
+        if wanted.isdisjoint(kinds.values()):
+            return list(kinds)[:1]
+        return [kind for kind, name in kinds.items() if name in wanted - present]
 
     def _evened(self, inputs: ModelInputs, positions: T, types: T) -> tuple[ModelInputs, T, T]:
         """The row with as many tokens behind it as the ranks need for slices of one length."""

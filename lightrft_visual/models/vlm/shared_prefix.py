@@ -107,7 +107,9 @@ class SharedSequence:
         routing = None
         if inputs.routing is not None and (table := laid_out(inputs)) is not None:
             routing = list(table.flatten(0, 1)[self.columns].split(self.lengths))
-        return ModelInputs(*packed, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing)
+        return ModelInputs(
+            *packed, inputs.action_mask, list(self.lengths), vision=self.vision, routing=routing, media=inputs.media
+        )
 
     def select(self, values: T) -> T:
         """Values (..., rows, S) of each token of the inputs to (..., 1, tokens of the row)."""

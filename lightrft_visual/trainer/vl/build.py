@@ -483,6 +483,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> Experi
         other_scores={} if teacher is None else {"teacher_log_probs": teacher},
         hooks=run.hooks,
         stage=episode_stage(config, checkpoint),
+        divided=config.distributed.zero_stage == 3,
     )
     return ExperienceMaker(
         actor, critic, reference, checkpoint.tokenizer, get_kl_controller(config.algorithm), strategy.device, settings,

@@ -22,7 +22,7 @@ from ...experience.rollouts import (
     rewards_of,
     samples_of,
 )
-from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, SamplesVL
+from ...experience.types import Experience, ExperienceVL, ModelInputs, Samples, SamplesVL, media_of_ranks
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
 from ...rewards.engine import RewardComputationEngine
@@ -46,6 +46,7 @@ class ForwardStage:
     actor(inputs, rule) returns log_probs and entropy (None: the training forward will give them);
     reference(inputs, rule) the reference's log_probs, alone or as an actor's (None: no KL); critic(inputs) values (None
     without one). others: (inputs, rule) to what goes into a field of the experience, by its name. All are (B, A).
+    divided: ZeRO-3 divides weights, so that the ranks run the same modules, as often.
     """
 
     actor: Callable[..., Any] | None
@@ -54,12 +55,15 @@ class ForwardStage:
     device: torch.device
     kl_estimator: str = "k1"
     others: Mapping[str, Callable[..., T]] = field(default_factory=dict)
+    divided: bool = False
 
     @torch.no_grad()
     def run(self, batches: Sequence[Experience | ExperienceVL], rule: ScoringRule) -> None:
         """Fill action_log_probs, action_entropy, base_action_log_probs, values, kl and the fields of `others` of padded
         micro-batches."""
         inputs, host = [ModelInputs.of(each) for each in batches], HostCopies()
+        if self.divided and any((self.actor, self.reference, self.critic, self.others)):
+            inputs = [replace(each, media=media) for each, media in zip(inputs, media_of_ranks(inputs))]
         if self.actor is not None:
             for experience, each in zip(batches, inputs):
                 output = self.actor(each.to(self.device), rule)
@@ -188,6 +192,7 @@ class MakerSettings:
         other_scores: fields of the experience and the functions of (inputs, rule) that score them, as a reference is
             asked: what a loss term or an estimator needs of other models.
         stage: of (engine, data processor, run seed) to what generates.
+        divided: as of `ForwardStage`.
         keep_images: experiences carry the prompts' images (`raw_images`), also into the replay buffer.
         hooks: what follows a step.
     """
@@ -204,6 +209,7 @@ class MakerSettings:
     score_policy: bool = True
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
     stage: Callable[..., RolloutStage] = RolloutStage
+    divided: bool = False
     keep_images: bool = False
     hooks: Hooks = field(default_factory=Hooks)
 
@@ -233,7 +239,7 @@ class ExperienceMaker:
         self.rollout_stage = settings.stage(settings.engine, settings.data_processor, settings.run_seed)
         self.forward_stage = ForwardStage(
             actor if settings.score_policy else None, reference, critic, device, algorithm.kl_estimator,
-            settings.other_scores,
+            settings.other_scores, settings.divided,
         )  # fmt: skip
         self.calculator = get_advantage_calculator(algorithm.advantage_estimator, algorithm)
         self.kl_controller, self.tokenizer, self.vision, self.settings = kl_controller, tokenizer, vision, settings

@@ -122,7 +122,7 @@ class SupervisedTrainer(PolicyTrainer):
         counts = [int(item.action_mask.sum()) for item in self.buffer]  # response tokens
         total = collectives.all_reduce_sum(torch.tensor([float(sum(counts))], dtype=torch.float64)).item()
         for number, micro_batch in enumerate(plan):
-            inputs = ModelInputs.of(self.buffer.load(micro_batch))
+            inputs = ModelInputs.of(self.buffer.load(micro_batch), micro_batch.media)
             share = -self.actor(inputs, ScoringRule(), with_entropy=False).log_probs.sum() / total
             share = share * (not micro_batch.filler)  # a filler keeps ranks in step, and counts for nothing
             self.actor.accumulate(share, number == len(plan) - 1)

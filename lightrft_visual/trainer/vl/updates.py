@@ -212,7 +212,8 @@ class PolicyUpdate:
         scored: Scores = []
         for micro_batch in (each for batch in batches for each in batch.micro_batches):
             experience = buffer.load(micro_batch)
-            output = self.actor(ModelInputs.of(experience), self.rule, with_entropy=False)
+            inputs = ModelInputs.of(experience, micro_batch.media)
+            output = self.actor(inputs, self.rule, with_entropy=False)
             if not micro_batch.filler:
                 scored.append((micro_batch, output.log_probs))
                 _compare(check, experience, output.log_probs, version)
@@ -244,7 +245,7 @@ class PolicyUpdate:
         for index, micro_batch in enumerate(batch.micro_batches):
             last = index == len(batch.micro_batches) - 1
             experience = buffer.load(micro_batch)
-            output, extra = self._forward(experience)
+            output, extra = self._forward(experience, micro_batch.media)
             read = self.loss_inputs(experience, output, batch, index, extra, first)
             if first:
                 metrics.add_max("ratio_max_dev_first", self._deviation_of_fresh(experience, read))
@@ -271,14 +272,14 @@ class PolicyUpdate:
             buffer.fill("action_log_probs", scored)
         return result
 
-    def _forward(self, experience: Experience) -> tuple[ActorOutput, dict[str, T]]:
+    def _forward(self, experience: Experience, media: frozenset[str] | None) -> tuple[ActorOutput, dict[str, T]]:
         """The actor's output, and what terms of the loss read beside it, by the same forward."""
         terms = terms_of(self.config)
         coefficients = self.config.entropy_coef, self.config.drawing_entropy_coef  # the latter None: the former
         entropy = any(coefficients) or any(term.needs_entropy for term in terms)
         # Without a pass before, the entropy that is reported is this one's.
         call = partial(self.actor, rule=self.rule, with_entropy=entropy or experience.action_entropy is None)
-        return forward_with(terms, call, ModelInputs.of(experience), self.seed)
+        return forward_with(terms, call, ModelInputs.of(experience, media), self.seed)
 
     @torch.no_grad()
     def _deviation_of_fresh(self, experience: Experience, read: LossInputs) -> T:
@@ -351,7 +352,7 @@ class ValueUpdate:
         last, clip, mode = len(batch.micro_batches) - 1, self.config.value_clip, self.config.loss_agg_mode
         for index, micro_batch in enumerate(batch.micro_batches):
             experience = buffer.load(micro_batch)
-            values = self.critic(ModelInputs.of(experience))
+            values = self.critic(ModelInputs.of(experience, micro_batch.media))
             targets = per_action(experience, "values"), per_action(experience, "returns")
             masks = [(to_device(part.token_masks[index], values.device), part.denominators) for part in batch.parts]
             found = [value_loss(values, *targets, mask, clip, counts, mode) for mask, counts in masks]
