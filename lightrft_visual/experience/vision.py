@@ -349,7 +349,11 @@ def widened(value: T, length: int) -> T:
 
 
 def joined(values: Sequence[T]) -> T:
-    """Tensors (b, L, ...) of texts, or of any one shape (b, ...), behind each other along the first axis."""
+    """Tensors (b, L, ...) of texts, or of any one shape (b, ...), behind each other along the first axis. Of masks and
+    sizes on a device that the host knows, it knows the result."""
+    known = [] if values[0].is_floating_point() else [known_on_host(value) for value in values]
+    if known and all(value is not None for value in known) and values[0] is not known[0]:
+        return to_device(joined(known), values[0].device)
     if len({value.shape[1:] for value in values}) > 1:
         values = [widened(value, max(each.shape[1] for each in values)) for value in values]
     return torch.cat(list(values))
@@ -386,7 +390,7 @@ def texts(conditions: Conditions) -> dict[str, T]:
 def used_widths(mask: T) -> list[int]:
     """Tokens of each text of a batch that is padded behind, by its mask (B, L): all L of a mask without contents (meta
     tensors, as plans compute with)."""
-    return [mask.shape[1]] * len(mask) if mask.is_meta else mask.sum(dim=1).tolist()
+    return [mask.shape[1]] * len(mask) if mask.is_meta else on_host(mask).sum(dim=1).tolist()
 
 
 def text_lengths(conditions: Conditions) -> dict[str, list[int]]:

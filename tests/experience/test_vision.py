@@ -15,7 +15,8 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.items import BufferItemVL, make_experience_batch, split_experience_batch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.experience.types import ExperienceVL, ModelInputs
-from lightrft_visual.experience.vision import VisionTensors, check_alike
+from lightrft_visual.experience.vision import VisionTensors, check_alike, joined, stacked
+from lightrft_visual.runtime.host_copies import known_on_host, to_device
 
 PATCHES, DIM, G = 256, 384, 16
 
@@ -173,3 +174,14 @@ def test_what_samples_share_is_checked_and_the_first_of_them_is_named():
     check_alike([good, good])
     with pytest.raises(DataError, match="^sample 1: .*has 3 patches"):
         check_alike([good, bad, bad, bad])
+
+
+def test_masks_that_are_joined_on_a_device_stay_known_on_the_host_and_texts_do_not():
+    """Families ask how long the texts of a batch are in every forward, which would wait for the device."""
+    texts = [{"context": torch.rand(1, n, 3), "mask": torch.ones(1, n, dtype=torch.long)} for n in (2, 4)]
+    found = stacked(texts, torch.device("meta"))
+    assert known_on_host(found["mask"]).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert known_on_host(found["context"]) is None and found["context"].shape == (2, 4, 3)
+    again = joined([found["mask"], to_device(torch.zeros(1, 5, dtype=torch.long), "meta")])
+    assert known_on_host(again).shape == again.shape == (3, 5)
+    assert known_on_host(joined([found["mask"], torch.zeros(1, 4, dtype=torch.long, device="meta")])) is None

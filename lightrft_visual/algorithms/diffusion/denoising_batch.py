@@ -1,12 +1,13 @@
 """From rollouts to training rows: one row is one sample at one denoising step."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from ...experience.diffusion_sampling import KeptSteps, SamplingResult, first_of_drawn, share_of_steps
 from ...experience.types import BatchLayout, ExperienceDiffusion
-from ...experience.vision import Conditions, stacked, text_lengths
+from ...experience.vision import Conditions, joined, stacked, text_lengths
 from ...runtime.host_copies import to_device
 from ...runtime.seeding import derive_seed
 
@@ -187,13 +188,13 @@ def batch_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
 def _joined(parts: list[DenoisingBatch]) -> DenoisingBatch:
     if len(parts) == 1:
         return parts[0]
-    joined = {}
+    made: dict[str, Any] = {}
     for each in fields(DenoisingBatch):
         values = [getattr(part, each.name) for part in parts]
         if values[0] is None:
-            joined[each.name] = None
+            made[each.name] = None
         elif isinstance(values[0], dict):
-            joined[each.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
+            made[each.name] = {name: joined([value[name] for value in values]) for name in values[0]}
         else:
-            joined[each.name] = torch.cat(values)
-    return DenoisingBatch(**joined)
+            made[each.name] = torch.cat(values)
+    return DenoisingBatch(**made)

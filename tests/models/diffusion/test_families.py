@@ -21,7 +21,7 @@ from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseC
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import separate, stacked
 from lightrft_visual.models.diffusion.families import qwen_image
-from lightrft_visual.models.diffusion.families.base import join_lora, pack
+from lightrft_visual.models.diffusion.families.base import by_kind, join_lora, pack
 from lightrft_visual.models.diffusion.families.cosmos import CosmosPredict2
 from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
@@ -547,3 +547,17 @@ def test_a_scale_at_which_the_cosmos_pipeline_does_not_guide_is_refused(scale, r
         CosmosPredict2.check(config)
     given = CosmosPredict2.stock_guidance(None, scale, None)["guidance_scale"]
     assert refused or (given > 1) == (scale > 1)
+
+
+def test_samples_of_several_kinds_run_apart_and_ask_no_other_rank_where_weights_are_whole(monkeypatch):
+    monkeypatch.setattr(collectives, "all_reduce_max", None)
+    latents, ran = torch.arange(4.0).view(4, 1), []
+
+    def run(kind, some, timesteps, conditions):
+        ran.append((kind, some.flatten().tolist(), conditions["text"].tolist()))
+        return some + kind
+
+    conditions = {"text": torch.arange(4) * 10}
+    found = by_kind([7, 5, 7, 5], torch.nn.Linear(1, 1), run, latents, torch.zeros(4), conditions)
+    assert found.flatten().tolist() == [7, 6, 9, 8]
+    assert ran == [(7, [0, 2], [0, 20]), (5, [1, 3], [10, 30])]

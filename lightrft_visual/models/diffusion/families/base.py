@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -446,18 +447,26 @@ def _stack(conditions: Conditions, key: str) -> T:
     return joined([conditions.get(NEGATIVE + key, positive), positive])
 
 
-def by_kind(kinds: Sequence[Hashable], run: Callable[..., T], latents: T, timesteps: T, conditions: Conditions) -> T:
+def by_kind(
+    kinds: Sequence[Hashable],
+    network: nn.Module,
+    run: Callable[..., T],
+    latents: T,
+    timesteps: T,
+    conditions: Conditions,
+) -> T:
     """Velocity (B, …) of samples that cannot share a forward where their kinds differ.
-
-    All ranks run as many forwards as the one with the most kinds: where weights are divided, they compute together.
 
     Args:
         kinds: (B).
+        network: that runs. Where ZeRO-3 divides it all ranks run as many forwards as the one with the most kinds.
         run: from (kind, latents, timesteps, conditions) of the samples of one kind to their velocity.
         latents, timesteps, conditions: as of `DiffusionFamily.predict`.
     """
     different = list(dict.fromkeys(kinds))
-    forwards = int(collectives.all_reduce_max(torch.tensor(float(len(different)))).item())
+    forwards = len(different)
+    if is_zero_param(next(network.parameters())):
+        forwards = int(collectives.all_reduce_max(torch.tensor(float(forwards))).item())
     if forwards == 1:
         return run(kinds[0], latents, timesteps, conditions)
     velocity = torch.zeros_like(latents)

@@ -40,7 +40,9 @@ class QwenImage21(QwenImage):
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
-        return by_kind(used_widths(conditions[MASK]), self._run, latents, timesteps, conditions)
+        return by_kind(
+            used_widths(conditions[MASK]), self.pipeline.transformer, self._run, latents, timesteps, conditions
+        )
 
     def _run(self, length: int, latents: T, timesteps: T, conditions: Conditions) -> T:
         """Velocity of samples whose texts have this length."""

@@ -9,6 +9,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dime
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
+from ....runtime.host_copies import on_host
 from ..layers import upcast
 from .base import PackedLatents, by_kind, pack, unpack
 
@@ -56,8 +57,9 @@ class SourceTokens(PackedLatents):
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
         """Velocity, fp32."""
-        sizes = [tuple(map(tuple, sample)) for sample in conditions["source_grid"].tolist()]
-        return by_kind(sizes, partial(self._run, guidance_scale), latents, timesteps, conditions)
+        sizes = [tuple(map(tuple, sample)) for sample in on_host(conditions["source_grid"]).tolist()]
+        run, transformer = partial(self._run, guidance_scale), self.pipeline.transformer
+        return by_kind(sizes, transformer, run, latents, timesteps, conditions)
 
     def _run(
         self, guidance_scale: float, size: tuple[tuple[int, int], ...], latents: T, timesteps: T, conditions: Conditions
