@@ -54,8 +54,7 @@ class Walk(PolicyTrainer):
         settings = LoopSettings(
             steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
         )
-        watched = SimpleNamespace(close=lambda: None)
-        hook = GuardHook(guard or GuardConfig(), watched, gold=False, paying=())
+        hook = GuardHook(guard or GuardConfig(), gold=False, paying=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
             console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None), closed_behind=list,
@@ -272,8 +271,8 @@ def test_gold_that_a_signal_ends_leaves_none_of_the_step_before_behind():
     def hangs(rollouts):
         raise StoppedBySignal("the judge did not return")
 
-    hook = GuardHook(GuardConfig(gold_every=1), SimpleNamespace(gold_of=hangs), gold=True, paying=())
-    hook.context, hook.scores = SimpleNamespace(step=lambda: 1), [1.0]
+    hook = GuardHook(GuardConfig(gold_every=1), gold=True, paying=())
+    hook.context, hook.scores = SimpleNamespace(step=lambda: 1, parts=SimpleNamespace(gold_of=hangs)), [1.0]
     hook.paired_scores = PairedScores(1, [0], [1.0], [1.0])
     with pytest.raises(StoppedBySignal):
         hook.on_scores([])
