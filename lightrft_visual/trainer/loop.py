@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ..config.vl import OutputConfig, TrainConfig
+from ..config.shared import OutputConfig
 from ..errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
@@ -44,7 +44,6 @@ class LoopSettings:
 
     total_steps: int
     output: OutputConfig
-    train: TrainConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
 
@@ -65,13 +64,6 @@ class RunParts:
     def closed_behind(self) -> tuple[Any, ...]:
         """What a trainer closes after its hooks and engines, in this order."""
         return ()
-
-
-def synchronize() -> None:
-    """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.synchronize()
 
 
 class Evaluated(dict[str, float]):

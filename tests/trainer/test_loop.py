@@ -11,7 +11,7 @@ import pytest
 
 from lightrft_visual.api import _History, _result
 from lightrft_visual.config.shared import GuardConfig
-from lightrft_visual.config.vl import OutputConfig, TrainConfig
+from lightrft_visual.config.vl import OutputConfig
 from lightrft_visual.errors import (
     CheckpointError,
     NonFiniteError,
@@ -51,9 +51,8 @@ class Walk(PolicyTrainer):
     """Steps that train nothing but a counter, its weights; the one numbered `fails` raises. golds: by step."""
 
     def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), **output):
-        settings = LoopSettings(
-            steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
-        )
+        saved = OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output)
+        settings = LoopSettings(steps, saved, resume)
         hook = GuardHook(guard or GuardConfig(), gold=False, paying=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
