@@ -186,10 +186,6 @@ class PolicyTrainer(ABC):
             for name, engine in self.engines().items():
                 engine.save(str(folder), name)
 
-    def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together."""
-        return sum(engine.saved_bytes for engine in self.engines().values())
-
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         for name, engine in self.engines().items():
@@ -256,7 +252,7 @@ class PolicyTrainer(ABC):
             )
 
     def _begin(self) -> None:
-        self.state.check_space(self.saved_bytes())
+        self.state.check_space(sum(engine.saved_bytes for engine in self.engines().values()))
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
@@ -272,7 +268,7 @@ class PolicyTrainer(ABC):
     def _give_up(self, stop: StopRun) -> bool:
         """End as of the last finished step. Whether the model is written."""
         with self.timer.phase("save"):
-            self.state.save_marked()
+            self.state.keep(rewound=True)
         self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
         return stop.export
 
