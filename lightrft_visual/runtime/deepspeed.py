@@ -21,7 +21,7 @@ from ..errors import ConfigError, LightRFTVisualError, reason_of
 from . import collectives, presence, vendor_patches, watchdog
 from .host_memory import keep_freed_memory
 from .precision import FP32Kept
-from .safe_loading import use_safe_loading
+from .safe_loading import SafeCheckpointEngine
 from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .train_engine import TrainEngine
@@ -208,7 +208,7 @@ class DeepspeedStrategy:
                 dist_init_required=False,
             )
         kept.warn(self.dtype)
-        use_safe_loading(engine)
+        engine.checkpoint_engine = SafeCheckpointEngine()
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
     def prepare_inference(self, module: nn.Module, on_host: bool = False) -> nn.Module:
