@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import deepspeed
 import torch
@@ -21,7 +21,7 @@ from ..errors import ConfigError, LightRFTVisualError, reason_of
 from . import collectives, presence, vendor_patches, watchdog
 from .host_memory import keep_freed_memory
 from .precision import FP32Kept
-from .safe_loading import use_safe_loading
+from .safe_loading import SafeCheckpointEngine
 from .seeding import rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .train_engine import TrainEngine
@@ -30,33 +30,6 @@ from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
 logger = logging.getLogger(__name__)
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # what one rank needs
-
-
-class Distribution(Protocol):
-    """What a strategy reads of a run's `distributed` section; see `config.shared.DistributedConfig`."""
-
-    zero_stage: int
-    local_rank: int
-    collective_timeout: float
-    sp_size: int
-    adam_offload: bool
-    zpg: int
-
-    def accumulated_in(self, bf16: bool) -> str | None:
-        """Type in which gradients of micro-batches are added up; None: that of the weights."""
-
-
-class Training(Protocol):
-    """What an optimizer reads of a run's `train` section."""
-
-    adam_betas: tuple[float, float]
-    l2: float
-    max_norm: float
-
-    def schedule(self, updates: int) -> tuple[str, int]:
-        """(name of the schedule, optimizer steps of warm-up) of a run of so many."""
-
-
 # Of a rank whose host only prepares: with one for each of 16 cores of a virtual machine every small operation waited
 # 8 ms for the slowest of them, with four it took less than 1.
 FEW_THREADS = 4
@@ -93,7 +66,7 @@ class OptimizerSettings:
         return [{"params": parameters, "lr": rate} for ((_, rate), _), parameters in by_type if parameters]
 
     @classmethod
-    def from_config(cls, train: Training, learning_rate: float, updates: int) -> Self:
+    def from_config(cls, train: Any, learning_rate: float, updates: int) -> Self:
         """Those of a run.
 
         Args:
@@ -149,9 +122,9 @@ def _endable() -> Iterator[None]:
 
 
 class DeepspeedStrategy:
-    """Process groups, ZeRO settings and precision of one run."""
+    """Process groups, ZeRO settings and precision of one run. config: its section `distributed`."""
 
-    def __init__(self, config: Distribution, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
+    def __init__(self, config: Any, *, bf16: bool = False, micro_batch_size: int = 1, seed: int = 42):
         self.config, self.bf16, self.micro_batch_size, self.seed = config, bf16, micro_batch_size, seed
         self.sequence: SequenceGroup | None = None  # this rank's, from `setup_distributed` on
 
@@ -235,7 +208,7 @@ class DeepspeedStrategy:
                 dist_init_required=False,
             )
         kept.warn(self.dtype)
-        use_safe_loading(engine)
+        engine.checkpoint_engine = SafeCheckpointEngine()
         return TrainEngine(engine, self.config.zero_stage, settings.max_norm)
 
     def prepare_inference(self, module: nn.Module, on_host: bool = False) -> nn.Module:

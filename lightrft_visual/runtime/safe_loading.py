@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -31,18 +30,19 @@ class _EnumByValue(pickle.Pickler):
 
 
 # What torch.save asks of a pickle module.
-_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_EnumByValue, dump=pickle.dump)
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_EnumByValue)
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's files, read with `weights_only=True` (DeepSpeed itself unpickles anything) and written to suit."""
+    """DeepSpeed's files, read with `weights_only=True` (DeepSpeed itself unpickles anything) and written to suit, in
+    torch's own form, which can be mapped into memory."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a state dict, its classes pickled by names that `load` knows."""
         write_file(Path(path), state_dict, partial(self._write, path))
 
     def _write(self, path: str, state_dict: Any) -> None:
-        torch.save(state_dict, path, pickle_module=_PICKLE, _use_new_zipfile_serialization=self.zipfile_serialization)
+        torch.save(state_dict, path, pickle_module=_PICKLE)
 
     def map(self, path: Any) -> Any:
         """As `load`; tensors are read from the file where they are used."""
@@ -57,9 +57,3 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
             raise CheckpointError(f"{path} is refused: it holds more than DeepSpeed's state") from error
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def use_safe_loading(engine: DeepSpeedEngine) -> None:
-    """Make the engine save and load through `SafeCheckpointEngine`, in the form that can be mapped into memory."""
-    engine.checkpoint_engine = SafeCheckpointEngine()
-    engine.checkpoint_engine.zipfile_serialization = True

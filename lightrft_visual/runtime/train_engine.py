@@ -108,12 +108,6 @@ class TrainEngine:
         if self.module.training is not mode:
             self.module.train(mode)
 
-    @property
-    def poisoned(self) -> bool:
-        """Whether a loss since the last step was not finite; of all ranks once the last one is accumulated. Waits for
-        the device."""
-        return self._bad is not None and bool(self._bad.item())
-
     def accumulate(self, loss: torch.Tensor, last: bool, told: torch.Tensor | None = None) -> torch.Tensor | None:
         """Backward of one micro-batch's share.
 

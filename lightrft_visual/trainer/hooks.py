@@ -42,8 +42,7 @@ class StopRun(Exception):
 
     def settle(self, state: RunState) -> str:
         """Leave the run as it is to be found: here with a checkpoint. Returns what is said on the console."""
-        state.mark()
-        state.save_marked()
+        state.keep(rewound=False)
         return f"{self.reason}; a checkpoint is saved"
 
 

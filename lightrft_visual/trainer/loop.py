@@ -16,7 +16,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ..config.vl import OutputConfig, TrainConfig
+from ..config.shared import OutputConfig
 from ..errors import CheckpointError, NonFiniteError, RewardError, StoppedBySignal, TooManyInvalid
 from ..observe.console import RunConsole
 from ..observe.metrics import MetricsAccumulator
@@ -44,7 +44,6 @@ class LoopSettings:
 
     total_steps: int
     output: OutputConfig
-    train: TrainConfig
     resume_folder: Path | None = None
     model: dict[str, Any] | None = None
 
@@ -65,13 +64,6 @@ class RunParts:
     def closed_behind(self) -> tuple[Any, ...]:
         """What a trainer closes after its hooks and engines, in this order."""
         return ()
-
-
-def synchronize() -> None:
-    """Wait for the accelerator's queue, so that a phase is charged with its own work; nothing to wait for on CPU."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.synchronize()
 
 
 class Evaluated(dict[str, float]):
@@ -194,10 +186,6 @@ class PolicyTrainer(ABC):
             for name, engine in self.engines().items():
                 engine.save(str(folder), name)
 
-    def saved_bytes(self) -> int:
-        """About what `save_engines` writes on all ranks together."""
-        return sum(engine.saved_bytes for engine in self.engines().values())
-
     def load_engines(self, folder: Path, saved_ranks: int | None = None) -> None:
         """The inverse of `save_engines`. saved_ranks: how many ranks saved, where they were not as many."""
         for name, engine in self.engines().items():
@@ -264,7 +252,7 @@ class PolicyTrainer(ABC):
             )
 
     def _begin(self) -> None:
-        self.state.check_space(self.saved_bytes())
+        self.state.check_space(sum(engine.saved_bytes for engine in self.engines().values()))
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
@@ -280,7 +268,7 @@ class PolicyTrainer(ABC):
     def _give_up(self, stop: StopRun) -> bool:
         """End as of the last finished step. Whether the model is written."""
         with self.timer.phase("save"):
-            self.state.save_marked()
+            self.state.keep(rewound=True)
         self.console.message(f"{stop.reason}; a checkpoint of step {self.step} is saved")
         return stop.export
 

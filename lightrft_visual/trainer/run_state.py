@@ -139,13 +139,10 @@ class RunState:
         return self.keep(rewound)
 
     def keep(self, rewound: bool) -> Path:
-        """Save. rewound: as of the last `mark`; nothing may have been trained since."""
+        """A checkpoint of this step, unless it has one. rewound: as of the last `mark`; nothing may have been trained
+        since."""
         if not rewound:
             self.mark()
-        return self.save_marked()
-
-    def save_marked(self) -> Path:
-        """A checkpoint as of the last `mark`, unless the step has one; nothing may have been trained since."""
         self.settle()
         step, path = self._last
         return path if step == self.trainer.step else self.save(self._between_steps)

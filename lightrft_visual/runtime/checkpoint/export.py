@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 StateDict = Mapping[str, torch.Tensor]
-
-
-class Saveable(Protocol):
-    """A processor, tokenizer or image processor."""
-
-    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 def check_gathered(state_dict: StateDict) -> None:
@@ -53,7 +47,7 @@ def check_complete(model: PreTrainedModel, state_dict: StateDict) -> None:
 
 def export_hf(
     model: PreTrainedModel,
-    processor: Saveable | None,
+    processor: Any,
     folder: str | Path,
     state_dict: StateDict | None = None,
     dtype: torch.dtype | None = None,
@@ -62,7 +56,7 @@ def export_hf(
 
     Args:
         model: without DeepSpeed's or peft's wrapping.
-        processor: or tokenizer; None: none is written.
+        processor: or tokenizer, with `save_pretrained`; None: none is written.
         folder: where to write.
         state_dict: the model's gathered weights; None: its own.
         dtype: floating weights are cast to it, and the config notes it; None: as they are.

@@ -98,7 +98,7 @@ def _built(
     rewards = _rewards(config, strategy, sets, trained_on is None)
     gold = _gold(judged, strategy, golden, eval_prompts, task)
     algorithm, total_steps, loss = config.algorithm.entry, _total_steps(config, len(prompts)), loss_of(config)
-    loop = LoopSettings(total_steps, config.output, config.train, resume_folder, fingerprinted)
+    loop = LoopSettings(total_steps, config.output, resume_folder, fingerprinted)
     run = open_run(config, loop, locks, sets)
     log_stage("loading the models" + (", whose first steps compile them" if config.model.compile else ""))
     policy, engine = _policy(config, strategy, algorithm, total_steps)

@@ -77,33 +77,6 @@ class DrawingSource:
         ).local_indices  # fmt: skip
 
 
-@dataclass
-class DrawingWatched:
-    """For `features.guard`. gold: the judge, if there is one."""
-
-    gold: DrawingGold | None
-
-    def add_statistics(self, step: StepData) -> None:
-        """Of the step's images; of pairs of a file there are none. A collective."""
-        drawn = step.rollouts
-        found = image_statistics(drawn.media, drawn.requests.group_ids) if isinstance(drawn, Drawn) else {}
-        for name, value in found.items():
-            step.metrics.add(name, value)
-
-    def gold_of(self, drawn: Drawn) -> RewardOutput:
-        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
-
-    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
-        """`gold`: the mean over the samples that could be scored. Args: as of `Watched.add_gold`."""
-        drawn = step.rollouts
-        step.metrics.add_mean("gold", scores.score, scores.valid)
-        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
-
-    def close(self) -> None:
-        if self.gold is not None:
-            self.gold.rewards.close()
-
-
 def records_of_drawn(drawn: Drawn) -> list[Record]:
     """One record for each image or video of this rank, with its reward and components."""
     batch, scored = drawn.requests, drawn.scored
@@ -134,7 +107,7 @@ class DiffusionParts(RunParts):
     sequence: SequenceGroup | None = None  # this rank's; None where each trains on samples of its own
 
     def closed_behind(self) -> tuple[Any, ...]:
-        return self.maker.rewards, self.maker.engine
+        return self.maker.rewards, self.maker.engine, *([self.gold.rewards] if self.gold is not None else [])
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
@@ -144,6 +117,21 @@ class DiffusionParts(RunParts):
         """Of what a step drew; pairs of a file are nobody's drawings."""
         return records_of_drawn(drawn) if isinstance(drawn, Drawn) else []
 
-    def watched(self) -> DrawingWatched:
-        """What the guard looks at."""
-        return DrawingWatched(self.gold)
+    # -- for `features.guard` ------------------------------------------------------------------------------------
+
+    def add_statistics(self, step: StepData) -> None:
+        """Numbers that no reward decides, of the step's images; of pairs of a file there are none. A collective."""
+        drawn = step.rollouts
+        found = image_statistics(drawn.media, drawn.requests.group_ids) if isinstance(drawn, Drawn) else {}
+        for name, value in found.items():
+            step.metrics.add(name, value)
+
+    def gold_of(self, drawn: Drawn) -> RewardOutput:
+        """What gold says of scored media. A collective."""
+        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
+
+    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
+        """Reward and gold of each prompt. A collective. Args: as of `VLParts.add_gold`."""
+        drawn = step.rollouts
+        step.metrics.add_mean("gold", scores.score, scores.valid)
+        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)

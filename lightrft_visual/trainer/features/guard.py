@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from ...config.shared import GuardConfig
 from ...errors import ConfigError
@@ -11,28 +11,6 @@ from ...observe.guard.watch import Alarm, Guard
 from ...observe.recorder import ALARMS, GOLD
 from ..hooks import StepData, StepHook, StopRun
 from ..run_state import RunState
-
-
-class Watched(Protocol):
-    """What the guard looks at in a kind of run."""
-
-    def add_statistics(self, step: StepData) -> None:
-        """Numbers of the rollouts that no reward decides, into the step's metrics. A collective."""
-
-    def gold_of(self, rollouts: Any) -> Any:
-        """What gold says of scored rollouts, whose media are still there. A collective."""
-
-    def add_gold(self, step: StepData, scores: Any, number: int) -> PairedScores:
-        """Reward and gold of each prompt. A collective.
-
-        Args:
-            step: whose metrics get `gold`.
-            scores: of the judge.
-            number: of the step.
-        """
-
-    def close(self) -> None:
-        """Release the judge's workers."""
 
 
 class _BackToBest(StopRun):
@@ -49,7 +27,8 @@ class _BackToBest(StopRun):
 
 
 class GuardHook(StepHook):
-    """Feeds a `Guard` with each step and each evaluation, and tells its alarms.
+    """Feeds a `Guard` with each step and each evaluation, and tells its alarms. What it looks at in a kind of run, the
+    run's parts say.
 
     gold: whether there is a judge; then every `gold_every` steps it scores the rollouts. paying: components of the
     reward that raise it by rising.
@@ -57,8 +36,8 @@ class GuardHook(StepHook):
 
     name = "guard"
 
-    def __init__(self, config: GuardConfig, watched: Watched, gold: bool, paying: Sequence[str]) -> None:
-        self.config, self.watched, self.gold = config, watched, gold
+    def __init__(self, config: GuardConfig, gold: bool, paying: Sequence[str]) -> None:
+        self.config, self.gold = config, gold
         self.guard = Guard(config)
         self.guard.paying = paying
         self.scores: Any = None
@@ -68,16 +47,17 @@ class GuardHook(StepHook):
         """Gold comes before media are released."""
         due = self.gold and self.config.judges_rollouts and self.context.step() % self.config.gold_every == 0
         self.scores = self.paired_scores = None  # also where a signal ends the judge
-        self.scores = self.watched.gold_of(rollouts) if due else None
+        self.scores = self.context.parts.gold_of(rollouts) if due else None
         return rollouts
 
     def on_experience(self, step: StepData) -> StepData:
         """Statistics, and gold where it was asked."""
         self.paired_scores = None
         if self.config.watch:
-            self.watched.add_statistics(step)
+            parts = self.context.parts
+            parts.add_statistics(step)
             if self.scores is not None:
-                self.paired_scores = self.watched.add_gold(step, self.scores, self.context.step() + 1)
+                self.paired_scores = parts.add_gold(step, self.scores, self.context.step() + 1)
         return step
 
     def on_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -129,10 +109,7 @@ class GuardHook(StepHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.guard.load_state_dict(state)
 
-    def close(self) -> None:
-        self.watched.close()
-
 
 def build(parts: Any) -> GuardHook:
     """Always: evaluations have a best one also where nothing is watched."""
-    return GuardHook(parts.config.guard, parts.watched(), parts.gold is not None, parts.maker.rewards.paying)
+    return GuardHook(parts.config.guard, parts.gold is not None, parts.maker.rewards.paying)

@@ -91,7 +91,7 @@ def _build_parts(config: RunConfig, strategy: DeepspeedStrategy, locks: list[Fol
     config.reward, judged = (probed(each, dataset, answer, columns) for each in (config.reward, judged))
     rewards = _rewards(config, strategy, checkpoint, sets)
     total_steps, sampler = prompt_schedule(config, dataset, config.rollout.rollout_batch_size)
-    run = open_run(config, LoopSettings(total_steps, config.output, config.train, resume_folder, model), locks, sets)
+    run = open_run(config, LoopSettings(total_steps, config.output, resume_folder, model), locks, sets)
     gold = None if judged is None else _scorer(judged, strategy, checkpoint, golden)
     log_stage("loading the models")
     (actor, critic, reference), frozen = _models(config, strategy, checkpoint, total_steps)

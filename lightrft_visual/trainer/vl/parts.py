@@ -165,38 +165,6 @@ def _keep_operations_in_this_thread() -> None:
         set_threads(1)
 
 
-@dataclass
-class VLWatched:
-    """For `features.guard`. gold: the judge, if there is one; draws: whether responses may be images."""
-
-    gold: RewardComputationEngine | None
-    draws: bool = False
-
-    def add_statistics(self, step: StepData) -> None:
-        """Of texts, and where there are any of drawings. A collective."""
-        answers = [each for each in step.rollouts if not each.prompt.draws]
-        groups = [each.prompt.group_id for each in answers]
-        for name, value in text_statistics([each.sampled_ids for each in answers], groups).items():
-            step.metrics.add(name, value)
-        if self.draws:
-            add_image_metrics(step.metrics, step.rollouts)
-
-    def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
-        assert self.gold is not None
-        return gold_scores(self.gold, rollouts)
-
-    def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
-        """`gold`: the mean over the rollouts that could be scored. Args: as of `Watched.add_gold`."""
-        for score, valid in scores:
-            if valid:
-                step.metrics.add("gold", score)
-        return paired_scores_at(number, step.rollouts, scores)
-
-    def close(self) -> None:
-        if self.gold is not None:
-            self.gold.close()
-
-
 def add_image_metrics(metrics: MetricsAccumulator, rollouts: Sequence[Rollout]) -> None:
     """See `image_statistics`; of all ranks' drawings, where there are any. A collective.
 
@@ -233,15 +201,39 @@ class VLParts(RunParts):
     gold: RewardComputationEngine | None = None
 
     def closed_behind(self) -> tuple[Any, ...]:
-        return self.maker.rewards, self.maker.engine
+        return self.maker.rewards, self.maker.engine, *([self.gold] if self.gold is not None else [])
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Of the policy."""
         return [parameter for parameter in self.actor.module.parameters() if parameter.requires_grad]
 
-    def watched(self) -> VLWatched:
-        """What the guard looks at."""
-        return VLWatched(self.gold, draws=len(self.loss_parts) > 1)
+    # -- for `features.guard` ------------------------------------------------------------------------------------
+
+    def add_statistics(self, step: StepData) -> None:
+        """Numbers that no reward decides, of texts, and where there are any of drawings. A collective."""
+        answers = [each for each in step.rollouts if not each.prompt.draws]
+        groups = [each.prompt.group_id for each in answers]
+        for name, value in text_statistics([each.sampled_ids for each in answers], groups).items():
+            step.metrics.add(name, value)
+        if len(self.loss_parts) > 1:
+            add_image_metrics(step.metrics, step.rollouts)
+
+    def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
+        """What gold says of scored rollouts, whose media are still there. A collective."""
+        return gold_scores(self.gold, rollouts)
+
+    def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
+        """Reward and gold of each prompt. A collective.
+
+        Args:
+            step: whose metrics get `gold`, the mean over the rollouts that could be scored.
+            scores: of `gold_of`.
+            number: of the step.
+        """
+        for score, valid in scores:
+            if valid:
+                step.metrics.add("gold", score)
+        return paired_scores_at(number, step.rollouts, scores)
 
 
 def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, index: int) -> RewardBatch:

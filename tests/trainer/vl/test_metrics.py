@@ -10,7 +10,7 @@ from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.hooks import StepData
 from lightrft_visual.trainer.vl.evaluation import by_kind
 from lightrft_visual.trainer.vl.maker import add_kl
-from lightrft_visual.trainer.vl.parts import VLWatched
+from lightrft_visual.trainer.vl.parts import VLParts
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics, kl_per_token
 
 
@@ -50,7 +50,7 @@ def test_answers_are_watched_as_texts_and_drawings_as_images():
     found = {}
     for name, rollouts in (("both", answers + drawn), ("answers", answers), ("drawings", drawn)):
         metrics = MetricsAccumulator()
-        VLWatched(None, draws=True).add_statistics(StepData([], rollouts, metrics))
+        VLParts.add_statistics(SimpleNamespace(loss_parts=["answer", "drawing"]), StepData([], rollouts, metrics))
         found[name] = metrics.reduce()
     assert found["both"] == found["answers"] | found["drawings"] and not set(found["answers"]) & set(found["drawings"])
     assert found["both"]["repetition"] == pytest.approx(0.25) and found["both"]["image_blank"] == 1.0
