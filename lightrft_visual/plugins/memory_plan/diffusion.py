@@ -198,14 +198,17 @@ class DiffusionPlanner:
     def _parts(self, *names: str) -> int:
         return sum(self.computed.part_bytes.get(name, 0) for name in names)
 
-    def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None) -> list[Item]:
+    def _always(
+        self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None, training: bool = False
+    ) -> list[Item]:
         """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host.
 
-        judge: the reward model at work.
+        judge: the reward model at work. training: whether gradients are counted apart.
         """
         config, share = self.config, self.zero.share(3)
         items = [*program(self.device, engine=False), self.zero.weights("denoisers", self.model)]
         items += self.zero.optimizer("denoisers", self.model, stepped)
+        items += [] if training else self.zero.kept("denoisers", self.model)
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
             there = bool(set(names) & set(at_work))
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
@@ -329,7 +332,7 @@ class DiffusionPlanner:
         return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self.judges or [None]))
 
     def _train(self) -> Phase:
-        always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
+        always, zero, model = self._always(("vae",) if self.rewarded else (), training=True), self.zero, self.model
         activations, host = self._reward_gradient() if self.rewarded else self._replayed()
         batch = self._update_items()
         lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, steps_per_forward, "

@@ -23,6 +23,7 @@ FP32 = 4
 BUCKETS = "buckets of gradients"
 BUCKET = 500_000_000  # numbers of a reduction bucket, whole however small the model is
 LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the one it gathers
+SUBGROUP = 1_000_000_000  # numbers that stage 3 steps at once, over all ranks
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,15 @@ class Zero:
         """By how many ranks something is divided that is whole below this stage."""
         return self.ranks if self.stage >= stage else 1
 
+    def divided(self, size: float) -> float:
+        """Bytes on this rank of weights that stage 3 divides, with zpg once more among so many ranks."""
+        again = size / self.config.zpg if self.config.zpg > 1 else 0
+        return size / self.share(3) + again
+
     def weights(self, name: str, model: Model) -> Item:
         """Of the model in the run's precision."""
         lower = "bf16, zero_stage 3" if self.stage < 3 else "bf16, more ranks"
-        return Item(f"{name}: weights", model.bytes / self.share(3), lower)
+        return Item(f"{name}: weights", self.divided(model.bytes), lower)
 
     def on_its_way(self, name: str, model: Model) -> Item:
         """What a load holds on the host: the whole model, under stage 3 one weight after the other."""
@@ -156,7 +162,7 @@ class Zero:
         Args:
             name: of the model in the items.
             model: that is trained.
-            micro_batches: of an update on this rank; with more than one, gradients are added up.
+            micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
         """
         width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
         lower = "zero_stage 2, more ranks, lora_rank"
@@ -164,21 +170,30 @@ class Zero:
             width = FP32 if model.width < FP32 else model.width
             return [Item(f"{name}: gradients", model.trained * width, lower)]
         bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
-        buckets = bucket * model.width * (2 if self.config.overlap_comm else 1)
+        twice = (
+            self.config.overlap_comm if self.stage < 3 else micro_batches > 0
+        )  # stage 3 reduces a copy of its bucket
+        buckets = (bucket + (min(bucket, model.trained) if self.stage == 3 else bucket) * twice) * model.width
         held = model.trained * width / self.share(2)
-        again = model.trained * model.width / self.ranks if micro_batches > 1 and not self.config.adam_offload else 0
+        adds_up = micro_batches > 1 and self.stage < 3 and not self.config.adam_offload
+        again = model.trained * model.width / self.ranks if adds_up else 0
         where = self.config.adam_offload and self.stage >= 2
-        single = model.largest * model.width if model.largest > BUCKET else 0
+        single = model.largest * model.width if model.largest > BUCKET and micro_batches else 0
         return [
             Item(f"{name}: gradients", 0 if where else held + again, lower),
             Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
         ]
 
+    def kept(self, name: str, model: Model) -> list[Item]:
+        """Of `gradients` what is there between updates too: stage 3 makes room for them once."""
+        return self.gradients(name, model, micro_batches=0) if self.stage == 3 else []
+
     def gradients_at_once(self, model: Model) -> bool:
-        """Whether gradients are one tensor that comes with the first of a backward: DeepSpeed's in fp32 of weights in
-        bf16 below stage 3."""
+        """Whether gradients are one tensor that is there before a backward or comes with its first: stage 3's, and
+        below DeepSpeed's in fp32 of weights in bf16."""
         added_up = self.config.accumulated_in(model.width < FP32)
-        return 0 < self.stage < 3 and model.width < FP32 and added_up == "fp32" and not self.config.adam_offload
+        in_fp32 = self.stage > 0 and model.width < FP32 and added_up == "fp32"
+        return (in_fp32 or self.stage == 3) and not self.config.adam_offload
 
     def step(self, name: str, model: Model) -> list[Item]:
         """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
@@ -186,10 +201,13 @@ class Zero:
             largest = 2 * FP32 * model.largest if self.on_cpu else 0
             return [Item(f"{name}: gradients in fp32", FP32 * model.trained + largest)]
         share = self.ranks
+        if self.stage == 3 and not self.config.adam_offload:
+            copied = FP32 * min(SUBGROUP, model.trained) * (3 if self.on_cpu else 1) / share
+            return [*self.kept(name, model), Item(f"{name}: gradients in fp32", copied, "more ranks")]
         whole = model.trained * model.width if self.stage == 0 else 0
         flat = model.trained * model.width / share if model.width < FP32 else 0
         temporaries = 2 * FP32 * model.trained / share if self.on_cpu else 0
         if self.config.adam_offload:
-            return [Item(f"{name}: updated weights", flat, where=HOST)]
+            return [*self.kept(name, model), Item(f"{name}: updated weights", flat, where=HOST)]
         return [Item(f"{name}: gradients in fp32", FP32 * model.trained / share + flat + whole + temporaries,
                      "more ranks, lora_rank")]  # fmt: skip

@@ -39,7 +39,26 @@ def states_by_stage() -> dict[str, list[int]]:
             states.append(distinct_bytes([*masters, *moments]))
             engine.accumulate(engine(torch.randn(4, 256, dtype=strategy.dtype)).float().square().sum(), last=True)
             engine.step()
+        if stage == 3:
+            kept = engine.engine.optimizer
+            found["kept"] = [kept.grad_partitions_flat_buffer.nbytes] + [
+                b.buffer.nbytes for b in kept.ipg_buckets.values()
+            ]
         found[f"{stage} {'bf16' if bf16 else 'fp32'}"] = states
+    return found
+
+
+def parts_by_division() -> dict[int, int]:
+    """Bytes of what a rank of two holds of the weights of a module, by zpg."""
+    found = {}
+    for zpg in (1, 2):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3, zpg=zpg), bf16=True)
+        if not torch.distributed.is_initialized():
+            strategy.setup_distributed()
+        module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 64)).to(strategy.dtype)
+        engine = strategy.prepare(module, OptimizerSettings(1e-4, total_steps=4))
+        parts = [(each.ds_tensor, each.ds_secondary_tensor) for each in engine.module.parameters()]
+        found[zpg] = sum(part.nbytes for pair in parts for part in pair if part is not None)
     return found
 
 
@@ -53,11 +72,24 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
 
 @pytest.mark.slow
 def test_the_optimizers_states_are_those_planned() -> None:
-    for name, (before, after) in on_ranks(states_by_stage, ranks=1)[0].items():
+    found = on_ranks(states_by_stage, ranks=1)[0]
+    assert found.pop("kept") == [4 * TRAINED, 2 * BUCKET]
+    assert [each.bytes for each in zero(3, ranks=1).kept("it", Model(TRAINED, 0, 9, 9, 2))] == [4 * TRAINED, 2 * BUCKET]
+    for name, (before, after) in found.items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
         model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)
         planned = [zero(stage, ranks=1).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
         assert [before, after] == planned, name
+
+
+@pytest.mark.slow
+def test_weights_that_are_divided_twice_are_planned_twice() -> None:
+    """With zpg each of so many ranks keeps a part of the weights beside its part among all."""
+    numbers = 256 * 256 + 256 + 256 * 64 + 64
+    model = Model(trained=numbers, frozen=0, largest=256 * 256, widest=256 * 256, width=2)
+    planned = {zpg: zero(3, ranks=2, zpg=zpg).weights("it", model).bytes for zpg in (1, 2)}
+    assert on_ranks(parts_by_division, ranks=2)[0] == planned
+    assert zero(3, ranks=32, zpg=8).divided(32) == 1 + 4
 
 
 def test_stages_divide_what_they_divide() -> None:
@@ -77,7 +109,8 @@ def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
     """DeepSpeed's stages 1 and 2 take it with the first gradient; of a 3B model on an H200 these are 14 GiB."""
     assert zero(2).gradients_at_once(BILLION) and not zero(1).gradients_at_once(BILLION)
     assert zero(1, grad_accum_dtype="fp32").gradients_at_once(BILLION)
-    assert not any(zero(stage).gradients_at_once(BILLION) for stage in (0, 3))
+    assert not zero(0).gradients_at_once(BILLION)
+    assert zero(3).gradients_at_once(BILLION) and zero(3).gradients_at_once(replace(BILLION, width=4))
     assert not zero(2, adam_offload=True).gradients_at_once(BILLION)
     assert not zero(2).gradients_at_once(replace(BILLION, width=4))
 
@@ -101,6 +134,18 @@ def test_buckets_are_whole_on_accelerators_and_touched_on_the_host() -> None:
     assert zero(2).gradients("it", small)[1].bytes == 2 * BUCKET
     assert zero(2, overlap_comm=True).gradients("it", small)[1].bytes == 4 * BUCKET
     assert zero(2, on_cpu=True).gradients("it", small)[1].bytes == 2 * 1000
+    large = replace(BILLION, trained=BUCKET // 2)  # stage 3 reduces a copy of what is in its one bucket
+    assert zero(3).gradients("it", large)[1].bytes == zero(3, overlap_comm=True).gradients("it", large)[1].bytes
+    assert zero(3).gradients("it", large)[1].bytes == 2 * (BUCKET + BUCKET // 2)
+
+
+def test_stage_3_keeps_room_for_gradients_between_updates() -> None:
+    assert [each.bytes for each in zero(3).kept("it", BILLION)] == [4e9 / 8, 2 * BUCKET]
+    offloaded = zero(3, adam_offload=True).kept("it", BILLION)
+    assert [each.bytes for each in offloaded] == [0, 2 * BUCKET]  # those on the host are counted with the states
+    assert zero(2).kept("it", BILLION) == []
+    stepping = [each.bytes for each in zero(3).step("it", BILLION)]
+    assert stepping == [4e9 / 8, 2 * BUCKET, 4e9 / 8]  # a subgroup's gradients are copied
 
 
 @pytest.mark.parametrize("stage", [1, 2])
