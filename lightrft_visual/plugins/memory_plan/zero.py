@@ -29,7 +29,7 @@ SUBGROUP = 1_000_000_000  # numbers that stage 3 steps at once, over all ranks
 @dataclass(frozen=True)
 class Model:
     """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number; numbers
-    of the largest block that stage 3 gathers at once."""
+    of the largest block that stage 3 gathers at once, and of each trained weight."""
 
     trained: int
     frozen: int
@@ -37,6 +37,7 @@ class Model:
     widest: int
     width: int
     block: int = 0
+    each: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, width: int) -> Model:
@@ -44,7 +45,8 @@ class Model:
         trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
         every = [parameter.numel() for parameter in module.parameters()]
         block = max(blocks_at_once(module).values(), default=0)
-        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width, block)
+        largest = max(trained, default=0)
+        return cls(sum(trained), sum(every) - sum(trained), largest, max(every), width, block, tuple(trained))
 
     @property
     def numbers(self) -> int:
@@ -72,10 +74,12 @@ def in_use(config: Any, **own: bool) -> frozenset[str]:
     return frozenset(name for name, there in (on | own).items() if there)
 
 
-def rounded(name: str, sizes: Iterable[float]) -> list[Item]:
+def rounded(name: str, sizes: Iterable[float], dealt: Iterable[float] = (), ranks: int = 1) -> list[Item]:
     """What page-locked tensors of these bytes take beside them: PyTorch's allocator of such memory gives each the next
-    power of two. Other memory of the host is taken as it is asked for."""
-    more = sum(2.0 ** ceil(log2(size)) - size for size in sizes if size > 0)
+    power of two. Other memory of the host is taken as it is asked for. dealt: of tensors that each of `ranks` has a
+    part of."""
+    more, others = (sum(2.0 ** ceil(log2(size)) - size for size in each if size > 0) for each in (sizes, dealt))
+    more += others / ranks
     return [Item(f"{name}, page-locked to powers of two", more, where=HOST)] if more else []
 
 
@@ -141,13 +145,32 @@ class Zero:
         share = 1 if plain else self.ranks
         masters = 0 if plain else FP32 * model.trained / share
         moments = 2 * FP32 * model.trained / share if stepped else 0
-        extra = (FP32 + model.width) * model.trained / share if self.config.adam_offload else 0  # gradients, weights
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
-        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments + extra, lower)
-        if not self.config.adam_offload:
-            return [item]
-        locked = [] if self.on_cpu else [FP32 * model.trained / share] * 2  # of weights and gradients; moments are not
-        return [item.on_host(), *rounded(f"{name}: fp32 weights and gradients", locked)]
+        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments, lower)
+        return self._offloaded(item, name, model) if self.config.adam_offload else [item]
+
+    def _offloaded(self, states: Item, name: str, model: Model) -> list[Item]:
+        """With adam_offload. Gradients in fp32 lie beside the states, and from stage 2 on what is added up: stage 2 has
+        memory for each weight's, or adds up on the device. Stages 1 and 2 copy by way of buffers."""
+        part, buffer = model.trained / self.ranks, Item(f"{name}: buffer of a gradient", model.largest * model.width)
+        if self.stage == 3:
+            more = 2 * FP32 * part
+            locked, dealt = [FP32 * part, *self._subgroups(model)], []
+        else:
+            apart = self.stage == 2 and not self.in_fp32(model)
+            more = (FP32 + (1 + apart) * model.width) * part
+            locked = [FP32 * part] * 2 + [model.width * part]
+            dealt = [model.width * own for own in model.each] if apart else []
+        items = [Item(states.name, states.bytes + more, states.lower, HOST)]
+        items += [buffer, buffer.on_host()] if self.stage < 3 else []
+        if self.on_cpu:
+            return items
+        return items + rounded(f"{name}: fp32 weights and gradients", locked, dealt, self.ranks)
+
+    def _subgroups(self, model: Model) -> list[float]:
+        """Bytes of this rank's fp32 gradients of each."""
+        whole, rest = divmod(model.trained, SUBGROUP)
+        return [FP32 * each / self.ranks for each in (*[SUBGROUP] * whole, rest)]
 
     def saved(self, name: str, model: Model) -> list[Item]:
         """A rank's copy of what it writes behind the run, which is kept for the next time; rank 0's of the weights is
@@ -166,6 +189,7 @@ class Zero:
         """
         width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
         lower = "zero_stage 2, more ranks, lora_rank"
+        lower += ", grad_accum_dtype bf16" if self.config.adam_offload and self.in_fp32(model) else ""
         if self.stage == 0:
             width = FP32 if model.width < FP32 else model.width
             return [Item(f"{name}: gradients", model.trained * width, lower)]
@@ -177,7 +201,7 @@ class Zero:
         held = model.trained * width / self.share(2)
         adds_up = micro_batches > 1 and self.stage < 3 and not self.config.adam_offload
         again = model.trained * model.width / self.ranks if adds_up else 0
-        where = self.config.adam_offload and self.stage >= 2
+        where = self.config.adam_offload and self.stage >= 2 and not self.in_fp32(model)
         single = model.largest * model.width if model.largest > BUCKET and micro_batches else 0
         return [
             Item(f"{name}: gradients", 0 if where else held + again, lower),
@@ -188,12 +212,14 @@ class Zero:
         """Of `gradients` what is there between updates too: stage 3 makes room for them once."""
         return self.gradients(name, model, micro_batches=0) if self.stage == 3 else []
 
-    def gradients_at_once(self, model: Model) -> bool:
-        """Whether gradients are one tensor that is there before a backward or comes with its first: stage 3's, and
-        below DeepSpeed's in fp32 of weights in bf16."""
+    def in_fp32(self, model: Model) -> bool:
+        """Whether stages 1 and 2 add gradients of weights in bf16 up in one fp32 tensor, on the device in any case."""
         added_up = self.config.accumulated_in(model.width < FP32)
-        in_fp32 = self.stage > 0 and model.width < FP32 and added_up == "fp32"
-        return (in_fp32 or self.stage == 3) and not self.config.adam_offload
+        return 0 < self.stage < 3 and model.width < FP32 and added_up == "fp32"
+
+    def gradients_at_once(self, model: Model) -> bool:
+        """Whether gradients are one tensor that is there before a backward, as stage 3's, or comes with its first."""
+        return self.in_fp32(model) or (self.stage == 3 and not self.config.adam_offload)
 
     def step(self, name: str, model: Model) -> list[Item]:
         """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
