@@ -255,6 +255,19 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
     assert seen == [(None, False, False), (str(tmp_path / "saved" / "auto"), False, False)]
 
 
+@pytest.mark.plugin("embedded")
+def test_save_of_several_ranks_is_the_first_ones_also_where_another_comes_late(monkeypatch, tmp_path):
+    trainer = GRPOTrainer("embedded", output_dir=tmp_path / "out")
+    (tmp_path / "trained").mkdir()
+    trainer._result = api.Result({}, [], [], tmp_path / "out", tmp_path / "trained", None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="is there already"):
+        trainer.save(tmp_path / "copy")
+
+
 class Broken(list):
     def __getitem__(self, index):
         raise ZeroDivisionError("division by zero")
