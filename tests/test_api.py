@@ -467,6 +467,15 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
         GRPOTrainer(train_dataset="org/other")
 
 
+def test_a_loaded_model_on_a_device_is_told_that_it_takes_room_there(caplog):
+    held = torch.nn.Linear(2**14, 2**15, bias=False, device="meta")  # 2 GiB
+    for model, told in ((held, "2.0 GiB"), (torch.nn.Linear(2, 2), "")):
+        caplog.clear()
+        with pytest.raises(ConfigError, match="comes with its processor"), saved(model):
+            pass
+        assert (told in caplog.text) and bool(told) == ("give it on the CPU" in caplog.text)
+
+
 def test_loaded_model_without_its_processor_is_refused():
     with pytest.raises(ConfigError, match="comes with its processor"):
         GRPOTrainer(SimpleNamespace(save_pretrained=pytest.fail), score, ROWS).fit()
