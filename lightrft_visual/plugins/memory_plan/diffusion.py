@@ -22,7 +22,7 @@ from .meta import Held, Work, held_bytes, remembered, weights_bytes
 from .process import program
 from .reward_models import judges_of, judging, reward_items
 from .table import HOST, Item, Phase, Plan
-from .times import DISK, Speeds
+from .times import DISK, HOST_MEMORY, Speeds
 from .zero import FP32, Model, Zero, in_use
 
 T = torch.Tensor
@@ -352,6 +352,9 @@ class DiffusionPlanner:
         speeds = self.speeds
         updates = max(1.0, self.samples * self.sequence / self.own) * self.config.train.max_epochs
         seconds = self._drawn_for_reward() if self.rewarded else self._replay_seconds()
+        _, kept = self._reward_gradient() if self.rewarded else self._replayed()  # there and back, not page-locked
+        kept *= 1 if self.rewarded else ceil(self.steps / self.together)
+        seconds += 0.0 if speeds.alone else 2 * kept / HOST_MEMORY
         forwards = ceil(self.own / self.micro) * ceil(trained_steps(self.config) / self.together)
         exchanged = speeds.reducing(self.zero, self.model, forwards)
         exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)

@@ -23,6 +23,7 @@ from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPla
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import language_model, near_shipped
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
+from lightrft_visual.plugins.memory_plan.times import HOST_MEMORY
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
 SEVEN = (
@@ -377,6 +378,18 @@ def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) ->
     assert four["activations of a micro-batch"] == pytest.approx(one["activations of a micro-batch"] / 4, rel=0.1)
     name = "latents of the samples"
     assert four[name] == 4 * one[name]  # on the host
+
+
+def test_activations_that_are_kept_on_the_host_take_their_way_there_and_back(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --plan_world_size 1 --beta 0".split()
+    argv += "--rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8 --micro_train_batch_size 2".split()
+    argv += "--num_steps 5 --gradient_checkpointing full --diffusion_algorithm flow_grpo".split()
+    here, away = (plan_of(*argv, *own, schema=DiffusionRunConfig).phases[3]
+                  for own in ([], ["--use_gradient_checkpointing_offload"]))  # fmt: skip
+    kept = {item.name: item.bytes for item in away.items}["activations kept on the host"]
+    ways = 2 * 4 * 4  # of four micro-batches at four steps, the fifth of which has no noise
+    assert away.seconds - here.seconds == pytest.approx(ways * kept / HOST_MEMORY, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["sd3", "z_image", "qwen_image"])
