@@ -334,7 +334,7 @@ class VLPlanner:
     def _train(self) -> Phase:
         train, zero, model = self.config.train, self.zero, self.shape.model
         batch, own = self._micro_batch(), self._own()
-        activations = self.shape.training(batch, self.device)
+        activations = self.shape.training(self._learnt_from(batch), self.device)
         lower = "gradient_checkpointing, sp_size, bf16, "
         lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
         micro_batches = ceil(computed_tokens(self._samples(own)) / (batch.rows * batch.length))
@@ -374,7 +374,11 @@ class VLPlanner:
     def _update_work(self, batch: MicroBatch) -> Work:
         """Of the policy's forwards and backwards of one update, the largest of which is over `batch`."""
         times = computed_tokens(self._samples(self._own())) / (batch.rows * batch.length)
-        return self.shape.work(batch, self.device, backward=True).times(times, ceil(times))
+        return self.shape.work(self._learnt_from(batch), self.device, backward=True).times(times, ceil(times))
+
+    def _learnt_from(self, batch: MicroBatch) -> MicroBatch:
+        """What a forward of an update computes of it: PAPO's half hidden images are in the same one."""
+        return batch.twice() if self.config.algorithm.papo_coef > 0 else batch
 
     def _backward(self, gradients: list[Item], held: Item, whole: bool) -> list[list[Item]]:
         """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer.

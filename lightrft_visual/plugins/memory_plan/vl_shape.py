@@ -44,6 +44,15 @@ class MicroBatch:
     lengths: list[int] | None = None
     continues: list[int | None] | None = None
 
+    def twice(self) -> MicroBatch:
+        """Its samples, and the same once more behind them."""
+        if self.lengths is None:
+            return MicroBatch(2 * self.rows, self.length, 2 * self.actions, 2 * self.prompts)
+        count, again = len(self.lengths), self.continues
+        if again is not None:
+            again = [*again, *(None if of is None else of + count for of in again)]
+        return MicroBatch(1, 2 * self.length, 2 * self.actions, 2 * self.prompts, 2 * self.lengths, again)
+
     def over(self, ranks: int) -> MicroBatch:
         """What one of several ranks computes that hold the micro-batch together: a slice of a packed row.
 

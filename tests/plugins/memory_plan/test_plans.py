@@ -179,6 +179,20 @@ def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     assert held(padded, 3)["activations of a micro-batch"] == used[1]
 
 
+@pytest.mark.parametrize("row", [["--share_prefix", "false"], ["--packing_samples", "--share_prefix", "false"], []])
+def test_half_hidden_images_are_computed_beside_the_whole_ones(row) -> None:
+    """By a PAPO run, in one forward: twice the tokens of a micro-batch."""
+    settings = [*SEVEN, "--train_batch_size", "128", "--n_samples_per_prompt", "4", "--no_gradient_checkpointing", *row]
+    plain, papo, larger = (
+        plan_of(*settings, "--micro_train_batch_size", size, *also)
+        for size, also in (("4", []), ("4", ["--papo_coef", "0.01"]), ("8", []))
+    )
+    kept = [held(plan, 3)["activations of a micro-batch"] for plan in (plain, papo, larger)]
+    assert kept[1] == pytest.approx(kept[2], rel=0.1) and kept[1] > 1.6 * kept[0]
+    assert papo.phases[3].seconds > 1.5 * plain.phases[3].seconds
+    assert papo.phases[2].total("device") == plain.phases[2].total("device")
+
+
 def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
     settings = [*SEVEN, "--micro_train_batch_size", "16", "--no_gradient_checkpointing"]
     plans = [plan_of(*settings, "--sp_size", size) for size in ("1", "4")]
