@@ -41,7 +41,9 @@ class VLPlanner:
         rollout = config.rollout
         self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
         self.prompts = ceil(rollout.rollout_batch_size / ranks)
-        self.length = rollout.prompt_max_len + config.response_max_len
+        self.answer = max(config.response_max_len, shape.drawn_tokens)
+        self.length = rollout.prompt_max_len + self.answer
+        self.guided = shape.drawn_tokens > 0 and rollout.guidance_scale != 1  # a half without prompt beside each sample
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
@@ -235,7 +237,7 @@ class VLPlanner:
         items = [*self._models(train_states=False, waiting=self._away), *self._engine(awake=True), *self._batch()]
         if not self.resident and not self.split:
             items += self._lent()
-            held = self._cached_tokens(self._in_flight(), self.config.response_max_len)
+            held = self._cached_tokens(self._in_flight(), self.answer) * (1 + self.guided)
             items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
             items += self.zero.whole(self.shape.model)
@@ -251,7 +253,7 @@ class VLPlanner:
     def _generate_seconds(self) -> float:
         """Prompts, each once, then a token of every sample at a time."""
         rollout, shape, speeds = self.config.rollout, self.shape, self.speeds
-        rows, answer, size = self._in_flight(), self.config.response_max_len, rollout.engine_tp_size
+        rows, answer, size = self._in_flight(), self.answer, rollout.engine_tp_size
         weights = shape.base * shape.width / size
         cache = self._cached_tokens(rows, answer / 2) * shape.cache_bytes(shape.width) / size
         turns = ceil(self.samples / rows)
@@ -267,7 +269,7 @@ class VLPlanner:
         rollout, device = self.config.rollout, self.device
         samples = self._samples(min(self.samples, rollout.micro_rollout_batch_size))
         prompts = ceil(len(samples) / rollout.n_samples_per_prompt)
-        peak = self.shape.scoring(self._batch_of(samples, computed_tokens(samples), prompts), device)
+        peak = self.shape.scoring(self._scored(self._batch_of(samples, computed_tokens(samples), prompts)), device)
         always = [*self._engine(awake=False), *self._batch()]
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
@@ -286,7 +288,7 @@ class VLPlanner:
         forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
         seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
         for times, adapters in ((own, True), (reference, False)):
-            work = self.shape.work(batch, self.device, False, adapters)
+            work = self.shape.work(self._scored(batch), self.device, False, adapters)
             seconds += times * self.speeds.seconds(work.times(forwards, calls))
         return seconds + judging(self.judges, self.speeds, self.samples, self.samples * self.length)
 
@@ -320,7 +322,7 @@ class VLPlanner:
 
     def _batch_of(self, samples: list[SampleRef], tokens: int, prompts: int, packed: bool = False) -> MicroBatch:
         """So many tokens of the samples. prompts: different ones among as many samples that share nothing."""
-        answer = self.config.response_max_len
+        answer = self.answer
         if self._shares:
             lengths, continues = _shared_row(samples, tokens)
             prompts = continues.count(None)
@@ -378,7 +380,11 @@ class VLPlanner:
 
     def _learnt_from(self, batch: MicroBatch) -> MicroBatch:
         """What a forward of an update computes of it: PAPO's half hidden images are in the same one."""
-        return batch.twice() if self.config.algorithm.papo_coef > 0 else batch
+        return self._scored(batch.twice() if self.config.algorithm.papo_coef > 0 else batch)
+
+    def _scored(self, batch: MicroBatch) -> MicroBatch:
+        """What a forward computes for its log-probs: those of guided images are of two halves."""
+        return batch.twice() if self.guided and self.config.rollout.guidance_log_probs == "guided" else batch
 
     def _backward(self, gradients: list[Item], held: Item, whole: bool) -> list[list[Item]]:
         """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer.

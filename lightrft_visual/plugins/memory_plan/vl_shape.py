@@ -103,6 +103,11 @@ class VLShape:
         """Pixels of a side of a patch of what is read; 0 for text-only models."""
         return 0 if self.tower is None else _side(self.model_config.vision_config)
 
+    @property
+    def drawn_tokens(self) -> int:
+        """Of an image that the model may answer with; 0 where it draws none."""
+        return (self.family.tokens_per_image or 0) if self.family.draws else 0
+
     def cache_bytes(self, width: int) -> float:
         """Keys and values of one token."""
         return token_bytes(self.text, width)

@@ -24,6 +24,7 @@ from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import language_model, near_shipped
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
 from lightrft_visual.plugins.memory_plan.times import HOST_MEMORY
+from lightrft_visual.plugins.memory_plan.vl_shape import VLShape
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
 SEVEN = (
@@ -191,6 +192,25 @@ def test_half_hidden_images_are_computed_beside_the_whole_ones(row) -> None:
     assert kept[1] == pytest.approx(kept[2], rel=0.1) and kept[1] > 1.6 * kept[0]
     assert papo.phases[3].seconds > 1.5 * plain.phases[3].seconds
     assert papo.phases[2].total("device") == plain.phases[2].total("device")
+
+
+def test_answers_may_be_images_of_more_tokens_and_guided_by_a_half_without_prompt() -> None:
+    settings = "--embedded_family janus --engine_type hf --plan_device h100-80gb --prompt_max_len 8".split()
+    size = VLShape(RunConfig(), language_model(ModelConfig(embedded_family="janus"))).drawn_tokens
+    short, drawn, long, guided, conditional = (
+        plan_of(*settings, "--generate_max_len", str(answer), *also)
+        for answer, also in (
+            (2, []), (size, []), (size + 8, []), (size, ["--guidance_scale", "5"]),
+            (size, ["--guidance_scale", "5", "--guidance_log_probs", "conditional"]),
+        )
+    )  # fmt: skip
+    tokens, kept, cached = (
+        [held(plan, phase)[name] for plan in (short, drawn, long, guided, conditional)]
+        for phase, name in ((3, "tokens of the batch"), (3, "activations of a micro-batch"), (1, "keys and values"))
+    )
+    assert tokens[0] == tokens[1] == tokens[2] * (8 + size) / (16 + size)
+    assert kept[0] == kept[1] == kept[4] and 1.5 * kept[1] < kept[3] < 2.1 * kept[1]
+    assert cached[3] == cached[4] == 2 * cached[1]
 
 
 def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
