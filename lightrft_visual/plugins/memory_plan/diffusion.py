@@ -173,7 +173,8 @@ class DiffusionPlanner:
         self.micro = min(self.own, train.micro_train_batch_size)
         self.rewarded = a.entry.trains_on == "reward"
         self.reference = a.beta > 0 or a.entry.reference
-        self.others = self.reference + config.keeps_old_policy  # that run beside the trained network
+        taught = config.model.teacher_pretrain is not None
+        self.others = self.reference + config.keeps_old_policy + taught  # that run beside the trained network
         self.steps, self.together, self.guidance = trained_steps(config), train.steps_per_forward, s.guidance_scale
         if self.rewarded:
             self.steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))

@@ -414,6 +414,16 @@ def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) ->
     assert four[name] == 4 * one[name]  # on the host
 
 
+def test_a_teacher_of_denoising_steps_is_asked_beside_the_trained_network(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --beta 0 --num_steps 5".split()
+    argv += "--gradient_checkpointing full --diffusion_algorithm".split()
+    config = parse_run(DiffusionRunConfig, [*argv, "diffusion_opd", "--teacher_pretrain", str(tmp_path)]).config
+    planner = DiffusionPlanner(config, Computed(config, pipeline_policy(config)), CARD, 1, 1)
+    seconds, planner.others = planner._train_seconds(), 0
+    assert seconds > 1.1 * planner._train_seconds()  # its forwards, which have no backward
+
+
 def test_activations_that_are_kept_on_the_host_take_their_way_there_and_back(tmp_path) -> None:
     tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
     argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --plan_world_size 1 --beta 0".split()
