@@ -75,9 +75,15 @@ def in_use(config: Any, **own: bool) -> frozenset[str]:
 
 
 def rounded(name: str, sizes: Iterable[float], dealt: Iterable[float] = (), ranks: int = 1) -> list[Item]:
-    """What page-locked tensors of these bytes take beside them: PyTorch's allocator of such memory gives each the next
-    power of two. Other memory of the host is taken as it is asked for. dealt: of tensors that each of `ranks` has a
-    part of."""
+    """What page-locked tensors take beside their bytes: PyTorch's allocator of such memory gives each the next power of
+    two. Other memory of the host is taken as it is asked for.
+
+    Args:
+        name: of the tensors.
+        sizes: bytes of those of this rank.
+        dealt: of those that are dealt out to the ranks.
+        ranks: how many they are.
+    """
     more, others = (sum(2.0 ** ceil(log2(size)) - size for size in each if size > 0) for each in (sizes, dealt))
     more += others / ranks
     return [Item(f"{name}, page-locked to powers of two", more, where=HOST)] if more else []
