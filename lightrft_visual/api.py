@@ -204,9 +204,9 @@ class _Trainer:
         it is resumed from. Returns it. Raises ConfigError before `fit`, and for a folder that is there already."""
         if self._result is None or self._result.checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
-        if os.path.exists(path):
-            raise ConfigError(f"{path} is there already")
         if os.environ.get("RANK", "0") == "0":
+            if os.path.exists(path):
+                raise ConfigError(f"{path} is there already")
             shutil.copytree(self._result.checkpoint, path)
         return Path(path)
 

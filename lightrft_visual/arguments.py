@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import math
 import os
 import shutil
@@ -277,6 +278,9 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
         if any(kind.__module__.startswith("peft.") for each in layers for kind in type(each).__mro__):
             how = "merge_and_unload() or unload() of a PeftModel; of a pipeline: fuse_lora(), unload_lora_weights()"
             raise ConfigError(f"{name} has adapters: merge or remove them first ({how}); lora_rank gives new ones")
+    if size := _bytes_on_devices(model):
+        told = f"the model that was given stays on its device, where it takes {size / 2**30:.1f} GiB beside the run"
+        logging.getLogger(__name__).warning("%s, which loads a copy: give it on the CPU", told)
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
     run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")
@@ -298,6 +302,15 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes_on_devices(model: Any) -> int:
+    """Of the weights of a model or a pipeline that are not on the host."""
+    import torch
+
+    parts = (getattr(model, "components", None) or {"model": model}).values()
+    weights = [each for part in parts if isinstance(part, torch.nn.Module) for each in part.parameters()]
+    return sum(each.nbytes for each in weights if each.device.type != "cpu")
 
 
 def _digest(model: Any) -> str:

@@ -191,6 +191,8 @@ def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], 
     given, draws = _pairs(settings), Checkpoint.of(checkpoint).draws  # then they are arguments of a pipeline
     given |= {name: _value(text) for name, text in given.items() if draws or name == "temperature"}
     found = made(checkpoint, rows, [shown] * len(rows) if shown else None, n=count, seed=seed, **given)
+    if os.environ.get("RANK", "0") != "0":
+        return  # every rank has the same
     for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):
             if isinstance(each, str):

@@ -444,7 +444,10 @@ def _drawn(
     cells: list[list[Any]] = [images_in(each.get(image_column(each, checkpoint.image_key))) for each in prompts]
     if beside:  # before anything is loaded
         cells = [[load_image(image) for image in cell] for cell in cells]
-    device, model = get_accelerator().device_name(), checkpoint.run.get("model") or {}
+    accelerator, model = get_accelerator(), checkpoint.run.get("model") or {}
+    if accelerator.device_name() != "cpu" and ranks_started() > 1:  # each on its own; diffusers would take the first
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = accelerator.current_device_name()
     pipeline = checkpoint.pipeline(settings.pop("bf16", model.get("bf16", device != "cpu")))
     pipeline.set_progress_bar_config(disable=True)
     if model.get("vae_tiling"):

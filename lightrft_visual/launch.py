@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from .runtime.start_up import (
     start_is_over,
 )
 from .runtime.usercode.calls import INTERRUPTED, TERMINATED, describe_error, masked, source_line_of
-from .runtime.usercode.surroundings import rng_state, set_rng_state
+from .runtime.usercode.surroundings import is_users, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from .config.diffusion import DiffusionRunConfig
@@ -161,7 +161,27 @@ def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
                     _close(trainer)
             except Exception as second:
                 logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
+            for trainer in held:
+                vars(trainer).clear()  # whoever called this still names it
+            _empty_frames(error)
             raise
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Take the variables of ours and of libraries from an error. Notebooks keep the last one, and with it all that its
+    frames name: weights and optimizer, beside which the next run finds no room on its device."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            if not is_users(frame.f_code.co_filename):
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        waiting += [current.__cause__, current.__context__]
 
 
 @contextmanager

@@ -255,6 +255,19 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
     assert seen == [(None, False, False), (str(tmp_path / "saved" / "auto"), False, False)]
 
 
+@pytest.mark.plugin("embedded")
+def test_save_of_several_ranks_is_the_first_ones_also_where_another_comes_late(monkeypatch, tmp_path):
+    trainer = GRPOTrainer("embedded", output_dir=tmp_path / "out")
+    (tmp_path / "trained").mkdir()
+    trainer._result = api.Result({}, [], [], tmp_path / "out", tmp_path / "trained", None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="is there already"):
+        trainer.save(tmp_path / "copy")
+
+
 class Broken(list):
     def __getitem__(self, index):
         raise ZeroDivisionError("division by zero")
@@ -452,6 +465,15 @@ def test_hub_name_is_loaded_and_one_that_is_not_there_is_a_data_error(monkeypatc
     assert rows_of("org/questions") == ROWS
     with pytest.raises(DataError, match="'org/other' is no file here, and of the hub .split train.: offline"):
         GRPOTrainer(train_dataset="org/other")
+
+
+def test_a_loaded_model_on_a_device_is_told_that_it_takes_room_there(caplog):
+    held = torch.nn.Linear(2**14, 2**15, bias=False, device="meta")  # 2 GiB
+    for model, told in ((held, "2.0 GiB"), (torch.nn.Linear(2, 2), "")):
+        caplog.clear()
+        with pytest.raises(ConfigError, match="comes with its processor"), saved(model):
+            pass
+        assert (told in caplog.text) and bool(told) == ("give it on the CPU" in caplog.text)
 
 
 def test_loaded_model_without_its_processor_is_refused():

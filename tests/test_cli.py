@@ -197,6 +197,15 @@ def test_settings_reach_a_run_as_they_were_written_and_a_pipeline_as_numbers(tmp
     assert {name: seen[name] for name in NUMBERS} == {name: NUMBERS[name][name in read] for name in NUMBERS}
 
 
+def test_of_several_ranks_the_first_alone_says_what_was_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference, "sample", lambda *_, **settings: [["blue"]])
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        told.append(command("sample", str(tmp_path), "--prompt", "which?").strip())
+    assert told == ["which? -> blue", ""]
+
+
 ABSENT = ("torch", "wandb", "num2words")
 
 

@@ -244,6 +244,35 @@ def test_what_an_earlier_run_left_goes_before_the_next_one_sets_its_imports_asid
         gc.unfreeze()
 
 
+def test_an_error_that_a_notebook_keeps_holds_no_model_but_the_variables_of_users_code():
+    class Engine:
+        def close(self):
+            pass
+
+    class Trainer(Engine):
+        def __init__(self):
+            self.engine, self.recorder = Engine(), Engine()
+
+    models = []
+
+    def users(calls):
+        mine = 3
+        calls.pop()(torch.ones(mine))  # of the wrong size; frames of torch hold the model
+
+    def run():
+        with launch._released_on_error() as held:
+            held.append(trainer := Trainer())
+            calls = [torch.nn.Sequential(torch.nn.Linear(2, 2))]
+            models.extend(map(weakref.ref, (trainer.engine, calls[0])))
+            users(calls)
+
+    with pytest.raises(RuntimeError) as kept:
+        run()
+    gc.collect()
+    assert [model() for model in models] == [None, None]
+    assert [entry.frame.f_locals["mine"] for entry in kept.traceback if entry.name == "users"] == [3]
+
+
 def draws():
     return random.random(), np.random.rand(), torch.rand(1).item()
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import deepspeed.accelerator
 import diffusers
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from PIL import Image
 
-from lightrft_visual import sample
+from lightrft_visual import inference, sample
 from lightrft_visual.cli import cli
 from lightrft_visual.data.video import load_video
 from lightrft_visual.errors import ConfigError, DataError
@@ -49,6 +50,31 @@ def test_sample_video_model_gives_frames_of_the_runs_size_and_number(tmp_path, n
     assert [len(video) for video in videos] == [frames, frames]
     assert {image.size for video in videos for image in video} == {size[::-1]}
     assert np.abs(pixels(videos[0]) - pixels(videos[1])).max() > 0
+
+
+def test_sample_of_several_ranks_draws_on_the_device_of_each(monkeypatch):
+    chosen, used = [], []
+
+    class Pipeline:
+        def __call__(self, prompt, generator):
+            return SimpleNamespace(images=[prompt])
+
+        def set_progress_bar_config(self, disable):
+            pass
+
+        def enable_model_cpu_offload(self, device):
+            used.append(device)
+
+    accelerator = SimpleNamespace(
+        device_name=lambda: "sim", set_device=chosen.append, current_device_name=lambda: f"sim:{chosen[-1]}"
+    )
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(inference, "_as_in_the_run", lambda pipeline, run: {})
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    checkpoint = SimpleNamespace(run={}, image_key="", text_length=int, pipeline=lambda bf16: Pipeline())
+    assert inference._drawn(checkpoint, [{"prompt": "a red ball"}], 1, 0, {}, False) == [["a red ball"]]
+    assert used == ["sim:1"]
 
 
 def test_sample_command_writes_a_video_that_can_be_read(tmp_path):

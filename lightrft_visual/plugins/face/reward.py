@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 
 from ...errors import ConfigError
 from ...rewards.functions.image_scoring import load_tensors
@@ -65,12 +66,31 @@ def load_face_model(embedder: str, weights: str | None = None) -> nn.Module:
             "with its weights, or as a torch.export program (.pt2). The rule face_similarity scores with ONNX"
         )
     elif embedder.endswith(".pt2"):
-        return torch.export.load(existing(embedder)).module().requires_grad_(False)  # holds no training mode
+        return _Exported(existing(embedder))  # holds no training mode
     else:
         model = torch.jit.load(existing(embedder), map_location="cpu")
     for parameter in model.parameters():  # TorchScript's modules refuse requires_grad_ as a whole
         parameter.requires_grad_(False)
     return model.eval()
+
+
+class _Exported(nn.Module):
+    """A torch.export program. It names the device of its constants and of what it makes, which Module.to leaves."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.program = torch.export.load(path)
+        self.module: nn.Module = nn.Identity()
+        self.device: torch.device | None = None
+
+    def to(self, device: torch.device) -> _Exported:  # type: ignore[override]
+        if device != self.device:
+            moved = move_to_device_pass(self.program, device)
+            self.module, self.device = moved.module().requires_grad_(False), device
+        return self
+
+    def forward(self, faces: T) -> T:
+        return self.module(faces)
 
 
 def _in_folder(embedder: str) -> str:

@@ -1,6 +1,7 @@
 """Is it the same face as in a reference image?"""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ class FaceSimilarity:
         for path in (embedder, detector):
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"scorer face_similarity: the file {path} does not exist")
-        model = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
-        self._faces = Faces(model, None if detector is None else FaceDetector(detector, size).matrix, size, scale)
+        self._model = _OnnxModel(embedder) if embedder.endswith(".onnx") else _TorchModel(embedder, offload)
+        self._faces = Faces(self._model, None if detector is None else FaceDetector(detector, size).matrix, size, scale)
 
     def __call__(
         self,
@@ -146,7 +147,8 @@ class FaceSimilarity:
         device: Any,
     ) -> list[float | None]:
         rows = [{REFERENCE_COLUMNS[-1]: own[0]} | row if own else row for row, own in zip(metadata, source_images)]
-        return [self._similarity(*sample, device) for sample in zip(frames, references, rows)]
+        with self._model.at_work(device):
+            return [self._similarity(*sample, device) for sample in zip(frames, references, rows)]
 
     def _similarity(self, images: list[Any], reference: Any, row: dict[str, Any], device: Any) -> float | None:
         wanted = self._faces.reference(reference, row, device)
@@ -160,6 +162,9 @@ class _OnnxModel:
 
         self._net = cv2.dnn.readNetFromONNX(path)
 
+    def at_work(self, device: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def __call__(self, faces: T) -> T:
         rows = []
         for face in faces.cpu().numpy():  # one at a time: exported models often have a fixed batch of 1
@@ -172,9 +177,12 @@ class _TorchModel:
     def __init__(self, path: str, offload: bool) -> None:
         self._model, self._offload = torch.jit.load(path, map_location="cpu").eval(), offload
 
+    def at_work(self, device: Any) -> AbstractContextManager[Any]:
+        """Inside, it is where the faces are; it goes there and back once for all samples."""
+        return on_device(self._model, device, self._offload)
+
     def __call__(self, faces: T) -> T:
-        with on_device(self._model, faces.device, self._offload) as model:
-            return model(faces)
+        return self._model(faces)
 
 
 class FaceDetector:

@@ -22,7 +22,7 @@ from .meta import Held, Work, held_bytes, remembered, weights_bytes
 from .process import program
 from .reward_models import judges_of, judging, reward_items
 from .table import HOST, Item, Phase, Plan
-from .times import DISK, Speeds
+from .times import DISK, HOST_MEMORY, Speeds
 from .zero import FP32, Model, Zero, in_use
 
 T = torch.Tensor
@@ -173,7 +173,8 @@ class DiffusionPlanner:
         self.micro = min(self.own, train.micro_train_batch_size)
         self.rewarded = a.entry.trains_on == "reward"
         self.reference = a.beta > 0 or a.entry.reference
-        self.others = self.reference + config.keeps_old_policy  # that run beside the trained network
+        taught = config.model.teacher_pretrain is not None
+        self.others = self.reference + config.keeps_old_policy + taught  # that run beside the trained network
         self.steps, self.together, self.guidance = trained_steps(config), train.steps_per_forward, s.guidance_scale
         if self.rewarded:
             self.steps = len(gradient_steps(s.num_steps, a.mid_timestep, a.final_timestep))
@@ -198,14 +199,17 @@ class DiffusionPlanner:
     def _parts(self, *names: str) -> int:
         return sum(self.computed.part_bytes.get(name, 0) for name in names)
 
-    def _always(self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None) -> list[Item]:
+    def _always(
+        self, at_work: tuple[str, ...] = (), stepped: bool = True, judge: str | None = None, training: bool = False
+    ) -> list[Item]:
         """Denoisers, what their optimizer keeps, and copies; text encoders and VAE wait on the host.
 
-        judge: the reward model at work.
+        judge: the reward model at work. training: whether gradients are counted apart.
         """
         config, share = self.config, self.zero.share(3)
         items = [*program(self.device, engine=False), self.zero.weights("denoisers", self.model)]
         items += self.zero.optimizer("denoisers", self.model, stepped)
+        items += [] if training else self.zero.kept("denoisers", self.model)
         for name, names in (("text encoders", ENCODERS), ("VAE", ("vae",))):
             there = bool(set(names) & set(at_work))
             items.append(Item(f"{name}: weights", self._parts(*names)).on_host(not there))
@@ -329,7 +333,7 @@ class DiffusionPlanner:
         return Phase.fullest("score", seconds, *([*self._always(judge=name), *held] for name in self.judges or [None]))
 
     def _train(self) -> Phase:
-        always, zero, model = self._always(("vae",) if self.rewarded else ()), self.zero, self.model
+        always, zero, model = self._always(("vae",) if self.rewarded else (), training=True), self.zero, self.model
         activations, host = self._reward_gradient() if self.rewarded else self._replayed()
         batch = self._update_items()
         lower = "gradient_checkpointing, use_gradient_checkpointing_offload, bf16, steps_per_forward, "
@@ -349,6 +353,9 @@ class DiffusionPlanner:
         speeds = self.speeds
         updates = max(1.0, self.samples * self.sequence / self.own) * self.config.train.max_epochs
         seconds = self._drawn_for_reward() if self.rewarded else self._replay_seconds()
+        _, kept = self._reward_gradient() if self.rewarded else self._replayed()  # there and back, not page-locked
+        kept *= 1 if self.rewarded else ceil(self.steps / self.together)
+        seconds += 0.0 if speeds.alone else 2 * kept / HOST_MEMORY
         forwards = ceil(self.own / self.micro) * ceil(trained_steps(self.config) / self.together)
         exchanged = speeds.reducing(self.zero, self.model, forwards)
         exchanged += speeds.gathering(self.zero, self.model, 2 * forwards)

@@ -136,9 +136,9 @@ def reward_items(models: Mapping[str, RewardModel], zero: Zero, at_work: str | N
     """
     items = []
     for name, each in models.items():
-        share = zero.share(3) if each.divided else 1
+        held = zero.divided(each.model.bytes) if each.divided else each.model.bytes
         lower = "reward_cpu_offload, zero_stage 3, a reward server" if each.divided else "offload of its settings, Ray"
-        weights = Item(f"{name}: weights", each.model.bytes / share, lower)
+        weights = Item(f"{name}: weights", held, lower)
         items.append(weights.on_host(each.offload and not zero.on_cpu and name != at_work))
         if name == at_work and each.divided:
             items += zero.gathered(each.model)

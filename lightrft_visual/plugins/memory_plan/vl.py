@@ -4,6 +4,7 @@ All lengths are the longest that the settings allow: prompts of `prompt_max_len`
 `max_pixels` lets them be, and responses of `generate_max_len`, or episodes of `max_episode_tokens`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -40,7 +41,9 @@ class VLPlanner:
         rollout = config.rollout
         self.samples = ceil(rollout.rollout_batch_size * rollout.n_samples_per_prompt / ranks)
         self.prompts = ceil(rollout.rollout_batch_size / ranks)
-        self.length = rollout.prompt_max_len + config.response_max_len
+        self.answer = max(config.response_max_len, shape.drawn_tokens)
+        self.length = rollout.prompt_max_len + self.answer
+        self.guided = shape.drawn_tokens > 0 and rollout.guidance_scale != 1  # a half without prompt beside each sample
         self.split = config.distributed.split  # the engine is on devices of its own, which are not planned here
         self.resident = registry.engines[rollout.engine_type].resident and not self.split
         self.engine = TITLES.get(rollout.engine_type, rollout.engine_type)
@@ -66,14 +69,19 @@ class VLPlanner:
     # -- what stands there all the time --------------------------------------------------------------------------
 
     def _models(
-        self, train_states: bool = True, stepped: bool = True, scoring: bool = False, judge: str | None = None
-    ) -> list[Item]:
+        self, train_states: bool = True, stepped: bool = True, scoring: bool = False, judge: str | None = None,
+        training: bool = False, waiting: Sequence[str] = (),
+    ) -> list[Item]:  # fmt: skip
         """Weights of all models; train_states: and what the optimizers keep, unless it waits on the host.
 
         scoring: whether the reference is at work; else it may wait on the host. judge: the reward model at work.
+        training: whether gradients are counted apart. waiting: trained models whose weights are away too, where
+        `offload_trainer` moves them.
         """
-        model = self.shape.model
-        items = [*program(self.device, self.resident), self.zero.weights("policy", model)]
+        trained = {"policy": self.shape.model} | ({} if self._critic is None else {"critic": self._critic})
+        moves = self.config.rollout.offload_trainer and not self.device.on_cpu
+        left = [name for name in trained if not (moves and name in waiting)]
+        items = [*program(self.device, self.resident), *(self.zero.weights(name, trained[name]) for name in left)]
         if self.config.model.lora_rank == 0 and self.config.algorithm.init_kl_coef > 0:
             away = self.config.rollout.offload_reference
             items.append(self._reference().on_host(away and not scoring))
@@ -86,23 +94,26 @@ class VLPlanner:
         if self._teacher is not None:
             items.append(self._teacher)
         waits = self.config.rollout.offload_trainer and not train_states
-        trained, critic = [*self.zero.optimizer("policy", model, stepped)], self._critic
-        places = self.zero.weights("policy", model).bytes  # on the host, which are kept for the next time
-        if critic is not None:
-            items.append(self.zero.weights("critic", critic))
-            trained += self.zero.optimizer("critic", critic, stepped)
-            places += self.zero.weights("critic", critic).bytes
-        items += [item.on_host(waits) for item in trained]
-        if self.config.rollout.offload_trainer and not self.device.on_cpu:
-            places = places if self.resident or self.split else 0  # an engine that shares the weights needs them
-            places += 0 if waits else sum(item.bytes for item in trained)
+        states = [item for name, each in trained.items() for item in self.zero.optimizer(name, each, stepped)]
+        kept = [item for name, each in trained.items() for item in self.zero.kept(name, each)]
+        waiting_too = [*states, *(item for item in kept if not item.name.endswith(BUCKETS))]  # those hold nothing then
+        held = states if training else waiting_too if waits else [*states, *kept]
+        items += [item.on_host(waits) for item in held]
+        if moves:  # places on the host are kept for the next time
+            places = sum(self.zero.weights(*each).bytes for each in trained.items() if each[0] in self._away)
+            places += 0 if waits else sum(item.bytes for item in waiting_too)
             items.append(Item("places of weights and optimizer that wait", places, "zero_stage 3, lora_rank", HOST))
         if self.config.output.async_save and stepped:
-            items += self.zero.saved("policy", model) + (self.zero.saved("critic", critic) if critic else [])
+            items += [item for name, each in trained.items() for item in self.zero.saved(name, each)]
         if self.config.train.enable_ema:
-            share = self.zero.share(3)
-            items.append(Item("average of the weights (EMA), fp32", FP32 * model.trained / share, "enable_ema false"))
+            size = FP32 * self.shape.model.trained / self.zero.share(3)
+            items.append(Item("average of the weights (EMA), fp32", size, "enable_ema false"))
         return items + reward_items(self.judges, self.zero, judge)
+
+    @property
+    def _away(self) -> tuple[str, ...]:
+        """Models whose weights wait with `offload_trainer` while responses are generated: not those that do it."""
+        return ("policy", "critic") if self.resident or self.split else ("critic",)
 
     @cached_property
     def _teacher(self) -> Item | None:
@@ -113,11 +124,11 @@ class VLPlanner:
         own = language_model(replace(self.config.model, pretrain=path), task=self.config.data.prompt_data)
         if own is None:
             return None
-        size = VLShape(self.config, own).base * self.shape.width / self.zero.share(3)
+        size = self.zero.divided(VLShape(self.config, own).base * self.shape.width)
         return Item("teacher: weights", size, "zero_stage 3, bf16")
 
     def _reference(self) -> Item:
-        size = self.shape.base * self.shape.width / self.zero.share(3)
+        size = self.zero.divided(self.shape.base * self.shape.width)
         return Item("reference: weights", size, "offload_reference, zero_stage 3, lora_rank, init_kl_coef 0, bf16")
 
     @cached_property
@@ -215,7 +226,7 @@ class VLPlanner:
         """The checkpoint in host memory on its way to the device; then the engine starts."""
         copy = self.zero.on_its_way("the checkpoint on its way", self.shape.model)
         models = self._models(stepped=False)
-        loaded = [*self._models(train_states=False, stepped=False), *self._engine(awake=True)]
+        loaded = [*self._models(train_states=False, stepped=False, waiting=self._away), *self._engine(awake=True)]
         frozen = sum(item.name.startswith(("reference", "teacher")) for item in models)
         copies = 1 + (self._critic is not None) + frozen
         seconds = copies * self.shape.model.bytes / DISK + (30 if self.resident else 2)
@@ -223,10 +234,10 @@ class VLPlanner:
         return Phase.fullest("load", seconds, *moments)
 
     def _generate(self) -> Phase:
-        items = [*self._models(train_states=False), *self._engine(awake=True), *self._batch()]
+        items = [*self._models(train_states=False, waiting=self._away), *self._engine(awake=True), *self._batch()]
         if not self.resident and not self.split:
             items += self._lent()
-            held = self._cached_tokens(self._in_flight(), self.config.response_max_len)
+            held = self._cached_tokens(self._in_flight(), self.answer) * (1 + self.guided)
             items.append(Item("keys and values", held * self.shape.cache_bytes(self.shape.width),
                               "micro_rollout_batch_size"))  # fmt: skip
             items += self.zero.whole(self.shape.model)
@@ -242,7 +253,7 @@ class VLPlanner:
     def _generate_seconds(self) -> float:
         """Prompts, each once, then a token of every sample at a time."""
         rollout, shape, speeds = self.config.rollout, self.shape, self.speeds
-        rows, answer, size = self._in_flight(), self.config.response_max_len, rollout.engine_tp_size
+        rows, answer, size = self._in_flight(), self.answer, rollout.engine_tp_size
         weights = shape.base * shape.width / size
         cache = self._cached_tokens(rows, answer / 2) * shape.cache_bytes(shape.width) / size
         turns = ceil(self.samples / rows)
@@ -258,7 +269,7 @@ class VLPlanner:
         rollout, device = self.config.rollout, self.device
         samples = self._samples(min(self.samples, rollout.micro_rollout_batch_size))
         prompts = ceil(len(samples) / rollout.n_samples_per_prompt)
-        peak = self.shape.scoring(self._batch_of(samples, computed_tokens(samples), prompts), device)
+        peak = self.shape.scoring(self._scored(self._batch_of(samples, computed_tokens(samples), prompts)), device)
         always = [*self._engine(awake=False), *self._batch()]
         forward = Item("forward of a micro-batch", peak, "micro_rollout_batch_size")
         moments = [[*self._models(False, scoring=True), *always, *self.zero.gathered(self.shape.model), forward]]
@@ -277,7 +288,7 @@ class VLPlanner:
         forwards, calls = self._tokens() / (batch.rows * batch.length), ceil(self.samples / len(samples))
         seconds = self.speeds.gathering(self.zero, self.shape.model, (own + reference) * calls)
         for times, adapters in ((own, True), (reference, False)):
-            work = self.shape.work(batch, self.device, False, adapters)
+            work = self.shape.work(self._scored(batch), self.device, False, adapters)
             seconds += times * self.speeds.seconds(work.times(forwards, calls))
         return seconds + judging(self.judges, self.speeds, self.samples, self.samples * self.length)
 
@@ -311,7 +322,7 @@ class VLPlanner:
 
     def _batch_of(self, samples: list[SampleRef], tokens: int, prompts: int, packed: bool = False) -> MicroBatch:
         """So many tokens of the samples. prompts: different ones among as many samples that share nothing."""
-        answer = self.config.response_max_len
+        answer = self.answer
         if self._shares:
             lengths, continues = _shared_row(samples, tokens)
             prompts = continues.count(None)
@@ -325,12 +336,12 @@ class VLPlanner:
     def _train(self) -> Phase:
         train, zero, model = self.config.train, self.zero, self.shape.model
         batch, own = self._micro_batch(), self._own()
-        activations = self.shape.training(batch, self.device)
+        activations = self.shape.training(self._learnt_from(batch), self.device)
         lower = "gradient_checkpointing, sp_size, bf16, "
         lower += "max_tokens_per_batch" if train.max_tokens_per_batch else "micro_train_batch_size"
         micro_batches = ceil(computed_tokens(self._samples(own)) / (batch.rows * batch.length))
         always = [
-            *self._models(),
+            *self._models(training=True),
             *self._engine(awake=False),
             *self._batch(self.shape.sequence),
             self._next_batch(),
@@ -338,11 +349,13 @@ class VLPlanner:
         ]
         held = Item("activations of a micro-batch", activations, lower)
         moments: list[list[Item]] = []
-        for name, trained in (("policy", model), ("critic", self._critic)):
+        both = {"policy": model, "critic": self._critic}
+        for name, trained in both.items():
             if trained is not None:
+                rests = [item for other, own in both.items() if own and other != name for item in zero.kept(other, own)]
                 whole = micro_batches > 1 or zero.stage == 0 or zero.gradients_at_once(trained)
                 backward = self._backward(zero.gradients(name, trained, micro_batches), held, whole)
-                moments += [[*always, *moment] for moment in (*backward, zero.step(name, trained))]
+                moments += [[*always, *rests, *moment] for moment in (*backward, zero.step(name, trained))]
         return Phase.fullest("train", self._train_seconds(batch, micro_batches), *moments)
 
     def _train_seconds(self, batch: MicroBatch, micro_batches: int) -> float:
@@ -363,7 +376,15 @@ class VLPlanner:
     def _update_work(self, batch: MicroBatch) -> Work:
         """Of the policy's forwards and backwards of one update, the largest of which is over `batch`."""
         times = computed_tokens(self._samples(self._own())) / (batch.rows * batch.length)
-        return self.shape.work(batch, self.device, backward=True).times(times, ceil(times))
+        return self.shape.work(self._learnt_from(batch), self.device, backward=True).times(times, ceil(times))
+
+    def _learnt_from(self, batch: MicroBatch) -> MicroBatch:
+        """What a forward of an update computes of it: PAPO's half hidden images are in the same one."""
+        return self._scored(batch.twice() if self.config.algorithm.papo_coef > 0 else batch)
+
+    def _scored(self, batch: MicroBatch) -> MicroBatch:
+        """What a forward computes for its log-probs: those of guided images are of two halves."""
+        return batch.twice() if self.guided and self.config.rollout.guidance_log_probs == "guided" else batch
 
     def _backward(self, gradients: list[Item], held: Item, whole: bool) -> list[list[Item]]:
         """What gradients and activations take: of one micro-batch the ones come as the others go, layer by layer.
@@ -377,7 +398,8 @@ class VLPlanner:
 
     def _sync(self) -> Phase:
         size = self.shape.base * self.shape.width
-        items = [*self._models(train_states=False), *self._engine(awake=True), self._next_batch(), *self._lent()]
+        models = self._models(train_states=False, waiting=["critic"])  # a probe of the gate reads the policy's
+        items = [*models, *self._engine(awake=True), self._next_batch(), *self._lent()]
         beside = not self.config.rollout.enable_engine_sleep or self.config.output.eval_ema
         if self.resident and beside:  # else the cache comes back after the weights
             items.append(Item("a weight on its way", self.shape.model.largest * self.shape.width))

@@ -44,6 +44,15 @@ class MicroBatch:
     lengths: list[int] | None = None
     continues: list[int | None] | None = None
 
+    def twice(self) -> MicroBatch:
+        """Its samples, and the same once more behind them."""
+        if self.lengths is None:
+            return MicroBatch(2 * self.rows, self.length, 2 * self.actions, 2 * self.prompts)
+        count, again = len(self.lengths), self.continues
+        if again is not None:
+            again = [*again, *(None if of is None else of + count for of in again)]
+        return MicroBatch(1, 2 * self.length, 2 * self.actions, 2 * self.prompts, 2 * self.lengths, again)
+
     def over(self, ranks: int) -> MicroBatch:
         """What one of several ranks computes that hold the micro-batch together: a slice of a packed row.
 
@@ -93,6 +102,11 @@ class VLShape:
     def patch_side(self) -> int:
         """Pixels of a side of a patch of what is read; 0 for text-only models."""
         return 0 if self.tower is None else _side(self.model_config.vision_config)
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Of an image that the model may answer with; 0 where it draws none."""
+        return (self.family.tokens_per_image or 0) if self.family.draws else 0
 
     def cache_bytes(self, width: int) -> float:
         """Keys and values of one token."""

@@ -23,12 +23,13 @@ FP32 = 4
 BUCKETS = "buckets of gradients"
 BUCKET = 500_000_000  # numbers of a reduction bucket, whole however small the model is
 LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the one it gathers
+SUBGROUP = 1_000_000_000  # numbers that stage 3 steps at once, over all ranks
 
 
 @dataclass(frozen=True)
 class Model:
     """Numbers of a model: trained, frozen, of its largest trained and its largest weight; bytes of one number; numbers
-    of the largest block that stage 3 gathers at once."""
+    of the largest block that stage 3 gathers at once, and of each trained weight."""
 
     trained: int
     frozen: int
@@ -36,6 +37,7 @@ class Model:
     widest: int
     width: int
     block: int = 0
+    each: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, width: int) -> Model:
@@ -43,7 +45,8 @@ class Model:
         trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
         every = [parameter.numel() for parameter in module.parameters()]
         block = max(blocks_at_once(module).values(), default=0)
-        return cls(sum(trained), sum(every) - sum(trained), max(trained, default=0), max(every), width, block)
+        largest = max(trained, default=0)
+        return cls(sum(trained), sum(every) - sum(trained), largest, max(every), width, block, tuple(trained))
 
     @property
     def numbers(self) -> int:
@@ -71,10 +74,18 @@ def in_use(config: Any, **own: bool) -> frozenset[str]:
     return frozenset(name for name, there in (on | own).items() if there)
 
 
-def rounded(name: str, sizes: Iterable[float]) -> list[Item]:
-    """What page-locked tensors of these bytes take beside them: PyTorch's allocator of such memory gives each the next
-    power of two. Other memory of the host is taken as it is asked for."""
-    more = sum(2.0 ** ceil(log2(size)) - size for size in sizes if size > 0)
+def rounded(name: str, sizes: Iterable[float], dealt: Iterable[float] = (), ranks: int = 1) -> list[Item]:
+    """What page-locked tensors take beside their bytes: PyTorch's allocator of such memory gives each the next power of
+    two. Other memory of the host is taken as it is asked for.
+
+    Args:
+        name: of the tensors.
+        sizes: bytes of those of this rank.
+        dealt: of those that are dealt out to the ranks.
+        ranks: how many they are.
+    """
+    more, others = (sum(2.0 ** ceil(log2(size)) - size for size in each if size > 0) for each in (sizes, dealt))
+    more += others / ranks
     return [Item(f"{name}, page-locked to powers of two", more, where=HOST)] if more else []
 
 
@@ -95,10 +106,15 @@ class Zero:
         """By how many ranks something is divided that is whole below this stage."""
         return self.ranks if self.stage >= stage else 1
 
+    def divided(self, size: float) -> float:
+        """Bytes on this rank of weights that stage 3 divides, with zpg once more among so many ranks."""
+        again = size / self.config.zpg if self.config.zpg > 1 else 0
+        return size / self.share(3) + again
+
     def weights(self, name: str, model: Model) -> Item:
         """Of the model in the run's precision."""
         lower = "bf16, zero_stage 3" if self.stage < 3 else "bf16, more ranks"
-        return Item(f"{name}: weights", model.bytes / self.share(3), lower)
+        return Item(f"{name}: weights", self.divided(model.bytes), lower)
 
     def on_its_way(self, name: str, model: Model) -> Item:
         """What a load holds on the host: the whole model, under stage 3 one weight after the other."""
@@ -135,13 +151,32 @@ class Zero:
         share = 1 if plain else self.ranks
         masters = 0 if plain else FP32 * model.trained / share
         moments = 2 * FP32 * model.trained / share if stepped else 0
-        extra = (FP32 + model.width) * model.trained / share if self.config.adam_offload else 0  # gradients, weights
         lower = "adam_offload, offload_trainer, lora_rank, more ranks"
-        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments + extra, lower)
-        if not self.config.adam_offload:
-            return [item]
-        locked = [] if self.on_cpu else [FP32 * model.trained / share] * 2  # of weights and gradients; moments are not
-        return [item.on_host(), *rounded(f"{name}: fp32 weights and gradients", locked)]
+        item = Item(f"{name}: fp32 weights and Adam's moments", masters + moments, lower)
+        return self._offloaded(item, name, model) if self.config.adam_offload else [item]
+
+    def _offloaded(self, states: Item, name: str, model: Model) -> list[Item]:
+        """With adam_offload. Gradients in fp32 lie beside the states, and from stage 2 on what is added up: stage 2 has
+        memory for each weight's, or adds up on the device. Stages 1 and 2 copy by way of buffers."""
+        part, buffer = model.trained / self.ranks, Item(f"{name}: buffer of a gradient", model.largest * model.width)
+        if self.stage == 3:
+            more = 2 * FP32 * part
+            locked, dealt = [FP32 * part, *self._subgroups(model)], []
+        else:
+            apart = self.stage == 2 and not self.in_fp32(model)
+            more = (FP32 + (1 + apart) * model.width) * part
+            locked = [FP32 * part] * 2 + [model.width * part]
+            dealt = [model.width * own for own in model.each] if apart else []
+        items = [Item(states.name, states.bytes + more, states.lower, HOST)]
+        items += [buffer, buffer.on_host()] if self.stage < 3 else []
+        if self.on_cpu:
+            return items
+        return items + rounded(f"{name}: fp32 weights and gradients", locked, dealt, self.ranks)
+
+    def _subgroups(self, model: Model) -> list[float]:
+        """Bytes of this rank's fp32 gradients of each."""
+        whole, rest = divmod(model.trained, SUBGROUP)
+        return [FP32 * each / self.ranks for each in (*[SUBGROUP] * whole, rest)]
 
     def saved(self, name: str, model: Model) -> list[Item]:
         """A rank's copy of what it writes behind the run, which is kept for the next time; rank 0's of the weights is
@@ -156,29 +191,41 @@ class Zero:
         Args:
             name: of the model in the items.
             model: that is trained.
-            micro_batches: of an update on this rank; with more than one, gradients are added up.
+            micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
         """
         width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
         lower = "zero_stage 2, more ranks, lora_rank"
+        lower += ", grad_accum_dtype bf16" if self.config.adam_offload and self.in_fp32(model) else ""
         if self.stage == 0:
             width = FP32 if model.width < FP32 else model.width
             return [Item(f"{name}: gradients", model.trained * width, lower)]
         bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
-        buckets = bucket * model.width * (2 if self.config.overlap_comm else 1)
+        twice = (
+            self.config.overlap_comm if self.stage < 3 else micro_batches > 0
+        )  # stage 3 reduces a copy of its bucket
+        buckets = (bucket + (min(bucket, model.trained) if self.stage == 3 else bucket) * twice) * model.width
         held = model.trained * width / self.share(2)
-        again = model.trained * model.width / self.ranks if micro_batches > 1 and not self.config.adam_offload else 0
-        where = self.config.adam_offload and self.stage >= 2
-        single = model.largest * model.width if model.largest > BUCKET else 0
+        adds_up = micro_batches > 1 and self.stage < 3 and not self.config.adam_offload
+        again = model.trained * model.width / self.ranks if adds_up else 0
+        where = self.config.adam_offload and self.stage >= 2 and not self.in_fp32(model)
+        single = model.largest * model.width if model.largest > BUCKET and micro_batches else 0
         return [
             Item(f"{name}: gradients", 0 if where else held + again, lower),
             Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
         ]
 
-    def gradients_at_once(self, model: Model) -> bool:
-        """Whether gradients are one tensor that comes with the first of a backward: DeepSpeed's in fp32 of weights in
-        bf16 below stage 3."""
+    def kept(self, name: str, model: Model) -> list[Item]:
+        """Of `gradients` what is there between updates too: stage 3 makes room for them once."""
+        return self.gradients(name, model, micro_batches=0) if self.stage == 3 else []
+
+    def in_fp32(self, model: Model) -> bool:
+        """Whether stages 1 and 2 add gradients of weights in bf16 up in one fp32 tensor, on the device in any case."""
         added_up = self.config.accumulated_in(model.width < FP32)
-        return 0 < self.stage < 3 and model.width < FP32 and added_up == "fp32" and not self.config.adam_offload
+        return 0 < self.stage < 3 and model.width < FP32 and added_up == "fp32"
+
+    def gradients_at_once(self, model: Model) -> bool:
+        """Whether gradients are one tensor that is there before a backward, as stage 3's, or comes with its first."""
+        return self.in_fp32(model) or (self.stage == 3 and not self.config.adam_offload)
 
     def step(self, name: str, model: Model) -> list[Item]:
         """While the optimizer steps: gradients in fp32, on the host also AdamW's temporaries."""
@@ -186,10 +233,13 @@ class Zero:
             largest = 2 * FP32 * model.largest if self.on_cpu else 0
             return [Item(f"{name}: gradients in fp32", FP32 * model.trained + largest)]
         share = self.ranks
+        if self.stage == 3 and not self.config.adam_offload:
+            copied = FP32 * min(SUBGROUP, model.trained) * (3 if self.on_cpu else 1) / share
+            return [*self.kept(name, model), Item(f"{name}: gradients in fp32", copied, "more ranks")]
         whole = model.trained * model.width if self.stage == 0 else 0
         flat = model.trained * model.width / share if model.width < FP32 else 0
         temporaries = 2 * FP32 * model.trained / share if self.on_cpu else 0
         if self.config.adam_offload:
-            return [Item(f"{name}: updated weights", flat, where=HOST)]
+            return [*self.kept(name, model), Item(f"{name}: updated weights", flat, where=HOST)]
         return [Item(f"{name}: gradients in fp32", FP32 * model.trained / share + flat + whole + temporaries,
                      "more ranks, lora_rank")]  # fmt: skip

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.plugins.face.reward import DifferentiableFaceSimilarity
+from lightrft_visual.plugins.face.reward import DifferentiableFaceSimilarity, load_face_model
 from lightrft_visual.plugins.face.scorer import warp
 from lightrft_visual.rewards.differentiable import check_scores, load_differentiable
 
@@ -140,6 +140,24 @@ def test_a_saved_program_is_frozen_and_carries_the_gradient_of_the_pixels(tmp_pa
     scores.sum().backward()
     assert scores.item() == pytest.approx(1 / 3, abs=1e-5) and media.grad.abs().sum() > 0
     assert not any(each.requires_grad for each in reward.model.parameters())
+
+
+class Centred(MeanColor):
+    """With a constant, and a tensor that it makes: both are of the device that it is exported on."""
+
+    def forward(self, pixels):
+        return super().forward(pixels) - torch.tensor([0.1, 0.2, 0.3]) + torch.arange(3, device=pixels.device)
+
+
+def test_a_saved_program_moves_to_the_device_of_the_pixels_with_what_it_names(tmp_path) -> None:
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(Centred(), (torch.zeros(2, 3, 4, 4),), dynamic_shapes=(batch,))
+    torch.export.save(program, tmp_path / "face.pt2")
+    model = load_face_model(str(tmp_path / "face.pt2"))
+    here = model.to(torch.device("cpu"))(torch.zeros(3, 3, 4, 4))
+    assert here[0].tolist() == pytest.approx([-0.1, 0.8, 1.7])
+    away = model.to(torch.device("meta"))(torch.zeros(3, 3, 4, 4, device="meta"))  # which refuses others' tensors
+    assert away.device.type == "meta" and away.shape == here.shape
 
 
 @pytest.mark.parametrize(

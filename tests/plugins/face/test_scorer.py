@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from lightrft_visual.errors import ConfigError, RewardError
+from lightrft_visual.plugins.face import scorer
 from lightrft_visual.plugins.face.scorer import FaceSimilarity
 from lightrft_visual.rewards import RewardComputationEngine, build_scorer, recipe_from_components
 
@@ -41,6 +42,22 @@ def test_face_similarity_by_torchscript(tmp_path, embedder):
     assert result.score[:2].tolist() == pytest.approx([1.0, wanted], abs=1e-4)
     assert result.valid.tolist() == [True, True, False]
     assert result.metrics["reward/face_similarity/not_applicable"] == 1
+
+
+def test_the_model_is_put_to_work_once_for_all_samples(embedder, monkeypatch):
+    """On an accelerator each time is a copy of its weights."""
+    visits, plain = [], scorer.on_device
+
+    def counted(*given):
+        visits.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(scorer, "on_device", counted)
+    red = Image.new("RGB", (20, 20), "red")
+    score(
+        "face_similarity", {"embedder": embedder, "size": 16}, [""] * 3, [red] * 3, metadata=[{"face_image": red}] * 3
+    )
+    assert len(visits) == 1
 
 
 def test_face_similarity_to_the_first_frame_that_is_no_path(embedder):

@@ -23,6 +23,8 @@ from lightrft_visual.plugins.memory_plan.diffusion import Computed, DiffusionPla
 from lightrft_visual.plugins.memory_plan.pipelines import pipeline_policy
 from lightrft_visual.plugins.memory_plan.shapes import language_model, near_shipped
 from lightrft_visual.plugins.memory_plan.table import HOST, Item, Phase, Plan
+from lightrft_visual.plugins.memory_plan.times import HOST_MEMORY
+from lightrft_visual.plugins.memory_plan.vl_shape import VLShape
 from lightrft_visual.trainer.diffusion.stages import kept_bytes
 
 SEVEN = (
@@ -60,16 +62,37 @@ def test_seven_billion_weights_fit_while_the_optimizer_waits_on_the_host() -> No
     assert plan.fits, plan.text()
     assert "the largest item is vLLM: KV cache and work space" in plan.verdict()
     items = {item.name: item for item in plan.phases[1].items}
-    assert items["policy: weights"].bytes == items["reference: weights"].bytes == 2 * 8_292_166_656
+    assert items["reference: weights"].bytes == 2 * 8_292_166_656
     waiting = items["policy: fp32 weights and Adam's moments"]
     assert waiting.where == HOST and waiting.bytes == 12 * 8_292_166_656 / 8
     places = items["places of weights and optimizer that wait"]  # vLLM keeps a copy, so the weights wait too
-    assert places.where == HOST and places.bytes == items["policy: weights"].bytes
+    assert places.where == HOST and places.bytes == 2 * 8_292_166_656
+
+
+def test_weights_that_wait_are_not_on_the_device_beside_the_engine() -> None:
+    """Those of a critic come back for its forwards, the policy's also for a probe of what the engine has taken over."""
+    plan = plan_of(*SEVEN, "--advantage_estimator", "gae", "--offload_trainer")
+    on_device = [{item.name for item in phase.items if item.where != HOST} for phase in plan.phases]
+    here = [[name for name in ("policy", "critic") if f"{name}: weights" in found] for found in on_device]
+    assert here == [[], [], ["policy", "critic"], ["policy", "critic"], ["policy"]]
+    assert all("reference: weights" in found for found in on_device)
+    stays = plan_of(*SEVEN, "--advantage_estimator", "gae").phases[1]
+    assert {"policy: weights", "critic: weights"} <= {item.name for item in stays.items}
+    drawing = plan_of(*SEVEN, "--engine_type", "hf", "--offload_trainer").phases[1]  # which generates with them
+    assert "policy: weights" in {item.name for item in drawing.items}
+
+
+def test_what_zero_3_keeps_for_gradients_is_there_while_the_engine_generates() -> None:
+    kept = {"policy: gradients": 4 * 8_292_166_656 / 8, "policy: buckets of gradients": 1e9}
+    names = [{item.name: item for item in plan_of(*SEVEN, "--zero_stage", "3", *also).phases[1].items}
+             for also in ([], ["--offload_trainer"])]  # fmt: skip
+    assert {name: names[0][name].bytes for name in kept} == kept
+    assert names[1]["policy: gradients"].where == HOST and "policy: buckets of gradients" not in names[1]
 
 
 def test_a_teacher_is_counted_by_its_own_shape() -> None:
     teaching = ["--teacher_pretrain", "Qwen/Qwen2.5-VL-3B-Instruct", "--teacher_coef", "1", "--offload_trainer"]
-    items = held(plan_of(*SEVEN, *teaching), 1)
+    items = held(plan_of(*SEVEN, *teaching), 3)
     assert 3e9 < items["teacher: weights"] / 2 < 5e9 < items["policy: weights"] / 2
 
 
@@ -155,6 +178,39 @@ def test_a_prompt_counts_once_where_a_run_computes_it_once() -> None:
     assert shared.phases[3].seconds < 0.6 * alone.phases[3].seconds  # each of 32 updates also has its optimizer step
     padded = plan_of(*settings, "--attn_implementation", "eager")  # takes no segments
     assert held(padded, 3)["activations of a micro-batch"] == used[1]
+
+
+@pytest.mark.parametrize("row", [["--share_prefix", "false"], ["--packing_samples", "--share_prefix", "false"], []])
+def test_half_hidden_images_are_computed_beside_the_whole_ones(row) -> None:
+    """By a PAPO run, in one forward: twice the tokens of a micro-batch."""
+    settings = [*SEVEN, "--train_batch_size", "128", "--n_samples_per_prompt", "4", "--no_gradient_checkpointing", *row]
+    plain, papo, larger = (
+        plan_of(*settings, "--micro_train_batch_size", size, *also)
+        for size, also in (("4", []), ("4", ["--papo_coef", "0.01"]), ("8", []))
+    )
+    kept = [held(plan, 3)["activations of a micro-batch"] for plan in (plain, papo, larger)]
+    assert kept[1] == pytest.approx(kept[2], rel=0.1) and kept[1] > 1.6 * kept[0]
+    assert papo.phases[3].seconds > 1.5 * plain.phases[3].seconds
+    assert papo.phases[2].total("device") == plain.phases[2].total("device")
+
+
+def test_answers_may_be_images_of_more_tokens_and_guided_by_a_half_without_prompt() -> None:
+    settings = "--embedded_family janus --engine_type hf --plan_device h100-80gb --prompt_max_len 8".split()
+    size = VLShape(RunConfig(), language_model(ModelConfig(embedded_family="janus"))).drawn_tokens
+    short, drawn, long, guided, conditional = (
+        plan_of(*settings, "--generate_max_len", str(answer), *also)
+        for answer, also in (
+            (2, []), (size, []), (size + 8, []), (size, ["--guidance_scale", "5"]),
+            (size, ["--guidance_scale", "5", "--guidance_log_probs", "conditional"]),
+        )
+    )  # fmt: skip
+    tokens, kept, cached = (
+        [held(plan, phase)[name] for plan in (short, drawn, long, guided, conditional)]
+        for phase, name in ((3, "tokens of the batch"), (3, "activations of a micro-batch"), (1, "keys and values"))
+    )
+    assert tokens[0] == tokens[1] == tokens[2] * (8 + size) / (16 + size)
+    assert kept[0] == kept[1] == kept[4] and 1.5 * kept[1] < kept[3] < 2.1 * kept[1]
+    assert cached[3] == cached[4] == 2 * cached[1]
 
 
 def test_ranks_that_share_a_sequence_keep_a_part_of_its_activations() -> None:
@@ -356,6 +412,28 @@ def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) ->
     assert four["activations of a micro-batch"] == pytest.approx(one["activations of a micro-batch"] / 4, rel=0.1)
     name = "latents of the samples"
     assert four[name] == 4 * one[name]  # on the host
+
+
+def test_a_teacher_of_denoising_steps_is_asked_beside_the_trained_network(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --beta 0 --num_steps 5".split()
+    argv += "--gradient_checkpointing full --diffusion_algorithm".split()
+    config = parse_run(DiffusionRunConfig, [*argv, "diffusion_opd", "--teacher_pretrain", str(tmp_path)]).config
+    planner = DiffusionPlanner(config, Computed(config, pipeline_policy(config)), CARD, 1, 1)
+    seconds, planner.others = planner._train_seconds(), 0
+    assert seconds > 1.1 * planner._train_seconds()  # its forwards, which have no backward
+
+
+def test_activations_that_are_kept_on_the_host_take_their_way_there_and_back(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --plan_world_size 1 --beta 0".split()
+    argv += "--rollout_batch_size 2 --n_samples_per_prompt 4 --train_batch_size 8 --micro_train_batch_size 2".split()
+    argv += "--num_steps 5 --gradient_checkpointing full --diffusion_algorithm flow_grpo".split()
+    here, away = (plan_of(*argv, *own, schema=DiffusionRunConfig).phases[3]
+                  for own in ([], ["--use_gradient_checkpointing_offload"]))  # fmt: skip
+    kept = {item.name: item.bytes for item in away.items}["activations kept on the host"]
+    ways = 2 * 4 * 4  # of four micro-batches at four steps, the fifth of which has no noise
+    assert away.seconds - here.seconds == pytest.approx(ways * kept / HOST_MEMORY, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["sd3", "z_image", "qwen_image"])

@@ -39,7 +39,26 @@ def states_by_stage() -> dict[str, list[int]]:
             states.append(distinct_bytes([*masters, *moments]))
             engine.accumulate(engine(torch.randn(4, 256, dtype=strategy.dtype)).float().square().sum(), last=True)
             engine.step()
+        if stage == 3:
+            kept = engine.engine.optimizer
+            found["kept"] = [kept.grad_partitions_flat_buffer.nbytes] + [
+                b.buffer.nbytes for b in kept.ipg_buckets.values()
+            ]
         found[f"{stage} {'bf16' if bf16 else 'fp32'}"] = states
+    return found
+
+
+def parts_by_division() -> dict[int, int]:
+    """Bytes of what a rank of two holds of the weights of a module, by zpg."""
+    found = {}
+    for zpg in (1, 2):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=3, zpg=zpg), bf16=True)
+        if not torch.distributed.is_initialized():
+            strategy.setup_distributed()
+        module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 64)).to(strategy.dtype)
+        engine = strategy.prepare(module, OptimizerSettings(1e-4, total_steps=4))
+        parts = [(each.ds_tensor, each.ds_secondary_tensor) for each in engine.module.parameters()]
+        found[zpg] = sum(part.nbytes for pair in parts for part in pair if part is not None)
     return found
 
 
@@ -53,11 +72,74 @@ def zero(stage: int, ranks: int = 8, on_cpu: bool = False, **settings) -> Zero:
 
 @pytest.mark.slow
 def test_the_optimizers_states_are_those_planned() -> None:
-    for name, (before, after) in on_ranks(states_by_stage, ranks=1)[0].items():
+    found = on_ranks(states_by_stage, ranks=1)[0]
+    assert found.pop("kept") == [4 * TRAINED, 2 * BUCKET]
+    assert [each.bytes for each in zero(3, ranks=1).kept("it", Model(TRAINED, 0, 9, 9, 2))] == [4 * TRAINED, 2 * BUCKET]
+    for name, (before, after) in found.items():
         stage, width = int(name[0]), 2 if name.endswith("bf16") else 4
         model = Model(TRAINED, 256 * 256 + 256, 256 * 256, 256 * 256, width)
         planned = [zero(stage, ranks=1).optimizer("it", model, stepped)[0].bytes for stepped in (False, True)]
         assert [before, after] == planned, name
+
+
+def offloaded_states() -> dict[tuple[int, str | None], list[int]]:
+    """Of optimizers on the host: bytes there, of the buffers, and of gradients on the device, once two micro-batches
+    were added up."""
+    found = {}
+    for stage, added_up in ((1, None), (2, None), (2, "bf16"), (3, None)):
+        config = DistributedConfig(zero_stage=stage, adam_offload=True, grad_accum_dtype=added_up)
+        strategy = DeepspeedStrategy(config, bf16=True)
+        if not torch.distributed.is_initialized():
+            strategy.setup_distributed()
+        module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 64)).to(strategy.dtype)
+        engine = strategy.prepare(module, OptimizerSettings(1e-4, total_steps=4))
+        for last in (False, True):
+            loss = engine(torch.randn(4, 256, dtype=strategy.dtype)).float().square().sum()
+            engine.accumulate(loss, last=last)
+        zero = engine.engine.optimizer
+        sums = [each.flat_partition.nbytes for each in getattr(zero, "averaged_gradients", {}).values() if each]
+        engine.step()
+        moments = [v for state in zero.optimizer.state.values() for v in state.values() if v.numel() > 1]
+        if stage == 3:
+            held = [*zero.fp32_partitioned_groups_flat, zero.grad_partitions_flat_buffer]
+        else:
+            held = [*zero.single_partition_of_fp32_groups, *zero.accumulated_grads_in_cpu.values()]
+            held += [*zero.param_buffer_of_bit16_for_cpu_offload_groups]
+        held += [each.grad for each in held if each.grad is not None]
+        buffers = [getattr(zero, f"temp_grad_buffer_for_{kind}_offload", None) for kind in ("gpu", "cpu")]
+        buffered = [each.nbytes for each in buffers if each is not None]
+        found[stage, added_up] = [distinct_bytes([*held, *moments]), *buffered, *sums]
+    return found
+
+
+@pytest.mark.slow
+def test_what_an_offloaded_optimizer_holds_on_the_host_is_planned() -> None:
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 64))
+    model = Model.of(module, 2)
+    for (stage, added_up), found in on_ranks(offloaded_states, ranks=1)[0].items():
+        settings = zero(stage, ranks=1, on_cpu=True, adam_offload=True, grad_accum_dtype=added_up)
+        planned = [*settings.optimizer("it", model), *settings.gradients("it", model)[: settings.in_fp32(model)]]
+        assert [each.bytes for each in planned] == found, (stage, added_up)
+
+
+def test_what_is_page_locked_of_an_offloaded_optimizer_takes_powers_of_two() -> None:
+    """Each of 3 MiB times the bytes of a number takes a third more."""
+    size = 3 * 2**20
+    whole, parts = Model(size, 0, 2**20, 2**20, 2), Model(size, 0, 2**20, 2**20, 2, 0, (size,))
+    plain, apart = (zero(2, 1, adam_offload=True, grad_accum_dtype=each) for each in (None, "bf16"))
+    assert plain.optimizer("it", whole)[-1].bytes == (4 + 4 + 2) * 2**20
+    assert apart.optimizer("it", parts)[-1].bytes == (4 + 4 + 2 + 2) * 2**20
+    assert zero(3, 1, adam_offload=True).optimizer("it", whole)[-1].bytes == (4 + 4) * 2**20
+
+
+@pytest.mark.slow
+def test_weights_that_are_divided_twice_are_planned_twice() -> None:
+    """With zpg each of so many ranks keeps a part of the weights beside its part among all."""
+    numbers = 256 * 256 + 256 + 256 * 64 + 64
+    model = Model(trained=numbers, frozen=0, largest=256 * 256, widest=256 * 256, width=2)
+    planned = {zpg: zero(3, ranks=2, zpg=zpg).weights("it", model).bytes for zpg in (1, 2)}
+    assert on_ranks(parts_by_division, ranks=2)[0] == planned
+    assert zero(3, ranks=32, zpg=8).divided(32) == 1 + 4
 
 
 def test_stages_divide_what_they_divide() -> None:
@@ -77,8 +159,10 @@ def test_gradients_in_fp32_of_weights_in_bf16_come_as_one_tensor() -> None:
     """DeepSpeed's stages 1 and 2 take it with the first gradient; of a 3B model on an H200 these are 14 GiB."""
     assert zero(2).gradients_at_once(BILLION) and not zero(1).gradients_at_once(BILLION)
     assert zero(1, grad_accum_dtype="fp32").gradients_at_once(BILLION)
-    assert not any(zero(stage).gradients_at_once(BILLION) for stage in (0, 3))
-    assert not zero(2, adam_offload=True).gradients_at_once(BILLION)
+    assert not zero(0).gradients_at_once(BILLION)
+    assert zero(3).gradients_at_once(BILLION) and zero(3).gradients_at_once(replace(BILLION, width=4))
+    assert zero(2, adam_offload=True).gradients_at_once(BILLION)  # on the device too
+    assert not zero(2, adam_offload=True, grad_accum_dtype="bf16").gradients_at_once(BILLION)
     assert not zero(2).gradients_at_once(replace(BILLION, width=4))
 
 
@@ -101,11 +185,26 @@ def test_buckets_are_whole_on_accelerators_and_touched_on_the_host() -> None:
     assert zero(2).gradients("it", small)[1].bytes == 2 * BUCKET
     assert zero(2, overlap_comm=True).gradients("it", small)[1].bytes == 4 * BUCKET
     assert zero(2, on_cpu=True).gradients("it", small)[1].bytes == 2 * 1000
+    large = replace(BILLION, trained=BUCKET // 2)  # stage 3 reduces a copy of what is in its one bucket
+    assert zero(3).gradients("it", large)[1].bytes == zero(3, overlap_comm=True).gradients("it", large)[1].bytes
+    assert zero(3).gradients("it", large)[1].bytes == 2 * (BUCKET + BUCKET // 2)
+
+
+def test_stage_3_keeps_room_for_gradients_between_updates() -> None:
+    assert [each.bytes for each in zero(3).kept("it", BILLION)] == [4e9 / 8, 2 * BUCKET]
+    offloaded = zero(3, adam_offload=True).kept("it", BILLION)
+    assert [each.bytes for each in offloaded] == [0, 2 * BUCKET]  # those on the host are counted with the states
+    assert zero(2).kept("it", BILLION) == []
+    stepping = [each.bytes for each in zero(3).step("it", BILLION)]
+    assert stepping == [4e9 / 8, 2 * BUCKET, 4e9 / 8]  # a subgroup's gradients are copied
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_offloaded_states_lie_on_the_host(stage: int) -> None:
     states = zero(stage, adam_offload=True).optimizer("it", BILLION)[0]
     assert states.where == HOST and states.bytes == (12 + 4 + 2) * 1e9 / 8
+    gradients = zero(2, adam_offload=True).gradients("it", BILLION)[0]
+    assert gradients.where == DEVICE and gradients.bytes == 4e9 / 8 and "grad_accum_dtype bf16" in gradients.lower
+    assert zero(2, adam_offload=True, grad_accum_dtype="bf16").gradients("it", BILLION)[0].bytes == 0
     assert all(item.where == HOST for item in zero(stage, adam_offload=True).step("it", BILLION))
     assert zero(stage).step("it", BILLION)[0].where == DEVICE
