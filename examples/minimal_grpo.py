@@ -1,6 +1,6 @@
 """The whole of GRPO for a vision-language model in one file: generate, score, compare, train. Read it top to bottom.
 
-    python examples/minimal_grpo.py                  the embedded task; about two minutes on two cores
+    python examples/minimal_grpo.py                  the embedded task; 45 s to two minutes on two idle cores
     python examples/minimal_grpo.py --pretrain Qwen/Qwen2.5-VL-3B-Instruct --learning_rate 1e-6 --prompt_data rows.jsonl
 
 One process, one device, an ordinary optimizer. The pieces are those of the full trainer, which takes the same steps and
