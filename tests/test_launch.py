@@ -260,7 +260,7 @@ def test_an_error_that_a_notebook_keeps_holds_no_model_but_the_variables_of_user
         calls.pop()(torch.ones(mine))  # of the wrong size; frames of torch hold the model
 
     def run():
-        with launch._released_on_error() as held:
+        with launch._released_on_error(planned=True) as held:
             held.append(trainer := Trainer())
             calls = [torch.nn.Sequential(torch.nn.Linear(2, 2))]
             models.extend(map(weakref.ref, (trainer.engine, calls[0])))
