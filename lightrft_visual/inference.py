@@ -388,6 +388,11 @@ def _exported(checkpoint: Checkpoint, settings: dict[str, Any]) -> Iterator[Chec
     """A checkpoint of a diffusion run as its export would be, with the averaged weights where the run exports them."""
     from .launch import started
 
+    if ranks_started() > 1:
+        raise ConfigError(
+            f"{checkpoint.path} is what a run resumes from, which one process exports and draws with: name the run's "
+            "checkpoint-final to draw on several ranks, or start one"
+        )
     own = {name: settings.pop(name) for name in ("eval_ema",) if name in settings}
     with tempfile.TemporaryDirectory(prefix="lightrft_visual_") as folder:
         scored = checkpoint.run["algorithm"].get("diffusion_algorithm") == "reward_fl"  # by what it trains on

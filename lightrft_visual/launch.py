@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ def started(config: AnyConfig) -> Iterator[PolicyTrainer]:
 def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
     """Inside, a trainer is built and used; after an error its engines and files are let go, and other ranks told.
     planned: as of `_in_words`."""
-    environment = dict(os.environ)
+    environment, before = dict(os.environ), sys.exc_info()[1]
     bound_spinning()  # before anything loads torch
     with importing():
         from .runtime import collectives, watchdog
@@ -163,25 +164,27 @@ def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
                 logging.getLogger(__name__).warning("what the run holds could not be released: %s", second)
             for trainer in held:
                 vars(trainer).clear()  # whoever called this still names it
-            _empty_frames(error)
+            _empty_frames(error, before)
             raise
 
 
-def _empty_frames(error: BaseException) -> None:
+def _empty_frames(error: BaseException, before: BaseException | None) -> None:
     """Take the variables of ours and of libraries from an error. Notebooks keep the last one, and with it all that its
-    frames name: weights and optimizer, beside which the next run finds no room on its device."""
+    frames name: weights and optimizer, beside which the next run finds no room on its device. before: an error that the
+    caller was at, which stays as it is."""
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen = {id(before)}
     while waiting:
         current = waiting.pop()
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
         for frame, _ in traceback.walk_tb(current.__traceback__):
-            if not is_users(frame.f_code.co_filename):
+            waits = frame.f_code.co_flags & (CO_COROUTINE | CO_ASYNC_GENERATOR)  # to be cleared would end it
+            if not waits and not is_users(frame.f_code.co_filename):
                 with suppress(RuntimeError):  # it still runs
                     frame.clear()
-        waiting += [current.__cause__, current.__context__]
+        waiting += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
 
 
 @contextmanager

@@ -263,6 +263,15 @@ def test_folder_of_a_run_and_a_slip_in_its_checkpoint_are_answered_with_the_chec
         assert str(done.exception) == f"{named} {told}; name a checkpoint of the run: {there}"
 
 
+def test_a_checkpoint_that_a_run_resumes_from_is_drawn_with_by_one_process(monkeypatch):
+    """Its export is a folder of one process, which the others do not have."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="checkpoint-final to draw on several ranks"):
+        with inference._exported(SimpleNamespace(path="run/checkpoint-000001"), {}):
+            pass
+
+
 UNIPC = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
 # Name of a tiny pipeline, the scheduler of its folder (None: its own), and of a run: `scheduler` and `flow_shift`.
 EVALUATED = [

@@ -123,7 +123,10 @@ class PolicyTrainer(ABC):
             parts, partial(getattr, self, "step"), self.settings.total_steps, self.state, self.recorder, self.console,
             self.timer, self.report,
         )  # fmt: skip
-        self.hooks.setup(self._hook_context)
+        with ExitStack() as unused:
+            unused.callback(self._hook_context.close)  # hooks of users outlive a run that does not start
+            self.hooks.setup(self._hook_context)
+            unused.pop_all()
         watchdog.follow(self.timer)
 
     # -- what a kind of model adds -------------------------------------------------------------------------------
@@ -166,10 +169,10 @@ class PolicyTrainer(ABC):
         with ExitStack() as behind:
             for each in reversed(self.parts.closed_behind()):
                 behind.callback(each.close)
-            self.hooks.close()
-            self._hook_context.close()
             for engine in self.engines().values():
-                engine.close()
+                behind.callback(engine.close)
+            behind.callback(self._hook_context.close)
+            self.hooks.close()
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What `load_state_dict` takes on this rank, of the states of another number of ranks. Where all ranks save the

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from transformers import Cache, PreTrainedModel
 
-from ...errors import ConfigError
+from ...errors import ConfigError, DataError
 from ...experience.rollouts import ScoringRule
 from ...experience.types import ModelInputs, media_of_ranks
 from ...experience.vision import VisionTensors
@@ -187,6 +187,8 @@ class Backbone:
         present = wanted = inputs.vision.media
         if is_zero_param(next(self.base.parameters())):
             wanted = media_of_ranks([inputs])[0] if inputs.media is None else inputs.media
+            if present - wanted:
+                raise DataError("samples were given media after an update was planned: a hook can do so in on_buffer")
         if wanted.isdisjoint(kinds.values()):
             return list(kinds)[:1]
         return [kind for kind, name in kinds.items() if name in wanted - present]

@@ -23,7 +23,7 @@ FP32 = 4
 BUCKETS = "buckets of gradients"
 BUCKET = 500_000_000  # numbers of a reduction bucket, whole however small the model is
 LIVE = 1_000_000_000  # weights that stage 3 keeps gathered at most, beside the one it gathers
-SUBGROUP = 1_000_000_000  # numbers that stage 3 steps at once, over all ranks
+SUBGROUP = 1_000_000_000  # numbers of a rank that stage 3 steps at once
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,10 @@ class Zero:
         memory for each weight's, or adds up on the device. Stages 1 and 2 copy by way of buffers."""
         part, buffer = model.trained / self.ranks, Item(f"{name}: buffer of a gradient", model.largest * model.width)
         if self.stage == 3:
-            more = 2 * FP32 * part
-            locked, dealt = [FP32 * part, *self._subgroups(model)], []
+            width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
+            whole, rest = divmod(part, SUBGROUP)
+            more = (FP32 + width) * part
+            locked, dealt = [width * part, *[FP32 * SUBGROUP] * int(whole), FP32 * rest], []
         else:
             apart = self.stage == 2 and not self.in_fp32(model)
             more = (FP32 + (1 + apart) * model.width) * part
@@ -172,11 +174,6 @@ class Zero:
         if self.on_cpu:
             return items
         return items + rounded(f"{name}: fp32 weights and gradients", locked, dealt, self.ranks)
-
-    def _subgroups(self, model: Model) -> list[float]:
-        """Bytes of this rank's fp32 gradients of each."""
-        whole, rest = divmod(model.trained, SUBGROUP)
-        return [FP32 * each / self.ranks for each in (*[SUBGROUP] * whole, rest)]
 
     def saved(self, name: str, model: Model) -> list[Item]:
         """A rank's copy of what it writes behind the run, which is kept for the next time; rank 0's of the weights is
@@ -234,7 +231,7 @@ class Zero:
             return [Item(f"{name}: gradients in fp32", FP32 * model.trained + largest)]
         share = self.ranks
         if self.stage == 3 and not self.config.adam_offload:
-            copied = FP32 * min(SUBGROUP, model.trained) * (3 if self.on_cpu else 1) / share
+            copied = FP32 * min(SUBGROUP, model.trained / share) * (3 if self.on_cpu else 1)
             return [*self.kept(name, model), Item(f"{name}: gradients in fp32", copied, "more ranks")]
         whole = model.trained * model.width if self.stage == 0 else 0
         flat = model.trained * model.width / share if model.width < FP32 else 0

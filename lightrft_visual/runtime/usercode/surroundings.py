@@ -28,7 +28,9 @@ _users_states: dict[str, Any] = {}  # random states that users' code left for it
 
 def is_users(filename: str) -> bool:
     """Whether a line of this file is a user's own, neither ours nor a library's."""
-    return not filename.startswith(LIBRARIES) and "site-packages" not in filename
+    return not filename.startswith(LIBRARIES) and not any(
+        each in filename for each in ("site-packages", "dist-packages")
+    )
 
 
 @contextlib.contextmanager

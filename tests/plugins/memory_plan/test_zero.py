@@ -208,3 +208,14 @@ def test_offloaded_states_lie_on_the_host(stage: int) -> None:
     assert zero(2, adam_offload=True, grad_accum_dtype="bf16").gradients("it", BILLION)[0].bytes == 0
     assert all(item.where == HOST for item in zero(stage, adam_offload=True).step("it", BILLION))
     assert zero(stage).step("it", BILLION)[0].where == DEVICE
+
+
+def test_stage_3_steps_a_billion_numbers_of_a_rank_at_once_however_many_ranks_there_are() -> None:
+    """DeepSpeed counts a rank's own part of the weights."""
+    model = Model(trained=8 * 10**9, frozen=0, largest=10**6, widest=10**6, width=2)
+    steps = {ranks: zero(3, ranks).step("it", model)[-1].bytes for ranks in (1, 4, 16)}
+    assert steps == {1: 4 * 10**9, 4: 4 * 10**9, 16: 2 * 10**9}
+    offloaded = {
+        bits: zero(3, 4, adam_offload=True, grad_accum_dtype=bits).optimizer("it", model) for bits in (None, "bf16")
+    }
+    assert [items[0].bytes for items in offloaded.values()] == [(12 + 4 + 4) * 2 * 10**9, (12 + 4 + 2) * 2 * 10**9]
