@@ -14,6 +14,7 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer, items_from_stat
 from lightrft_visual.experience.diffusion_sampling import SamplingResult
 from lightrft_visual.experience.items import make_experience_batch, split_experience_batch
 from lightrft_visual.experience.vision import stacked
+from lightrft_visual.models.diffusion.families import base
 from lightrft_visual.models.diffusion.families.base import pack
 from lightrft_visual.models.diffusion.families.qwen_image_edit import READ_PIXELS
 from lightrft_visual.models.diffusion.families.source_tokens import SOURCE_PIXELS
@@ -83,6 +84,10 @@ def test_source_images_of_several_sizes_and_numbers_give_what_each_gives_alone(m
     first = stacked(known[:1], policy.device)
     alone = policy(latents[:1], timesteps[:1], first, 1.0)
     monkeypatch.setattr(collectives, "all_reduce_max", lambda value: torch.full_like(value, 3.0))
+    calls.clear()
+    policy(latents[:1], timesteps[:1], first, 1.0)
+    assert len(calls) == 1  # with whole weights a rank need not keep step
+    monkeypatch.setattr(base, "is_zero_param", lambda weight: True)
     calls.clear()
     beside = policy(latents[:1], timesteps[:1], first, 1.0)
     assert len(calls) == 3 and torch.equal(alone, beside)  # as often as the rank with three sizes
