@@ -80,8 +80,8 @@ class _Exported(nn.Module):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.program = torch.export.load(path)
-        self.module: nn.Module = nn.Identity()
         self.device: torch.device | None = None
+        self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> _Exported:  # type: ignore[override]
         if device != self.device:

@@ -160,7 +160,7 @@ class Zero:
         memory for each weight's, or adds up on the device. Stages 1 and 2 copy by way of buffers."""
         part, buffer = model.trained / self.ranks, Item(f"{name}: buffer of a gradient", model.largest * model.width)
         if self.stage == 3:
-            width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
+            width = self._added_up(model)
             whole, rest = divmod(part, SUBGROUP)
             more = (FP32 + width) * part
             locked, dealt = [width * part, *[FP32 * SUBGROUP] * int(whole), FP32 * rest], []
@@ -190,16 +190,15 @@ class Zero:
             model: that is trained.
             micro_batches: of an update on this rank; with more than one, gradients are added up. 0: no backward runs.
         """
-        width = {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
+        width = self._added_up(model)
         lower = "zero_stage 2, more ranks, lora_rank"
         lower += ", grad_accum_dtype bf16" if self.config.adam_offload and self.in_fp32(model) else ""
         if self.stage == 0:
             width = FP32 if model.width < FP32 else model.width
             return [Item(f"{name}: gradients", model.trained * width, lower)]
         bucket = min(BUCKET, model.trained) if self.on_cpu else BUCKET  # untouched pages of the host take nothing
-        twice = (
-            self.config.overlap_comm if self.stage < 3 else micro_batches > 0
-        )  # stage 3 reduces a copy of its bucket
+        # Stage 3 reduces a copy of its bucket.
+        twice = self.config.overlap_comm if self.stage < 3 else micro_batches > 0
         buckets = (bucket + (min(bucket, model.trained) if self.stage == 3 else bucket) * twice) * model.width
         held = model.trained * width / self.share(2)
         adds_up = micro_batches > 1 and self.stage < 3 and not self.config.adam_offload
@@ -210,6 +209,10 @@ class Zero:
             Item(f"{name}: gradients", 0 if where else held + again, lower),
             Item(f"{name}: {BUCKETS}", buckets + single, "no overlap_comm" if self.config.overlap_comm else ""),
         ]
+
+    def _added_up(self, model: Model) -> int:
+        """Bytes of a number in which gradients of micro-batches are added up."""
+        return {"fp32": FP32, "bf16": 2, None: model.width}[self.config.accumulated_in(model.width < FP32)]
 
     def kept(self, name: str, model: Model) -> list[Item]:
         """Of `gradients` what is there between updates too: stage 3 makes room for them once."""

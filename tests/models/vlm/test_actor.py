@@ -1,6 +1,7 @@
 """Actor and critic: packed equals padded, alone equals together, both equal transformers' own forward; refusals."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from watched import Operations
 
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.experience.types import ModelInputs
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.models.loading import freeze
-from lightrft_visual.models.vlm.actor import Actor, Critic
+from lightrft_visual.models.vlm import actor as module
+from lightrft_visual.models.vlm.actor import Actor, Backbone, Critic
 
 EVERY = None  # the prompts
 
@@ -203,3 +206,21 @@ def test_an_image_too_many_and_no_images_at_all_are_errors(root):
     ):
         with pytest.raises(DataError, match=message):
             actor_of(checkpoint)(replace(inputs, vision=vision), PLAIN)
+
+
+def test_blanks_stand_for_media_that_other_ranks_have_and_media_that_come_after_the_plan_are_named(monkeypatch):
+    monkeypatch.setattr(module, "is_zero_param", lambda weight: True)
+    media = {"image": "pixel_values", "video": "pixel_values_videos"}
+    backbone = SimpleNamespace(stands_in=True, family=SimpleNamespace(media=media), base=torch.nn.Linear(1, 1))
+
+    def lacking(vision: VisionTensors, *ranks: str) -> list[str]:
+        ids = torch.ones(1, 2, dtype=torch.long)
+        inputs = ModelInputs(ids, ids, ids.bool(), vision=vision, media=frozenset(ranks))
+        return Backbone._missing_media(backbone, inputs)
+
+    text, image = VisionTensors(), VisionTensors.of(pixel_values=torch.rand(4, 3))
+    assert lacking(text) == lacking(text, "pixel_values") == ["image"]
+    assert lacking(image, *media.values()) == lacking(text, "pixel_values_videos") == ["video"]
+    assert lacking(image, "pixel_values") == []
+    with pytest.raises(DataError, match="media after an update was planned"):
+        lacking(image, "pixel_values_videos")
