@@ -349,14 +349,27 @@ def widened(value: T, length: int) -> T:
 
 
 def joined(values: Sequence[T]) -> T:
-    """Tensors (b, L, ...) of texts, or of any one shape (b, ...), behind each other along the first axis. Of masks and
-    sizes on a device that the host knows, it knows the result."""
-    known = [] if values[0].is_floating_point() else [known_on_host(value) for value in values]
-    if known and all(value is not None for value in known) and values[0] is not known[0]:
+    """Tensors (b, L, ...) of texts, or of any one shape (b, ...), behind each other along the first axis. Of masks,
+    sizes and numbers (b) on a device that the host knows, it knows the result."""
+    known = [_read_by_host(value) for value in values]
+    if all(value is not None for value in known) and values[0] is not known[0]:
         return to_device(joined(known), values[0].device)
     if len({value.shape[1:] for value in values}) > 1:
         values = [widened(value, max(each.shape[1] for each in values)) for value in values]
     return torch.cat(list(values))
+
+
+def samples_of(value: T, indices: list[int]) -> T:
+    """Those of a tensor (B, ...); the host knows them where `joined` would have it know them."""
+    known = _read_by_host(value)
+    if known is None or known is value:
+        return value[to_device(torch.tensor(indices), value.device)]
+    return to_device(known[indices], value.device)
+
+
+def _read_by_host(value: T) -> T | None:
+    """The tensor on the host, of those that are small and that forwards decide by; None where it would have to wait."""
+    return None if value.is_floating_point() and value.dim() > 1 else known_on_host(value)
 
 
 def separate(conditions: Conditions) -> list[Conditions]:

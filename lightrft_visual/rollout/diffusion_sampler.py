@@ -326,7 +326,7 @@ class DiffusionSampler:
         stochastic = self.stochastic_steps(window)
         path, log_probs, means, kept = [x], [], [], []
         for index in range(len(sigmas)):
-            at = to_device(timesteps[index], x.device).expand(batch.batch_size)
+            at = to_device(timesteps[index].expand(batch.batch_size), x.device)
             moving = index < self.config.moving_steps
             noise = draw_noise(batch.latent_shape, generators, x.dtype, x.device) if stochastic[index] else None
             with torch.set_grad_enabled(index in keep):

@@ -1,6 +1,7 @@
 """Copies between host and device that make the host wait for the device as seldom as possible."""
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -9,6 +10,7 @@ T = torch.Tensor
 LEAST_PINNED = 2**16  # bytes; CUDA copies fewer at once, from whatever memory
 MOST_PINNED = 2**26  # bytes of a copy that page-locked memory is taken for, which is scarce and comes in powers of two
 _kept = WeakTensorKeyDictionary()  # tensors on a device, and what they were copied from
+_placed: WeakValueDictionary[int, T] = WeakValueDictionary()  # the same tensors by their address
 
 
 def to_device(tensor: T, device: torch.device | str) -> T:
@@ -20,18 +22,33 @@ def to_device(tensor: T, device: torch.device | str) -> T:
     moved = (pinned(tensor) if by_pinned else tensor).to(device, non_blocking=away)
     if moved is not tensor and tensor.device.type == "cpu":
         _kept[moved] = tensor
+        _placed[moved.data_ptr()] = moved
     return moved
 
 
 def known_on_host(tensor: T) -> T | None:
     """The tensor on the host without waiting for the device; None where there is none."""
-    return tensor if tensor.device.type == "cpu" else _kept.get(tensor)
+    if tensor.device.type == "cpu":
+        return tensor
+    if tensor in _kept or tensor.is_meta:
+        return _kept.get(tensor)
+    whole = _placed.get(tensor.data_ptr())  # a module gets other objects of its inputs under ZeRO-3
+    same = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
+    return _kept.get(whole) if same and whole.dtype == tensor.dtype else None
 
 
 def on_host(tensor: T) -> T:
     """The tensor on the host: what `to_device` has copied, else a copy that waits for the device."""
     known = known_on_host(tensor)
     return tensor.detach().cpu() if known is None else known
+
+
+def taken(numbers: T, columns: T) -> T:
+    """(B): of each of (B, K) numbers the one in its column (B). The host knows them where it knows both."""
+    known, at = known_on_host(numbers), known_on_host(columns)
+    if known is None or at is None:
+        return numbers.gather(1, columns[:, None])[:, 0]
+    return to_device(known.gather(1, at[:, None])[:, 0], numbers.device)
 
 
 def pinned(tensor: T) -> T:

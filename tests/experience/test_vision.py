@@ -15,7 +15,7 @@ from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.items import BufferItemVL, make_experience_batch, split_experience_batch
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, collate
 from lightrft_visual.experience.types import ExperienceVL, ModelInputs
-from lightrft_visual.experience.vision import VisionTensors, check_alike, joined, stacked
+from lightrft_visual.experience.vision import VisionTensors, check_alike, joined, samples_of, stacked
 from lightrft_visual.runtime.host_copies import known_on_host, to_device
 
 PATCHES, DIM, G = 256, 384, 16
@@ -185,3 +185,6 @@ def test_masks_that_are_joined_on_a_device_stay_known_on_the_host_and_texts_do_n
     again = joined([found["mask"], to_device(torch.zeros(1, 5, dtype=torch.long), "meta")])
     assert known_on_host(again).shape == again.shape == (3, 5)
     assert known_on_host(joined([found["mask"], torch.zeros(1, 4, dtype=torch.long, device="meta")])) is None
+    some = {name: samples_of(value, [1]) for name, value in found.items()}
+    assert known_on_host(some["mask"]).tolist() == [[1, 1, 1, 1]] and known_on_host(some["context"]) is None
+    assert known_on_host(joined([to_device(torch.tensor([900.0]), "meta")] * 2)).tolist() == [900, 900]  # timesteps

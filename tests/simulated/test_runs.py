@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import tiny_families
+import torch
 from small_pipeline import given_flags
 from transformers import (
     AutoTokenizer,
@@ -80,6 +82,11 @@ COUNTED_DRAWING = {
     "counted_flow_grpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --zero_stage 2 --beta 0.1",
 }
 COUNTED = (*COUNTED_SEEING, *COUNTED_DRAWING)
+EXPERTS = {  # of Wan, whose samples need now the one, now the other, and which several ranks divide
+    "counted_experts": f"{ONE_ROLLOUT} --train_batch_size 4 --pretrain {{wan}} --num_frames 5 --num_steps 5 "
+    "--sigmas 1,0.8,0.5,0.3,0.1 --timestep_fraction 0.5 --timestep_choice random --zero_stage 3 --reward_fn "
+    "{placed}:clips",
+}
 COUPLED = {"counted_dgpo": f"{ONE_ROLLOUT} --train_batch_size 4 --num_steps 5 --diffusion_algorithm dgpo"}
 DIVIDED = {  # 8 micro-batches
     "counted_sequence": f"{ONE_ROLLOUT} --zero_stage 2 --sp_size 2 --packing_samples true",
@@ -92,12 +99,17 @@ RUNS = {
     2: ("ppo", "ppo_resumed", "models", "flow_grpo_3", "nft"),
 }
 PLACED = """
+import numpy
+
 def score(responses, device):
     assert str(device).startswith("sim"), f"reward models would run on {device}"
     return [0.0] * len(responses)
 
 def drawn(images, device):
     return score(images, device)
+
+def clips(frames):
+    return [float(numpy.asarray(clip[0]).mean()) / 255 for clip in frames]
 """
 METRICS = ("loss", "policy_loss", "grad_norm", "reward", "reward_mean", "kl", "entropy", "value_loss")
 
@@ -121,16 +133,20 @@ def given(tmp_path_factory, cache_root) -> dict[str, str]:
     CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), drawn).save_pretrained(folder / "clip")
     (folder / "placed.py").write_text(PLACED)
     build_tiny_checkpoint(folder / "janus", "janus")
+    torch.manual_seed(0)
+    tiny_families.wan_two_experts().save_pretrained(folder / "wan")
     texts = [{"prompt": f"how many {number}", "draw": number % 2 == 0} for number in range(16)]
     (folder / "janus" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    named = {name: str(folder / name) for name in ("classifier", "clip", "janus")} | {"placed": f"{folder}/placed.py"}
+    named = {name: str(folder / name) for name in ("classifier", "clip", "janus", "wan")} | {
+        "placed": f"{folder}/placed.py"
+    }
     return {"drawing": " ".join(given_flags(folder))} | named
 
 
 def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ranks: int, given: dict[str, str]) -> Path:
     runs, seeing = {}, SEEING | COUNTED_SEEING | DIVIDED
     for name in names:
-        flags = (seeing | DRAWING | COUNTED_DRAWING | COUPLED)[name]
+        flags = (seeing | DRAWING | COUNTED_DRAWING | COUPLED | EXPERTS)[name]
         if device == "cpu":
             flags = flags.replace("--offload_trainer true", "").replace("--offload_reference true", "")
         words = flags.format(**given).split()
@@ -149,7 +165,7 @@ def launched(folder: Path, cache: Path, device: str, names: tuple[str, ...], ran
 def simulated(tmp_path_factory, cache_root, given) -> dict[int, Path]:
     return {
         ranks: launched(tmp_path_factory.mktemp(f"sim_{ranks}"), cache_root, "sim", names, ranks, given)
-        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED, *DIVIDED)))
+        for ranks, names in ((1, RUNS[1]), (2, (*RUNS[2], *COUNTED, *COUPLED, *DIVIDED, *EXPERTS)))
     }
 
 
@@ -211,7 +227,17 @@ def test_ranks_that_divide_weights_agree_on_media_once_a_phase(simulated):
         assert sum(span["collectives"].values()) == 1 and sum(span["reads"].values()) <= 2, span
 
 
-@pytest.mark.parametrize("name,phase,most", [("counted_packed", "score", 1), ("counted_flow_grpo", "sample", 2)])
+def test_ranks_agree_on_the_experts_that_run_once_an_update(simulated):
+    """Before, each forward asked the other rank, and read which samples go through which."""
+    for span in chain.from_iterable(waits(simulated[2], "counted_experts", "train")):
+        assert span["micro_batches"] >= 4 and sum(span["collectives"].values()) == 2, span
+        assert sum(span["reads"].values()) <= 2, span
+
+
+@pytest.mark.parametrize(
+    "name,phase,most",
+    [("counted_packed", "score", 1), ("counted_flow_grpo", "sample", 2), ("counted_experts", "sample", 2)],
+)
 def test_scoring_and_drawing_wait_for_the_device_once_and_once_for_new_prompts(simulated, name, phase, most):
     for (span,) in waits(simulated[2], name, phase):
         assert not span["collectives"] and 1 <= sum(span["reads"].values()) <= most, span

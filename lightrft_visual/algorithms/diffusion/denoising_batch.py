@@ -8,7 +8,7 @@ import torch
 from ...experience.diffusion_sampling import KeptSteps, SamplingResult, first_of_drawn, share_of_steps
 from ...experience.types import BatchLayout, ExperienceDiffusion
 from ...experience.vision import Conditions, joined, stacked, text_lengths
-from ...runtime.host_copies import to_device
+from ...runtime.host_copies import taken, to_device
 from ...runtime.seeding import derive_seed
 
 T = torch.Tensor
@@ -164,7 +164,7 @@ def samples_at(experience: ExperienceDiffusion, steps: T) -> DenoisingBatch:
     return DenoisingBatch(
         x=experience.latents[batch, steps.clamp(max=last)],
         x_next=experience.latents[batch, (steps + 1).clamp(max=last)],
-        timesteps=experience.timesteps[batch, steps],
+        timesteps=taken(experience.timesteps, steps),
         sigma=experience.sigmas[batch, steps],
         sigma_next=experience.sigmas[batch, steps + 1],
         log_probs=experience.log_probs[batch, steps],
@@ -196,5 +196,5 @@ def _joined(parts: list[DenoisingBatch]) -> DenoisingBatch:
         elif isinstance(values[0], dict):
             made[each.name] = {name: joined([value[name] for value in values]) for name in values[0]}
         else:
-            made[each.name] = torch.cat(values)
+            made[each.name] = joined(values)
     return DenoisingBatch(**made)

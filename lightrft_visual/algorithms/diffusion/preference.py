@@ -19,7 +19,7 @@ averaged over latent dimensions, as in its authors' code. Their paper writes bet
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -32,7 +32,21 @@ from .context import DiffusionLoss, LossContext, asked, squared_error, summed, w
 from .denoising_batch import DenoisingBatch, batch_at
 
 T = torch.Tensor
-Forward = tuple[ExperienceDiffusion, T]  # samples, and the steps (B, k) at which they go through the model
+
+
+class Forward(NamedTuple):
+    """Samples, and the steps (B, k) at which they go through the model together.
+
+    experts: names of the networks that serve a sample of any rank there.
+    """
+
+    experience: ExperienceDiffusion
+    steps: T
+    experts: frozenset[str] = frozenset()
+
+    def batch(self) -> DenoisingBatch:
+        """Its rows."""
+        return batch_at(self.experience, self.steps)
 
 
 class Coupled(Protocol):
@@ -114,12 +128,15 @@ def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) 
     """
     if groups_are_whole(forwards):
         return [None] * len(forwards)
-    parts = [batch_at(*forward) for forward in forwards]
+    parts, found = [forward.batch() for forward in forwards], []
     sums: dict[tuple[int, int], T] = defaultdict(lambda: torch.zeros(()))
-    terms = torch.cat([loss.terms(context, part) for part in parts]).cpu()  # the device is waited for once
+    for forward, part in zip(forwards, parts):
+        with context.policy.running(forward.experts):
+            found.append(loss.terms(context, part))
+    terms = torch.cat(found).cpu()  # the device is waited for once
     keys = [key for part in parts for key in _keys(part)]
-    for found in collectives.all_gather_object((keys, terms)):
-        for key, value in zip(*found):
+    for of_rank in collectives.all_gather_object((keys, terms)):
+        for key, value in zip(*of_rank):
             sums[key] = sums[key] + value
     whole = [torch.stack([sums[key] for key in _keys(part)]) for part in parts]
     return [to_device(each.to(part.advantages.dtype), part.advantages.device) for each, part in zip(whole, parts)]
@@ -127,7 +144,7 @@ def couplings(loss: Coupled, context: LossContext, forwards: Sequence[Forward]) 
 
 def groups_are_whole(forwards: Sequence[Forward]) -> bool:
     """Whether no group of an update is cut by forward passes or ranks. A collective."""
-    own = {id(each): Counter(each.group_id[on_host(each.valid).bool()].tolist()) for each, _ in forwards}
+    own = {id(each): Counter(each.group_id[on_host(each.valid).bool()].tolist()) for each, *_ in forwards}
     parts = [each for rank in collectives.all_gather_object([*own.values()]) for each in rank]
     counts: Counter[int] = sum(parts, Counter())
     return all(counts[group] == number for each in parts for group, number in each.items())

@@ -15,6 +15,7 @@ import torch
 
 from ...config.diffusion import gradient_steps
 from ...rollout.diffusion_sampler import euler_step
+from ...runtime.host_copies import to_device
 from ..loss_terms import LossOutputs
 from .context import LossContext, squared_error, weighted_mean
 
@@ -73,7 +74,7 @@ class RewardFL:
         """
         x, drifts, differentiated = start, [], self.gradient_steps()
         for step in range(self.final_timestep + 1):
-            inputs = (x, timesteps[step].expand(len(x)).to(x.device), conditions, self.guidance_scale)
+            inputs = (x, to_device(timesteps[step].expand(len(x)), x.device), conditions, self.guidance_scale)
             if step in differentiated and context.policy.trains_at(timesteps[step]):
                 v = context.velocity(*inputs)
                 if self.kl_beta > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -290,14 +290,12 @@ class DiffusionPolicy(nn.Module):
         self.trainable = kept
 
     @contextmanager
-    def all_experts(self) -> Iterator[None]:
-        """Inside, every network under training runs in each forward, with a gradient of zero where no sample needs it.
+    def running(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, these networks run in each forward, with a gradient of zero where no sample needs them.
 
-        The first and the last backward of an optimizer step must reach all trained weights: DeepSpeed starts a buffer
-        of gradients at the first one (a weight without a gradient there keeps what the step before has left) and, with
-        offload, hands it on at the last one.
+        Those that another rank needs compute together, under ZeRO-3 and where gradients are reduced; no forward asks.
         """
-        self.family.required = frozenset(self.trainable)
+        self.family.required = frozenset(names)
         try:
             yield
         finally:

@@ -1,13 +1,14 @@
 """Optimizer steps of diffusion runs: on replayed denoising steps, and by the gradient of a differentiable reward."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import compress
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import one_hot
 
 from ...algorithms.diffusion import Loss
 from ...algorithms.diffusion.context import LossContext
@@ -19,7 +20,7 @@ from ...algorithms.diffusion.denoising_batch import (
     shuffled_steps,
     trainable_steps,
 )
-from ...algorithms.diffusion.preference import couplings
+from ...algorithms.diffusion.preference import Forward, couplings
 from ...algorithms.diffusion.reward_fl import DifferentiableScore
 from ...algorithms.loss_terms import LossOutputs
 from ...config.kinds import DiffusionAlgorithm
@@ -79,19 +80,17 @@ class ReplayUpdate:
             first: the first update of this rollout.
             samples: valid ones of the update over all ranks, which the mean counts; see `plan_updates`.
         """
-        plans = [self._plan(experience, context, seed) for experience in batches]
-        total = float(samples * plans[0][0].shape[1])  # every sample has as many steps
-        once = cache(partial(to_device, device=context.policy.device))  # what samples share is moved once
-        forwards = [
-            (experience, steps[:, columns])
-            for experience, (steps, slices) in zip([_moved(each, once) for each in batches], plans)
-            for columns in slices
-        ]
+        forwards = self._plan(batches, context, seed)
+        total = float(samples * sum(each.steps.shape[1] for each in forwards) // len(batches))
         coupled = couplings(self.loss, context, forwards) if self.algorithm.coupled else [None] * len(forwards)
-        for index, (experience, steps) in enumerate(forwards):
-            part, last = batch_at(experience, steps), index == len(forwards) - 1
+        for index, forward in enumerate(forwards):
+            part, last = forward.batch(), index == len(forwards) - 1
             part.coupling = coupled[index]
-            with context.policy.all_experts() if last or index == 0 else nullcontext():
+            # The first and the last backward must reach all trained weights: DeepSpeed starts a buffer of gradients at
+            # the first one (a weight without a gradient there keeps what the step before has left) and, with offload,
+            # hands it on at the last one.
+            everywhere = context.policy.trainable if last or index == 0 else ()
+            with context.policy.running(forward.experts.union(everywhere)):
                 outputs = self.loss.loss(context, part, total)
             _add_loss(metrics, outputs, part.valid.sum(), last, first, self.counts)
             if outputs.loss.requires_grad:  # else the steps of an expert that is not trained
@@ -118,15 +117,25 @@ class ReplayUpdate:
             self.engine.accumulate(outputs.loss, last=not graphed)
         return self.engine.step()
 
-    def _plan(self, experience: ExperienceDiffusion, context: LossContext, seed: int) -> tuple[T, list[slice]]:
-        """(B, n) steps of one micro-batch, and the columns of each forward."""
-        steps = self._trained_steps(experience, seed)
-        timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
-        experts = context.policy.family.expert_index(timesteps)
-        order = grouped_steps(experts.to(steps.device), experts)[0]
-        if self.steps_per_forward > 1 and len(context.policy.denoisers) > 1:
-            order = _of_all_ranks(order)
-        return grouped_steps(steps, experts), step_slices(order, self.steps_per_forward)
+    def _plan(self, batches: Sequence[ExperienceDiffusion], context: LossContext, seed: int) -> list[Forward]:
+        """The forwards of micro-batches; every sample has as many steps. All ranks make as many, of the same experts: a
+        collective, where their samples' steps differ and there are several."""
+        policy, planned, used = context.policy, [], []
+        for experience in batches:
+            steps = self._trained_steps(experience, seed)
+            timesteps = experience.timesteps.gather(1, steps.to(experience.timesteps.device))
+            experts = policy.family.expert_index(timesteps)
+            planned.append(grouped_steps(steps, experts))
+            used.append(one_hot(experts.sort(dim=1).values, len(policy.denoisers)).amax(dim=0))  # (n, experts)
+        if self.choice == "random" and len(policy.denoisers) > 1:
+            used = [*collectives.all_reduce_max(torch.stack(used))]
+        once, names = cache(partial(to_device, device=policy.device)), tuple(policy.denoisers)  # shared: moved once
+        forwards = []
+        for experience, steps, marks in zip([_moved(each, once) for each in batches], planned, used):
+            columns = [frozenset(compress(names, marked)) for marked in marks.tolist()]
+            for each in step_slices(columns, self.steps_per_forward):
+                forwards.append(Forward(experience, steps[:, each], columns[each.start]))
+        return forwards
 
     def _trained_steps(self, experience: ExperienceDiffusion, seed: int) -> T:
         """(B, n): stochastic steps for losses on SDE steps, any step of the schedule for losses on data."""
@@ -138,16 +147,6 @@ class ReplayUpdate:
             steps = noisy_steps(experience, share, self.min_sigma)
         shuffled = shuffled_steps(steps, ids, seed)
         return shuffled if self.choice == "first" else random_share(shuffled, self.fraction)
-
-
-def _of_all_ranks(experts: T) -> T:
-    """(n) numbers that change where the experts (n) of any rank do. A collective.
-
-    All ranks then make as many forwards: their experts compute together.
-    """
-    changes = torch.zeros(len(experts))
-    changes[1:] = experts.diff() != 0
-    return collectives.all_reduce_max(changes).cumsum(0)
 
 
 def _moved(experience: ExperienceDiffusion, to_device: Callable[[T], T]) -> ExperienceDiffusion:
@@ -164,14 +163,14 @@ class PlannedUpdate(NamedTuple):
     samples: int
 
 
-def step_slices(experts: T, steps_per_forward: int) -> list[slice]:
-    """Columns of a plan that share a forward: at most `steps_per_forward`, and all of one expert.
+def step_slices(experts: Sequence[Hashable], steps_per_forward: int) -> list[slice]:
+    """Columns of a plan that share a forward: at most `steps_per_forward`, and all of the same experts.
 
-    experts (n): the network that serves each column, as `grouped_steps` has ordered them.
+    experts (n): what serves each column, as `grouped_steps` has ordered them.
     """
-    slices, start, column_experts = [], 0, experts.tolist()
-    for column in range(1, len(column_experts) + 1):
-        ends = column == len(column_experts) or column_experts[column] != column_experts[start]
+    slices, start = [], 0
+    for column in range(1, len(experts) + 1):
+        ends = column == len(experts) or experts[column] != experts[start]
         if ends or column - start == steps_per_forward:
             slices.append(slice(start, column))
             start = column

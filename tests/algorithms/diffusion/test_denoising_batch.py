@@ -112,4 +112,4 @@ def test_rows_at_several_steps_are_those_at_each(ode):
     ],
 )
 def test_a_forward_holds_steps_of_one_expert(experts, together, expected):
-    assert step_slices(torch.tensor(experts), together) == [slice(*each) for each in expected]
+    assert step_slices(experts, together) == [slice(*each) for each in expected]

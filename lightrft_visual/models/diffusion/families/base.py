@@ -20,8 +20,9 @@ from ....config import registry
 from ....config.diffusion import LORA, DiffusionRunConfig, lora_folders
 from ....errors import ConfigError, did_you_mean, refused_as
 from ....experience.diffusion_sampling import TRAIN_TIMESTEPS
-from ....experience.vision import NEGATIVE, Conditions, joined
+from ....experience.vision import NEGATIVE, Conditions, joined, samples_of
 from ....runtime import collectives
+from ....runtime.host_copies import to_device
 from ..layers import flow_match_schedule, upcast
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ class DiffusionFamily(ABC):
         if guidance_scale <= 1 or len(positive) == len(conditions):
             return self.predict(latents, timesteps, positive, guidance_scale)
         both = {key: _stack(conditions, key) for key in positive}
-        twice = self.predict(torch.cat([latents] * 2), torch.cat([timesteps] * 2), both, guidance_scale)
+        twice = self.predict(torch.cat([latents] * 2), joined([timesteps] * 2), both, guidance_scale)
         without, with_prompt = twice.chunk(2)
         scale = self.guidance_at(timesteps, guidance_scale)
         return self.combine(without.detach() if self.detach_guidance else without, with_prompt, scale)
@@ -471,10 +472,11 @@ def by_kind(
         return run(kinds[0], latents, timesteps, conditions)
     velocity = torch.zeros_like(latents)
     for kind in different:
-        indices = torch.tensor([i for i, each in enumerate(kinds) if each == kind], device=latents.device)
-        some = {name: value[indices] for name, value in conditions.items()}
+        rows = [row for row, each in enumerate(kinds) if each == kind]
+        indices = to_device(torch.tensor(rows), latents.device)
+        some = {name: samples_of(value, rows) for name, value in conditions.items()}
         velocity = velocity.index_put((indices,), run(kind, latents[indices], timesteps[indices], some))
-    first = {name: value[:1] for name, value in conditions.items()}
+    first = {name: samples_of(value, [0]) for name, value in conditions.items()}
     for _ in range(forwards - len(different)):
         velocity = velocity + 0 * run(kinds[0], latents[:1], timesteps[:1], first)
     return velocity

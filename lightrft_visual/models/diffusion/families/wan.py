@@ -7,7 +7,7 @@ import torch
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
-from ....runtime import collectives
+from ....runtime.host_copies import on_host, to_device
 from ..layers import upcast
 from .base import DiffusionFamily, channel_statistics, decoded, in_whole_batches, video_latent
 
@@ -33,20 +33,25 @@ class Wan(DiffusionFamily):
         return self.context_of(prompts, do_classifier_free_guidance=False)
 
     def predict(self, latents: T, timesteps: T, conditions: Conditions, guidance_scale: float) -> T:
-        """Velocity, fp32, of each sample by the expert that serves its timestep."""
+        """Velocity, fp32, of each sample by the expert that serves its timestep. The required ones run beside those, in
+        a fixed order: another rank needs them, or the optimizer a gradient of zero.
+
+        Args: as of `DiffusionFamily.predict`.
+        """
         experts = self.denoisers()
         if len(experts) == 1:
             return self._run(next(iter(experts.values())), latents, timesteps, conditions)
-        chosen = self.expert_index(timesteps)
+        chosen = self.expert_index(on_host(timesteps)).tolist()
         velocity = torch.zeros_like(latents)
-        for index in self._running(chosen):
-            expert, indices = experts[self.denoiser_names[index]], (chosen == index).nonzero()[:, 0]
-            if len(indices) == len(latents):
+        for index, (name, expert) in enumerate(experts.items()):
+            rows = [row for row, each in enumerate(chosen) if each == index]
+            if len(rows) == len(chosen):
                 velocity = velocity + self._run(expert, latents, timesteps, conditions)
-            elif len(indices):
+            elif rows:
+                indices = to_device(torch.tensor(rows), latents.device)
                 some = {key: value[indices] for key, value in conditions.items()}
                 velocity = velocity.index_put((indices,), self._run(expert, latents[indices], timesteps[indices], some))
-            else:  # its collectives need all ranks, and a gradient of zero from this one
+            elif name in self.required:
                 first = {key: value[:1] for key, value in conditions.items()}
                 velocity = velocity + 0 * self._run(expert, latents[:1], timesteps[:1], first)
         return velocity
@@ -63,15 +68,6 @@ class Wan(DiffusionFamily):
         if len(self.denoisers()) == 1:
             return super().expert_index(timesteps)
         return (timesteps < self.boundary).long()
-
-    def _running(self, chosen: T) -> list[int]:
-        """Experts that run, in a fixed order: those that a sample of any rank goes through, and the required ones.
-
-        All ranks call it together.
-        """
-        present = torch.stack([(chosen == index).any() for index in range(2)]).float()
-        needed = collectives.all_reduce_max(present).tolist()
-        return [index for index, name in enumerate(self.denoiser_names) if needed[index] or name in self.required]
 
     @property
     def boundary(self) -> float:
