@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-device=${LIGHTRFT_DEVICE:-}
+LIGHTRFT_TESTS=${LIGHTRFT_TESTS:-0} device=${LIGHTRFT_DEVICE:-}
 if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
 fi
@@ -33,7 +33,7 @@ install_system_package() { # binary, Debian package: things Python packages cann
 }
 install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
 install_system_package g++ g++ "what torch.compile, vLLM and Triton build"
-if [ "${LIGHTRFT_TESTS:-0}" = 1 ]; then # set by scripts/test.sh
+if [ "$LIGHTRFT_TESTS" = 1 ]; then # set by scripts/test.sh
   install_system_package chromium chromium "the tests that look at report.html"
 fi
 
@@ -56,8 +56,9 @@ if $uv pip show -q --python .venv/bin/python "$other" 2>/dev/null; then
 fi
 override=()
 [ "$device" = cpu ] && override=(--override scripts/requirements/cpu-override.txt)
-# Bytecode is compiled once here: each rank of each run imports thousands of files.
-UV_COMPILE_BYTECODE=1 $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
+# Bytecode is compiled once here: each rank of each run imports thousands of files. Tests need a sixth of it, and let
+# imports write that.
+UV_COMPILE_BYTECODE=$((LIGHTRFT_TESTS != 1)) $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --reinstall-package lightrft_visual --no-deps --no-build-isolation -e .
 echo "$stamp" >.venv/.lightrft_setup
 echo "setup: done ($device)"

@@ -28,7 +28,6 @@ from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
 from lightrft_visual.runtime.files import read_jsonl
 from lightrft_visual.runtime.phase_timer import PhaseTimer
-from lightrft_visual.trainer import loop
 from lightrft_visual.trainer.features.guard import GuardHook
 from lightrft_visual.trainer.hooks import Hooks, StepData, StepHook, StopRun
 from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, start_up_objects_aside
@@ -39,12 +38,6 @@ def test_the_collector_skips_what_start_up_made_until_the_steps_end():
         assert gc.get_freeze_count() > 0
         raise RuntimeError("a stage failed")
     assert gc.get_freeze_count() == 0
-
-
-@pytest.fixture(autouse=True)
-def no_walk_through_all_objects(monkeypatch):
-    """It takes a second of each run in a process that holds the libraries of many tests."""
-    monkeypatch.setattr(loop, "start_up_objects_aside", nullcontext)
 
 
 class Walk(PolicyTrainer):

@@ -35,7 +35,6 @@ from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
-from lightrft_visual.trainer.loop import start_up_objects_aside
 from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
@@ -319,8 +318,7 @@ def seen(seeing, folder, rewards: RewardComputationEngine, told: list[str], draw
     maker.sample = lambda *given: drawn(sample(*given))
     batch = PromptBatch.of(texts, images=[[str(path)] for path in sources])
     greedy = replace(SAMPLED, n=1, temperature=0.0)
-    with start_up_objects_aside():  # which each of the collections would look through
-        return Evaluation(maker, batch, SAMPLED, greedy, 4, 1, **settings).run(step=3), held, parts
+    return Evaluation(maker, batch, SAMPLED, greedy, 4, 1, **settings).run(step=3), held, parts
 
 
 def test_an_evaluation_in_parts_holds_the_patches_of_one_part_and_says_what_one_of_the_whole_says(seeing, tmp_path):
