@@ -248,7 +248,7 @@ def _inner_source(source: Mapping[str, Any]) -> Any:
     settings = sorted(key for key in source if source[key] is not None and key in _SIZE_SETTINGS)
     if settings:
         raise DataError(
-            f"an image with setting(s) {', '.join(settings)} of its own; sizes are set by --max_pixels", "media form"
+            f"an image with its own {', '.join(settings)}; sizes are set by --max_pixels, --source_pixels", "media form"
         )
     return inner
 

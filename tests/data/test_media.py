@@ -216,7 +216,7 @@ def test_verls_mapping_is_a_source(tmp_path):
     assert resolve_source({"image": "a.png"}, tmp_path) == {"image": str(tmp_path / "a.png")}
     for source in ({"image": str(tmp_path / "a.png")}, {"image": (tmp_path / "a.png").read_bytes()}):
         assert load_image(source).size == (5, 4)
-    with pytest.raises(DataError, match="max_pixels of its own; sizes are set by --max_pixels"):
+    with pytest.raises(DataError, match="its own max_pixels; sizes are set by --max_pixels"):
         load_image({"image": str(tmp_path / "a.png"), "max_pixels": 784})
 
 
