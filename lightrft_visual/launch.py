@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 LEFT_SECONDS = 10.0  # that threads get which a run has left, once the program is over
 LOOK_SECONDS = 0.2
 _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole process
-_begun = count()  # runs, of which the first has none before it to clear away
 
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -142,6 +140,8 @@ def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
     planned: as of `_in_words`."""
     environment, before = dict(os.environ), sys.exc_info()[1]
     bound_spinning()  # before anything loads torch
+    gc.unfreeze()
+    gc.collect()  # an earlier run's models and engine, which `importing` hides from the collector
     with importing():
         from .runtime import collectives, watchdog
 
@@ -152,9 +152,6 @@ def _released_on_error(planned: bool) -> Iterator[list[PolicyTrainer]]:
         way_back.callback(_RUNNING.release)
         way_back.enter_context(_put_back(environment))
         way_back.callback(watchdog.stop)
-        if next(_begun):  # an earlier run's models and engine, which `importing` hides from the collector
-            gc.unfreeze()
-            gc.collect()
         try:
             yield held
         except BaseException as error:

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-LIGHTRFT_TESTS=${LIGHTRFT_TESTS:-0} device=${LIGHTRFT_DEVICE:-}
+device=${LIGHTRFT_DEVICE:-}
 if [ -z "$device" ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; else device=cpu; fi
 fi
@@ -33,8 +33,10 @@ install_system_package() { # binary, Debian package: things Python packages cann
 }
 install_system_package tesseract "tesseract-ocr tesseract-ocr-eng" "the OCR reward"
 install_system_package g++ g++ "what torch.compile, vLLM and Triton build"
-if [ "$LIGHTRFT_TESTS" = 1 ]; then # set by scripts/test.sh
+bytecode=1
+if [ "${LIGHTRFT_TESTS:-0}" = 1 ]; then # set by scripts/test.sh
   install_system_package chromium chromium "the tests that look at report.html"
+  bytecode=0
 fi
 
 if [ -f .venv/.lightrft_setup ] && [ "$(cat .venv/.lightrft_setup)" = "$stamp" ]; then
@@ -58,7 +60,7 @@ override=()
 [ "$device" = cpu ] && override=(--override scripts/requirements/cpu-override.txt)
 # Bytecode is compiled once here: each rank of each run imports thousands of files. Tests need a sixth of it, and let
 # imports write that.
-UV_COMPILE_BYTECODE=$((LIGHTRFT_TESTS != 1)) $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
+UV_COMPILE_BYTECODE=$bytecode $uv pip install -q --python .venv/bin/python -r requirements.txt -r "scripts/requirements/$device.txt" "${override[@]}"
 $uv pip install -q --python .venv/bin/python --reinstall-package lightrft_visual --no-deps --no-build-isolation -e .
 echo "$stamp" >.venv/.lightrft_setup
 echo "setup: done ($device)"

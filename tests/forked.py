@@ -15,10 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import torch
@@ -34,7 +32,6 @@ PRELOADED = [
     "forked",
     "lightrft_visual.trainer.vl.trainer",
     "lightrft_visual.trainer.diffusion.build",
-    "vllm_imported",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported with every optimizer; brings torch's compiler along
 ]
 GRACE = 10.0  # seconds in which the other ranks may still say why, when one has failed
@@ -44,9 +41,6 @@ def server() -> ForkServerContext:
     """The context whose processes begin with what is PRELOADED."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    here = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    with patch.dict(os.environ, PYTHONPATH=here):  # the server does not look for modules where this process does
-        forkserver.ensure_running()
     return context
 
 

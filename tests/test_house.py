@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2560, "experience": 3170, "config": 4986, "runtime": 5917, "data": 3619,
+    "": 2557, "experience": 3170, "config": 4986, "runtime": 5929, "data": 3619,
     "models": 5904, "rollout": 5442, "rewards": 4406, "algorithms": 1835, "trainer": 7549, "observe": 3578,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}

@@ -22,7 +22,8 @@ def to_device(tensor: T, device: torch.device | str) -> T:
     moved = (pinned(tensor) if by_pinned else tensor).to(device, non_blocking=away)
     if moved is not tensor and tensor.device.type == "cpu":
         _kept[moved] = tensor
-        _placed[moved.data_ptr()] = moved
+        if moved.layout is torch.strided:
+            _placed[moved.data_ptr()] = moved
     return moved
 
 
@@ -32,9 +33,20 @@ def known_on_host(tensor: T) -> T | None:
         return tensor
     if tensor in _kept or tensor.is_meta:
         return _kept.get(tensor)
-    whole = _placed.get(tensor.data_ptr())  # a module gets other objects of its inputs under ZeRO-3
-    same = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
-    return _kept.get(whole) if same and whole.dtype == tensor.dtype else None
+    whole = _placed.get(_view(tensor)[0])  # a module gets other objects of its inputs under ZeRO-3
+    return _kept.get(whole) if whole is not None and _view(whole) == _view(tensor) else None
+
+
+def _view(tensor: T) -> tuple:
+    """Which memory a tensor is, and how it is read; nothing is read."""
+    strided = tensor.layout is torch.strided
+    return (
+        tensor.data_ptr() if strided else None,
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        strided and tensor.stride(),
+    )
 
 
 def on_host(tensor: T) -> T:

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +28,7 @@ from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
 from lightrft_visual.runtime.files import read_jsonl
 from lightrft_visual.runtime.phase_timer import PhaseTimer
+from lightrft_visual.trainer import loop
 from lightrft_visual.trainer.features.guard import GuardHook
 from lightrft_visual.trainer.hooks import Hooks, StepData, StepHook, StopRun
 from lightrft_visual.trainer.loop import Evaluated, LoopSettings, PolicyTrainer, start_up_objects_aside
@@ -103,6 +104,23 @@ class Walk(PolicyTrainer):
 @pytest.fixture
 def walk(tmp_path):
     return lambda **settings: Walk(tmp_path, **settings)
+
+
+def test_the_steps_are_made_while_the_collector_skips_what_start_up_made(walk, monkeypatch):
+    inside = []
+
+    @contextmanager
+    def aside():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(loop, "start_up_objects_aside", aside)
+    trainer = walk()
+    step = trainer.train_step
+    trainer.train_step = lambda: step() if inside else pytest.fail("a step outside")
+    trainer.fit()
+    assert not inside and trainer.step == 3
 
 
 def names_in(folder):

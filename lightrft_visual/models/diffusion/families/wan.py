@@ -7,6 +7,7 @@ import torch
 
 from ....errors import ConfigError
 from ....experience.vision import Conditions
+from ....runtime import collectives
 from ....runtime.host_copies import on_host, to_device
 from ..layers import upcast
 from .base import DiffusionFamily, channel_statistics, decoded, in_whole_batches, video_latent
@@ -45,6 +46,10 @@ class Wan(DiffusionFamily):
         velocity = torch.zeros_like(latents)
         for index, (name, expert) in enumerate(experts.items()):
             rows = [row for row, each in enumerate(chosen) if each == index]
+            if rows and self.required and name not in self.required and collectives.world_size() > 1:
+                raise RuntimeError(
+                    "a loss asks for other timesteps than its batch's: ranks agreed on those, and would hang"
+                )
             if len(rows) == len(chosen):
                 velocity = velocity + self._run(expert, latents, timesteps, conditions)
             elif rows:
