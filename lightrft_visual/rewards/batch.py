@@ -215,6 +215,7 @@ def batch_from_media(
     source_images: Sequence[Sequence[Any]] | None = None,
     ids: Sequence[int] | None = None,
     group_ids: Sequence[int] | None = None,
+    step: int = 0,
 ) -> RewardBatch:
     """Generated media as a batch. Raises RewardError when a list does not have one entry per prompt.
 
@@ -228,6 +229,7 @@ def batch_from_media(
         source_images: the images that each was made from, where it was.
         ids: of the samples; None: 0 to n - 1.
         group_ids: of the groups that the samples are compared in; None: likewise.
+        step: of the policy that made them.
     """
     size = len(prompts)
     given = {"images": images, "videos": videos, "labels": labels, "references": references, "metadata": metadata}
@@ -247,6 +249,7 @@ def batch_from_media(
         ids=[int(i) for i in (range(size) if ids is None else ids)],
         group_ids=[int(i) for i in (range(size) if group_ids is None else group_ids)],
         generated=True,
+        step=step,
     )
 
 

@@ -357,7 +357,12 @@ class Catalogue:
         scorer = build_scorer(entry.key, entry.kwargs)
         if hasattr(scorer, "close"):  # it holds processes or connections
             self._closing.append(scorer.close)
-        return scorer if isinstance(scorer, Source) else CallableSource(scorer, entry.name, lenient=self.lenient)
+        if isinstance(scorer, Source):
+            return scorer
+        bound = (
+            scorer.keywords if isinstance(scorer, partial) else {}
+        )  # which no column of the data may take the place of
+        return CallableSource(scorer, entry.name, bound, lenient=self.lenient)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:
         return (entry.transport or self.config.reward_transport) == "ray"

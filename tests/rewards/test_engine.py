@@ -277,6 +277,24 @@ def test_objectives_of_one_scorer_share_its_one_run_also_behind_multi(counted):
     assert scores.values.tolist() == [21, 23] and scores.extras["y"].tolist() == [10, 10]
 
 
+def test_a_setting_of_a_registered_function_stands_before_a_column_of_its_name(monkeypatch):
+    def at_most(responses, limit=1):
+        return [float(limit)] * len(responses)
+
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    registry.scorers.register("at_most")(at_most)
+    engine = RewardComputationEngine(reward_recipe={"*": [("rule", "at_most", 1.0, {"limit": 20})]})
+    assert engine.compute_rewards([make_samples(["a"], metadata=[{"limit": 3}])]).score.tolist() == [20]
+
+
+def test_a_function_learns_the_step_of_generated_media():
+    def risen(images, trainer_state):
+        return [float(trainer_state.global_step)] * len(images)
+
+    engine = RewardComputationEngine(custom_reward_func=risen, config=RewardConfig(reward_form="trl"))
+    assert engine.score_media(["a"], images=[torch.ones(3, 2, 2)], step=7).score.tolist() == [7]
+
+
 def test_a_shared_scorer_sees_just_the_samples_that_need_it(counted):
     entry = {"type": "rule", "key": "counted", "weight": 1.0}
     recipe = {

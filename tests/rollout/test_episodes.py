@@ -601,7 +601,7 @@ def test_no_mean_of_rewards_or_gold_holds_an_episode_that_failed():
     )
     output = SimpleNamespace(score=torch.tensor([1.0, 0.0]), valid=torch.tensor([True, True]))
     gold = SimpleNamespace(score_rollouts=lambda rollouts, chunk: output)
-    assert gold_scores(gold, rollouts) == [(1.0, True), (0.0, False)]
+    assert gold_scores(gold, rollouts, 8) == [(1.0, True), (0.0, False)]
 
 
 def test_between_turns_stands_what_the_template_writes_and_reward_functions_get_what_was_sampled(rig, rollouts):

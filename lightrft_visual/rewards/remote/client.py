@@ -120,7 +120,7 @@ class Exchange:
             return
         self.deadline = time.monotonic() + seconds
         if self.phase.dead(slots, seconds):
-            raise RequestFailed(self.phase.gave_up, retry=False, answered=False)
+            raise RequestFailed(self.phase.gave_up, retry=False)  # not asked, and so no news of the server
 
 
 class RemoteClient:

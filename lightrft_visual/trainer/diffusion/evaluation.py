@@ -102,10 +102,10 @@ class DiffusionEvaluation:
         requests = drawing_batch([prompts[i] for i in indices], indices, first=0)
         requests.sample_ids = torch.tensor(indices)
         media = joined_media(self.sampling.draw(requests, 0, purpose="eval"))
-        scored = score_samples(self.rewards, requests, media)
+        scored = score_samples(self.rewards, requests, media, step)
         shown, golden, paired_scores = dict(scored.components), None, None
         if self.gold is not None:
-            golden = score_samples(self.gold.rewards, requests, media)
+            golden = score_samples(self.gold.rewards, requests, media, step)
             shown["gold"] = golden.score
             paired_scores = paired_scores_at(step, requests.sample_ids, (scored.score, scored.valid), golden)
         real = torch.tensor([is_real for _, is_real in shard])

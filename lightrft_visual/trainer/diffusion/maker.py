@@ -95,6 +95,11 @@ class Drawn:
         return len(self.media)
 
     @property
+    def step(self) -> int:
+        """Of the newest policy that drew them."""
+        return max((each.policy_version for each in self.samples), default=0)
+
+    @property
     def versions(self) -> T:
         """(B) of the policies that drew them."""
         return torch.cat([torch.full((len(each.media),), each.policy_version) for each in self.samples])
@@ -150,7 +155,7 @@ class DiffusionExperienceMaker:
     def score(self, drawn: Drawn) -> Drawn:
         """What was drawn, with its rewards. A collective."""
         with self.timer.phase("reward"):
-            drawn.scored = score_samples(self.rewards, drawn.requests, drawn.media)
+            drawn.scored = score_samples(self.rewards, drawn.requests, drawn.media, drawn.step)
         drawn.counts |= drawn.scored.counts
         return self.hooks.on_scores(drawn)
 
@@ -208,15 +213,16 @@ class DiffusionExperienceMaker:
         return metrics
 
 
-def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T) -> RewardOutput:
+def score_samples(rewards: RewardComputationEngine, requests: DrawingBatch, media: T, step: int) -> RewardOutput:
     """Rewards of what was drawn.
 
     Args:
         rewards: which score.
         requests: of the B samples.
         media: (B, 3, H, W) or (B, 3, T, H, W) in 0..1.
+        step: of the policy that drew.
     """
-    return rewards.score_media(requests.prompts, **_reward_columns(requests, media))
+    return rewards.score_media(requests.prompts, step=step, **_reward_columns(requests, media))
 
 
 def reward_batch(requests: DrawingBatch, media: T) -> RewardBatch:

@@ -128,7 +128,7 @@ class DiffusionParts(RunParts):
 
     def gold_of(self, drawn: Drawn) -> RewardOutput:
         """What gold says of scored media. A collective."""
-        return score_samples(self.gold.rewards, drawn.requests, drawn.media)
+        return score_samples(self.gold.rewards, drawn.requests, drawn.media, drawn.step)
 
     def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
         """Reward and gold of each prompt. A collective. Args: as of `VLParts.add_gold`."""

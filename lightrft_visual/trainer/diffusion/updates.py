@@ -81,7 +81,8 @@ class ReplayUpdate:
             samples: valid ones of the update over all ranks, which the mean counts; see `plan_updates`.
         """
         forwards = self._plan(batches, context, seed)
-        total = float(samples * sum(each.steps.shape[1] for each in forwards) // len(batches))
+        of_a_sample = sum(each.steps.shape[1] for each in forwards) // len(batches)  # steps, as many of each
+        total = float(samples * of_a_sample)
         coupled = couplings(self.loss, context, forwards) if self.algorithm.coupled else [None] * len(forwards)
         for index, forward in enumerate(forwards):
             part, last = forward.batch(), index == len(forwards) - 1

@@ -25,9 +25,15 @@ TOTALS = ("eval_reward", "eval_reward_greedy")
 KINDS = {True: "drawing", False: "answer"}  # by whether a prompt asks for an image
 
 
-def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout]) -> Scores:
-    """(score, whether it counts) of each rollout, which is only read; failed episodes do not. A collective."""
-    scored = gold.score_rollouts(rollouts, len(rollouts))
+def gold_scores(gold: RewardComputationEngine, rollouts: Sequence[Rollout], chunk: int) -> Scores:
+    """(score, whether it counts) of each rollout, which is only read; failed episodes do not. A collective.
+
+    Args:
+        gold: which scores.
+        rollouts: of this rank.
+        chunk: samples a remote request.
+    """
+    scored = gold.score_rollouts(rollouts, chunk)
     failed = [each.episode is not None and each.episode.failed for each in rollouts]
     return [(score, ok and not lost) for score, ok, lost in zip(scored.score.tolist(), scored.valid.tolist(), failed)]
 
@@ -176,7 +182,8 @@ class Evaluation:
         self.maker.judge(rollouts)
         if gold is not None and gold.uses_device:
             self.maker.sleep(keep_weights=True)
-        scores = gold_scores(gold, rollouts) if gold is not None else []
+        size = self.maker.settings.micro_batch_size
+        scores = gold_scores(gold, rollouts, size) if gold is not None else []
         kept = [is_real for is_real in real for _ in range(settings.n)]
         return list(compress(rollouts, kept)), list(compress(scores, kept))
 

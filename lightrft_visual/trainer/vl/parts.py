@@ -220,7 +220,7 @@ class VLParts(RunParts):
 
     def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
         """What gold says of scored rollouts, whose media are still there. A collective."""
-        return gold_scores(self.gold, rollouts)
+        return gold_scores(self.gold, rollouts, self.maker.settings.micro_batch_size)
 
     def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
         """Reward and gold of each prompt. A collective.

@@ -11,6 +11,7 @@ import time
 import weakref
 from datetime import datetime
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,16 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.rewards import RewardComputationEngine
 from lightrft_visual.rewards.batch import Call, batch_from_media
 from lightrft_visual.rewards.imaging import decode_image
-from lightrft_visual.rewards.remote.client import WRITTEN_AHEAD, RemoteClient, RemoteReward, check_url
+from lightrft_visual.rewards.remote import client
+from lightrft_visual.rewards.remote.client import (
+    WRITTEN_AHEAD,
+    Exchange,
+    Phase,
+    RemoteClient,
+    RemoteReward,
+    RequestFailed,
+    check_url,
+)
 from lightrft_visual.rewards.remote.wire import BadReply, decode_reply
 from lightrft_visual.rewards.settings import check_reward_config
 from lightrft_visual.runtime.masking import shown_url
@@ -234,6 +244,33 @@ def test_queued_requests_to_a_dead_server_or_a_gateway_without_its_server_fail_a
         result = run(f"{server.base}/{kind}", outputs, reward_concurrency=2, **limits)
         assert time.monotonic() - started < 9  # not 10 / 2 deadlines of 2 s
     assert not result.valid.any() and server.calls[kind] in ((2,) if kind == "hang" else range(10))
+
+
+def test_a_dead_server_is_asked_again_after_the_time_limit_however_many_requests_wait_meanwhile(monkeypatch):
+    """What is not asked is no news: each of the requests between would put it off by another time limit."""
+    now, asked = [0.0], []
+
+    async def attempt(self, url, exchange, content, seconds):
+        asked.append(now[0])
+        if now[0] < 5:
+            raise RequestFailed("connection failed", retry=True, answered=False)
+        return "scores"
+
+    async def requests() -> list:
+        phase, found = Phase(), []
+        for now[0] in range(30):
+            try:
+                found.append(await remote.exchange(Exchange(["http://x"], bytes, len, phase=phase)))
+            except RequestFailed:
+                found.append(None)
+        return found
+
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(RemoteClient, "_attempt", attempt)
+    remote = RemoteClient(RewardConfig(reward_timeout=10.0, reward_retries=0))
+    found = remote.loop.run(requests())
+    remote.close()
+    assert asked == [0, *range(10, 30)] and found == [None] * 10 + ["scores"] * 20
 
 
 def test_a_server_that_hangs_after_answers_is_given_up_and_one_that_is_slow_for_some_requests_is_not(monkeypatch):

@@ -326,7 +326,10 @@ def test_an_evaluation_in_parts_holds_the_patches_of_one_part_and_says_what_one_
         return [len(each) / 7 + own for each, own in zip(completions, ids, strict=True)]
 
     rewards, gold = (RewardComputationEngine(custom_reward_func=lengths) for _ in range(2))
+    sizes, score = [], gold.score_rollouts
+    gold.score_rollouts = lambda rollouts, chunk: sizes.append(chunk) or score(rollouts, chunk)
     whole, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold)
+    assert {*sizes} == {3}  # samples a remote request, as of the reward
     assert (held, parts) == ([5, 5], [5])  # both passes read what is preprocessed once
     cut, held, parts = seen(seeing, tmp_path, rewards, [], gold=gold, prompts_at_once=2)
     assert parts == [2, 2, 1] and max(held) == 2
