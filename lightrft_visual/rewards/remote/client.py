@@ -228,7 +228,7 @@ class RemoteClient:
             if status == 200:
                 return _read(data, exchange.decode)
         except TimeoutError:
-            reason = f"{name}: no reply within {self.config.reward_timeout:g} s"
+            reason = f"{name}: no reply within {round(seconds, 1):g} s"
             raise RequestFailed(reason, retry=False, answered=False) from None
         except httpx.TransportError as error:
             broken = isinstance(error, httpx.RemoteProtocolError)  # whose text may repeat the reply
