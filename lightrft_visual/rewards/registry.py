@@ -359,9 +359,7 @@ class Catalogue:
             self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
-        bound = (
-            scorer.keywords if isinstance(scorer, partial) else {}
-        )  # which no column of the data may take the place of
+        bound = scorer.keywords if isinstance(scorer, partial) else {}  # no column takes the place of a setting
         return CallableSource(scorer, entry.name, bound, lenient=self.lenient)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:

@@ -39,14 +39,8 @@ def known_on_host(tensor: T) -> T | None:
 
 def _view(tensor: T) -> tuple:
     """Which memory a tensor is, and how it is read; nothing is read."""
-    strided = tensor.layout is torch.strided
-    return (
-        tensor.data_ptr() if strided else None,
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        strided and tensor.stride(),
-    )
+    where = (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else (None, None)
+    return (*where, tensor.device, tensor.dtype, tensor.shape)
 
 
 def on_host(tensor: T) -> T:

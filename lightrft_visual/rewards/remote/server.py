@@ -34,12 +34,8 @@ with needed("fastapi"):
     from starlette.requests import ClientDisconnect
 
 log = logging.getLogger(__name__)
-NOT_SENT = (
-    "completion_ids",
-    "turns",
-    "environment_rewards",
-    "trainer_state",
-)  # inputs of functions that the wire does not carry
+# Inputs of functions that the wire does not carry.
+NOT_SENT = ("completion_ids", "turns", "environment_rewards", "trainer_state")
 WAKING = 1.0  # seconds; a signal that the system hands to another thread is answered when this one wakes
 RunBeside = Callable[..., Awaitable[Any]]  # runs a function with its arguments outside the event loop's thread
 OF_ALL_SAMPLES = ("generated", "data_columns", "data_references")  # what merged requests have in common

@@ -476,8 +476,8 @@ def by_kind(
         indices = to_device(torch.tensor(rows), latents.device)
         some = {name: samples_of(value, rows) for name, value in conditions.items()}
         velocity = velocity.index_put((indices,), run(kind, latents[indices], timesteps[indices], some))
-    first = {name: samples_of(value, [0]) for name, value in conditions.items()}
     for _ in range(forwards - len(different)):
+        first = {name: samples_of(value, [0]) for name, value in conditions.items()}
         velocity = velocity + 0 * run(kinds[0], latents[:1], timesteps[:1], first)
     return velocity
 
