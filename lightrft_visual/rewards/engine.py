@@ -366,6 +366,7 @@ class RewardComputationEngine:
             ones, everything = torch.ones(len(labels), dtype=torch.float64), list(range(len(labels)))
             return [Job(name, source, everything, ones) for name, source in self._sources.items()]
         jobs: dict[tuple, Job] = {}
+        order = [entry.identity for entry in self.recipe.components()]  # the same on all ranks, whose labels differ
         for index, label in enumerate(labels):
             for entry in self.recipe.for_label(label):
                 if entry.weight == 0:
@@ -378,7 +379,7 @@ class RewardComputationEngine:
                 job.weights[index] += entry.weight
                 if not job.indices or job.indices[-1] != index:  # one model may stand twice in a recipe
                     job.indices.append(index)
-        return list(jobs.values())
+        return [jobs[identity] for identity in order if identity in jobs]
 
     def _may_be_empty(self, batch: RewardBatch) -> T:
         """(B) bool: samples whose empty sum is 0, not a failure: their recipe has no weight but zero, or an environment

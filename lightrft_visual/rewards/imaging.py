@@ -62,8 +62,11 @@ def encode_image(image: Any, image_format: str = "png") -> str:
 
 @dataclass
 class EncodedImages:
-    """Encodes each image or video once, however many samples, requests and servers share it. Safe between threads."""
+    """Encodes each image or video once, however many samples, requests and servers share it; of more than `most`
+    characters the oldest are forgotten. Safe between threads."""
 
+    most: int = 2**30
+    _kept: int = 0
     _done: dict[tuple[int, str], tuple[Any, Future[Any]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,7 +90,26 @@ class EncodedImages:
                 result.set_result(encode())
             except Exception as error:
                 result.set_exception(error)
+            self._forget_oldest(result)
         return result.result()
+
+    def _forget_oldest(self, new: Future[Any]) -> None:
+        """Keep at most `most` characters; who waits for an encoding has it."""
+        with self._lock:
+            self._kept += _characters(new)
+            while self._kept > self.most:
+                key, (_, oldest) = next(iter(self._done.items()))
+                if not oldest.done():
+                    break
+                del self._done[key]
+                self._kept -= _characters(oldest)
+
+
+def _characters(encoded: Future[Any]) -> int:
+    if encoded.exception() is not None:
+        return 0
+    found = encoded.result()
+    return sum(map(len, found)) if isinstance(found, list) else len(found)
 
 
 def decode_image(text: str, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -57,9 +57,14 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., 
     for key in settings:
         if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
-    if settings and target.__module__.startswith(f"{__name__.partition('.')[0]}."):
+    if settings and ours(target):
         return target, _typed(name, target, settings)
     return target, settings
+
+
+def ours(target: Callable[..., Any]) -> bool:
+    """Whether a scorer is one of this package."""
+    return target.__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _typed(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,14 +89,27 @@ def own_settings(target: Callable[..., Any], settings: Mapping[str, Any]) -> dic
     return {renamed.get(key, key): value for key, value in settings.items()}
 
 
-def build_scorer(name: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def build_scorer(
+    name: str, settings: Mapping[str, Any] | None = None, reward_config: RewardConfig | None = None
+) -> Callable[..., Any]:
     """A ready callable: a class instance, or the function with its settings bound.
 
     Raises ConfigError for an unknown name or setting, and when a scorer lacks a package, program or checkpoint.
+
+    Args:
+        name: of the scorer.
+        settings: by its parameters.
+        reward_config: of the run, which a class with a parameter of this name gets, and a built-in one's `offload` by
+            default; None: their own defaults.
     """
     target, settings = check_scorer(name, settings or {})
-    parameters = inspect.signature(target).parameters.values() if inspect.isclass(target) else ()
-    for each in parameters:
+    parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}
+    if reward_config is not None:
+        of_run: dict[str, Any] = {"reward_config": reward_config}
+        if ours(target):
+            of_run["offload"] = reward_config.reward_cpu_offload
+        settings = {key: value for key, value in of_run.items() if key in parameters} | settings
+    for each in parameters.values():
         named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         if named and each.default is each.empty and each.name not in settings:
             raise ConfigError(f"scorer {name!r} needs the setting {each.name!r}")
@@ -354,13 +372,14 @@ class Catalogue:
         check_scorer(entry.key, entry.kwargs)
         if self._on_actors(entry):
             return self._ray_actors(entry.name, entry.key, entry.kwargs)
-        scorer = build_scorer(entry.key, entry.kwargs)
+        scorer = build_scorer(entry.key, entry.kwargs, self.config)
         if hasattr(scorer, "close"):  # it holds processes or connections
             self._closing.append(scorer.close)
         if isinstance(scorer, Source):
             return scorer
         bound = scorer.keywords if isinstance(scorer, partial) else {}  # no column takes the place of a setting
-        return CallableSource(scorer, entry.name, bound, lenient=self.lenient)
+        copies = not ours(find_scorer(entry.key))  # built-in ones only read
+        return CallableSource(scorer, entry.name, bound, lenient=self.lenient, copies=copies)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:
         return (entry.transport or self.config.reward_transport) == "ray"

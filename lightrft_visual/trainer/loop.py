@@ -346,7 +346,8 @@ class PolicyTrainer(ABC):
             return
         if evaluated.sheet:
             self.recorder.save_contact_sheet(self.step, evaluated.sheet)
-        self.recorder.save_rollouts(self.step, evaluated.records, "eval_step")
+        if evaluated.records:
+            self.recorder.save_rollouts(self.step, evaluated.records, "eval_step")
         self.recorder.log_eval(self.step, self.latest_eval)
         self.console.evaluation(self.step, self.latest_eval)
         self.hooks.on_evaluation(evaluated)

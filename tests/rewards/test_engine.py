@@ -277,6 +277,53 @@ def test_objectives_of_one_scorer_share_its_one_run_also_behind_multi(counted):
     assert scores.values.tolist() == [21, 23] and scores.extras["y"].tolist() == [10, 10]
 
 
+def test_multi_follows_the_reward_settings_of_the_run(monkeypatch):
+    def finds_none(responses):
+        return [float("nan") if text == "bad" else 1.0 for text in responses]
+
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    registry.scorers.register("finds_none")(finds_none)
+    recipe = {"*": [("rule", "multi", 1.0, {"components": {"finds_none": 1.0}})]}
+    samples = [make_samples(["a", "bad"])]
+    with pytest.raises(RewardError, match="not finite"):
+        RewardComputationEngine(reward_recipe=recipe).compute_rewards(samples)
+    engine = RewardComputationEngine(reward_recipe=recipe, config=RewardConfig(on_reward_error="skip"))
+    assert engine.compute_rewards(samples).valid.tolist() == [True, False]
+
+
+def test_numbers_of_one_name_belong_to_the_same_component_whichever_label_comes_first(monkeypatch):
+    def one(responses):
+        return {"rewards": [1.0] * len(responses), "length": [1.0] * len(responses)}
+
+    def two(responses):
+        return {"rewards": [2.0] * len(responses), "length": [2.0] * len(responses)}
+
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    for function in (one, two):
+        registry.scorers.register(function.__name__)(function)
+    engine = RewardComputationEngine(reward_recipe={"a": [("rule", "one", 1.0)], "b": [("rule", "two", 1.0)]})
+    for labels in (["a", "b"], ["b", "a"]):
+        found = engine.compute_rewards([make_samples(["x", "y"], labels=labels)]).components
+        assert list(found) == ["one", "two", "length", "two/length"]
+        assert found["length"][labels.index("a")] == 1 and found["two/length"][labels.index("b")] == 2
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_tensors_are_copied_for_scorers_of_users_alone(monkeypatch, ours):
+    seen = []
+
+    def looks(videos):
+        seen.extend(videos)
+        return [1.0] * len(videos)
+
+    looks.__module__ = "lightrft_visual.rewards.functions.looks" if ours else "mine"
+    monkeypatch.setattr(registry.scorers, "_entries", dict(registry.scorers._entries))
+    registry.scorers.register("looks")(looks)
+    video = torch.zeros(3, 2, 4, 4)
+    RewardComputationEngine(reward_recipe={"*": [("rule", "looks", 1.0)]}).score_media(["p"], videos=[video])
+    assert (seen[0] is video) is ours
+
+
 def test_a_setting_of_a_registered_function_stands_before_a_column_of_its_name(monkeypatch):
     def at_most(responses, limit=1):
         return [float(limit)] * len(responses)

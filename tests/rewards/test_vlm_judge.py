@@ -34,16 +34,28 @@ def chat_server(monkeypatch):
         yield server
 
 
-def judged(server, name="vlm_judge", **settings):
+def judged(server, name="vlm_judge", of_run=None, **settings):
     kwargs = {"url": f"{server.base}/v1", "model": "m", **settings}
     recipe = recipe_from_components({name: 1.0}, {name: kwargs})
-    return RewardComputationEngine(reward_recipe=recipe, config=RewardConfig(reward_max_invalid=1.0))
+    return RewardComputationEngine(reward_recipe=recipe, config=RewardConfig(reward_max_invalid=1.0, **of_run or {}))
 
 
 def content(server, *words):
     """What was asked in the request that holds the words."""
     found = (body["messages"][0]["content"] for body in server.bodies)
     return next(parts for parts in found if all(word in parts[-1]["text"] for word in words))
+
+
+@pytest.mark.parametrize("name", ["vlm_judge", "unified_reward"])
+def test_a_judge_follows_the_reward_settings_of_the_run_and_its_own_stand_before_them(chat_server, name):
+    of_run = {"reward_image_format": "jpeg", "reward_timeout": 40.0, "reward_concurrency": 3, "reward_retries": 0}
+    engine = judged(chat_server, name, of_run, concurrency=5)
+    engine.score_media(["x"], [PICTURE])
+    (judge,) = (source for source in engine._all)
+    engine.close()
+    assert content(chat_server, "x")[0]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    config = judge.client.config
+    assert (config.reward_timeout, config.reward_concurrency, config.reward_retries) == (40.0, 5, 0)
 
 
 def test_last_score_is_read_images_are_seen_and_prose_costs_its_own_sample(chat_server):

@@ -14,7 +14,8 @@ from ..registry import Catalogue
 
 
 class MultiScorer(Source):
-    """components {name: weight} and kwargs {name: settings}, as in `reward.components` and `reward.kwargs`.
+    """components {name: weight} and kwargs {name: settings}, as in `reward.components` and `reward.kwargs`; its
+    servers and functions have the time limits, key and failures of reward_config, which a run gives.
 
     The score is the weighted sum over the components that apply; the outputs are each component by name, and the sum
     again as `avg` (Flow-GRPO's name for it) unless one has this name. A sample on which a component failed is failed.
@@ -22,9 +23,14 @@ class MultiScorer(Source):
 
     name = "multi"
 
-    def __init__(self, components: Mapping[str, Any], kwargs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        reward_config: RewardConfig | None = None,
+    ) -> None:
         recipe = recipe_from_components(components, kwargs)
-        self._catalogue = Catalogue(RewardConfig())
+        self._catalogue = Catalogue(reward_config or RewardConfig())
         entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
         if not entries:
             raise ConfigError("multi: every component has weight 0")

@@ -4,6 +4,7 @@ It runs behind an OpenAI-compatible server, such as `vllm serve CodeGoat24/Unifi
 that its weights were trained with; replies are read by the labels that they teach.
 """
 
+from ...config.shared import RewardConfig
 from ...errors import ConfigError
 from .vlm_judge import VLMJudge
 
@@ -67,9 +68,11 @@ class UnifiedReward(VLMJudge):
         model: str = "CodeGoat24/UnifiedReward-qwen-7b",
         ask: str = "elements",
         max_tokens: int = 512,
-        timeout: float = 60.0,
-        concurrency: int = 32,
+        timeout: float | None = None,
+        concurrency: int | None = None,
         token_env: str | None = None,
+        reward_config: RewardConfig | None = None,
     ) -> None:
         question, pattern = question_and_pattern(ask)
-        super().__init__(url, model, question, pattern, 0.0, 5.0, max_tokens, timeout, concurrency, token_env)
+        own = (timeout, concurrency, token_env, reward_config)
+        super().__init__(url, model, question, pattern, 0.0, 5.0, max_tokens, *own)

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,8 @@ class VLMJudge(PendingSource):
     pattern. Unusable answers are failed, with the server's name.
 
     url: the server's base, such as http://host:8000/v1, or `a|b` for replicas. token_env: environment variable with its
-    key.
+    key. timeout and concurrency: as reward_timeout and reward_concurrency of the run, whose they are by default, as its
+    retries and the format of its images are. reward_config: these settings of the run, which gives them.
     """
 
     name = "vlm_judge"
@@ -116,14 +117,17 @@ class VLMJudge(PendingSource):
         low: float = 0.0,
         high: float = 10.0,
         max_tokens: int = 256,
-        timeout: float = 60.0,
-        concurrency: int = 32,
+        timeout: float | None = None,
+        concurrency: int | None = None,
         token_env: str | None = None,
+        reward_config: RewardConfig | None = None,
     ) -> None:
         self.model, self.judging = model, Judging(question, pattern, low, high, max_tokens)
         self.replicas = [f"{base.rstrip('/')}/chat/completions" for base in replicas_of(url)]
-        config = RewardConfig(reward_timeout=timeout, reward_concurrency=concurrency, reward_token_env=token_env)
-        self.client = RemoteClient(config)
+        run = reward_config or RewardConfig()
+        own = {"reward_timeout": timeout or run.reward_timeout, "reward_token_env": token_env}
+        own["reward_concurrency"] = concurrency or run.reward_concurrency
+        self.client = RemoteClient(replace(run, **own))
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
         """Ask about every sample at once."""

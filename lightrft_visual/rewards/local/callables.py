@@ -307,7 +307,7 @@ def _columns(names: Iterable[str]) -> Inputs:
 def _bind(
     signature: Signature, name: str, batch: RewardBatch, given: Mapping[str, Any], form: Form = NATIVE
 ) -> dict[str, Any]:
-    """Keyword arguments for one call, the function's own copies. `form` may give inputs of its own.
+    """Keyword arguments for one call. `form` may give inputs of its own.
 
     Raises RewardError when a required parameter is neither input nor column.
     """
@@ -334,7 +334,7 @@ def _bind(
     for parameter in signature.required:
         if parameter not in read:
             raise RewardError(_unknown_input(name, parameter, [*read, *RESERVED]))
-    return own({key: read[key](batch) for key in wanted if key in read}, {})
+    return {key: read[key](batch) for key in wanted if key in read}
 
 
 def own(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
@@ -384,7 +384,8 @@ class CallableSource(Source):
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
 
-    lenient: what the function cannot score is invalid, see `score`.
+    lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, to change;
+    without, it only reads.
 
     A function that takes nothing, or nothing but `device`, makes the scorer and is called now (flow_grpo's factories).
     """
@@ -397,8 +398,9 @@ class CallableSource(Source):
         form: str = AUTO,
         device: Any = "cpu",
         lenient: bool = False,
+        copies: bool = True,
     ) -> None:
-        self.lenient = lenient
+        self.lenient, self.copies = lenient, copies
         if not callable(function):
             raise ConfigError(f"reward function {name or function!r} is not callable")
         self.name = name or callable_name(function)
@@ -461,6 +463,8 @@ class CallableSource(Source):
         if "device" in self.signature.names:
             given["device"] = how.device if how else "cpu"
         arguments = _bind(self.signature, self.name, batch, given, form)
+        if self.copies:
+            arguments = own(arguments, {})
         if self.signature.by_position:
             arguments[POSITIONAL] = own([batch.queries, batch.prompts, batch.labels_or_references], {})
         elif form.each:  # what is given is the same for every sample

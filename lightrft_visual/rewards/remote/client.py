@@ -195,7 +195,11 @@ class RemoteClient:
         for position, url in enumerate(order):
             async with self._slots:
                 exchange.start(self.config.reward_timeout, self.config.reward_concurrency)
-                left = max(0.0, exchange.deadline - time.monotonic()) / (len(order) - position)
+                left = (exchange.deadline - time.monotonic()) / (len(order) - position)
+                if left <= 0:  # while it waited for the slot: not asked, and so no news of the server
+                    told = f"{shown_url(url)}: the time limit passed before its turn"
+                    failures.append(RequestFailed(told, retry=False))
+                    break
                 try:
                     result = await self._attempt(url, exchange, content, left)
                 except RequestFailed as failure:

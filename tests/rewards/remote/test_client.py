@@ -273,6 +273,23 @@ def test_a_dead_server_is_asked_again_after_the_time_limit_however_many_requests
     assert asked == [0, *range(10, 30)] and found == [None] * 10 + ["scores"] * 20
 
 
+def test_a_request_whose_time_is_over_before_its_turn_is_not_asked_and_no_sign_of_a_dead_server(monkeypatch):
+    now, asked, phase = [0.0], [], Phase()
+
+    async def attempt(self, url, exchange, content, seconds):
+        asked.append(url)
+        now[0] += 20  # it waited for a slot among others
+        raise RequestFailed("HTTP 503", retry=True)
+
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(RemoteClient, "_attempt", attempt)
+    remote = RemoteClient(RewardConfig(reward_timeout=10.0))
+    with pytest.raises(RequestFailed, match="HTTP 503$"):
+        remote.loop.run(remote.exchange(Exchange(["http://x", "http://y"], bytes, len, phase=phase)))
+    remote.close()
+    assert asked == ["http://x"] and phase.silent == 0
+
+
 def test_a_server_that_hangs_after_answers_is_given_up_and_one_that_is_slow_for_some_requests_is_not(monkeypatch):
     monkeypatch.setattr("lightrft_visual.rewards.remote.client.SILENCE", 1)
 

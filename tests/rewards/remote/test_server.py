@@ -218,6 +218,18 @@ def test_source_images_of_edits_travel_beside_the_drawn_ones():
     assert "source_images" not in encode_request(batch_from_media(["p"], images=[red]), "ours", EncodedImages())
 
 
+def test_encoded_images_are_kept_up_to_a_limit_and_the_oldest_go_first():
+    red, blue = Image.new("RGB", (9, 9), "red"), torch.rand(3, 5, 2, 2)
+    size = len(encode_image(red)) + 1
+    encoded = EncodedImages(most=size)
+    first = encoded.encode(red)
+    assert encoded.encode(red) is first
+    frames = encoded.frames(blue)
+    again = encoded.encode(red)
+    assert len(frames) == 5 and again == first and again is not first and encoded._kept <= size
+    assert list(encoded._done) == [(id(red), "png")]
+
+
 def test_a_video_of_more_frames_than_a_sample_may_have_images_is_scored_up_to_the_limit_of_frames():
     batch = batch_from_media(["p"], videos=[torch.rand(3, 81, 2, 2)])
     body = encode_request(batch, LIGHTRFT, EncodedImages())
