@@ -26,7 +26,7 @@ from transformers import (
 
 from ..config import registry
 from ..config.vl import DataConfig, ModelConfig
-from ..errors import ConfigError, reason_of, refused_as
+from ..errors import ConfigError, did_you_mean, reason_of, refused_as
 from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
 from .checkpointed import checkpoint_blocks
@@ -255,11 +255,17 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
     for name in experts:
         if not any(f".{each}".endswith(f".{name}") for each, _ in transformer.named_parameters()):
             raise ConfigError(f"target_parameters names {name!r}, and this model has no such weights: leave it out")
+    modules = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    for name in modules if isinstance(modules, list) else ():  # peft passes over one beside others
+        if not any(f".{each}".endswith(f".{name}") for each, _ in transformer.named_modules()):
+            linear = (each for each, module in transformer.named_modules() if isinstance(module, nn.Linear))
+            hint = did_you_mean(name, (each.rpartition(".")[2] for each in linear))
+            raise ConfigError(f"target_modules names {name!r}, and this model has no such module{hint}")
     lora = lora_config(
         model.lora_rank,
         model.lora_alpha,
         lora_dropout=model.lora_dropout,
-        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        target_modules=modules,
         target_parameters=experts or None,
         exclude_modules=rf"(.*\.)?({below})(\..*)?" if frozen else None,
         task_type="CAUSAL_LM",

@@ -130,7 +130,7 @@ def load_data_set(name: str, split: str) -> Any:
             why = "" if offline() else _unanswered(plain, allow_patterns=["README.md"], **asked)
             if not why:
                 return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
-            if (found := _prepared(plain, split)) is None:
+            if revision or (found := _prepared(plain, split)) is None:  # nothing says of which revision that is
                 raise ConnectionError(f"it did not answer: {why}")
             logger.warning("the hub does not answer for %s (%s): what the cache has of it is taken", plain, why)
             return found

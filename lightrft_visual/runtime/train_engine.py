@@ -293,6 +293,8 @@ class TrainEngine:
             self._load_of_ranks(Path(folder) / tag, saved_ranks)
         for group, values in zip(self._optimizer_groups(), set_here, strict=True):
             group.update(values)
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = self.max_norm
         for parameter, state in scheduler.optimizer.state.items():  # one on the host counts its steps there
             if self._optimizer_groups()[0].get("fused"):
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)

@@ -152,7 +152,11 @@ def test_adapters_are_added_where_they_are_asked_for(root):
     trained = trained_of(add_lora(model, ModelConfig(lora_rank=4, target_modules="q_proj,v_proj")))
     assert trained and all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
     for settings, told in (
-        ({"target_modules": "no_such"}, r"LoRA cannot be added \(target_modules no_such\)"),
+        (
+            {"target_modules": "q_proj,o_porj"},
+            "target_modules names 'o_porj', and this model has no such module; did you",
+        ),
+        ({"target_modules": "input_layernorm"}, r"LoRA cannot be added \(target_modules input_layernorm\)"),
         ({"target_parameters": "experts.down_proj"}, "target_parameters names 'experts.down_proj', and this model has"),
     ):
         with pytest.raises(ConfigError, match=told):

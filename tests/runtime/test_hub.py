@@ -138,6 +138,8 @@ def test_a_data_set_of_a_hub_that_does_not_answer_is_that_of_the_cache_or_refuse
     monkeypatch.setattr(datasets, "load_dataset", None)
     if prepared == "org___my_rows":
         assert hub.load_data_set("org/MyRows", "train")["prompt"] == ["a", "b"]
+        with pytest.raises(DataError, match="'org/MyRows@v1.0' .*did not answer"):  # of whichever revision it is
+            hub.load_data_set("org/MyRows@v1.0", "train")
         return
     with pytest.raises(DataError, match="split train.: it did not answer: Name or service not known; looked at"):
         hub.load_data_set("org/MyRows", "train")

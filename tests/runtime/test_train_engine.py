@@ -260,6 +260,34 @@ def rates_of_a_longer_run(out: str) -> dict[int, tuple[list[float], bool]]:
     return found
 
 
+def test_a_run_that_goes_on_with_another_max_norm_clips_to_it(tmp_path):
+    (found,) = on_ranks(moved_after_a_load, str(tmp_path), ranks=1)
+    for stage, (clipped, loose) in found.items():
+        assert clipped < loose / 50, stage
+
+
+def moved_after_a_load(out: str) -> dict[int, list[float]]:
+    """By stage, Adam's largest moment after one update whose gradient is clipped to a small and to a large norm, behind
+    a checkpoint of the other one."""
+    found = {}
+    for stage in (0, 1, 2, 3):
+        strategy = DeepspeedStrategy(DistributedConfig(zero_stage=stage))
+        if not found:
+            strategy.setup_distributed()
+        norms = []
+        for saved, loaded in ((100.0, 1e-3), (1e-3, 100.0)):
+            folder = f"{out}/{stage}/{saved}"
+            for max_norm in (saved, loaded):
+                engine, inputs = made(strategy, max_norm=max_norm)
+                if max_norm == saved:
+                    engine.save(folder, "end")
+            engine.load(folder, "end")
+            stepped(engine, inputs)
+            norms.append(max(float(m.abs().max()) for m in engine._moments()))
+        found[stage] = norms
+    return found
+
+
 # What is trained, and what a backward runs again. LoRA leaves the inputs of the first block without gradients.
 TRAINED = {
     "all": {},

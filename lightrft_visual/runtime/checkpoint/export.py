@@ -74,10 +74,16 @@ def export_hf(
     if kind in TRANSPOSED:
         weights = {name: as_published(kind, name, tensor) for name, tensor in weights.items()}
         plain["save_original_format"] = False  # transformers would turn them back
-    model.save_pretrained(str(folder), state_dict=dict(weights), **plain)  # it empties the dict that it gets
+    generation = model.generation_config
+    try:
+        if isinstance(generation, GenerationConfig):  # transformers refuses to save some that it has loaded
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(str(folder), state_dict=dict(weights), **plain)  # it empties the dict that it gets
+    finally:
+        model.generation_config = generation
     note_dtype(Path(folder) / "config.json", weights)
-    if isinstance(model.generation_config, GenerationConfig):
-        model.generation_config.save_pretrained(str(folder))
+    if isinstance(generation, GenerationConfig):
+        generation.to_json_file(Path(folder) / "generation_config.json")
     if processor is not None:
         processor.save_pretrained(str(folder))
     follow_umask(Path(folder))

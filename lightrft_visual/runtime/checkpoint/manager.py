@@ -265,7 +265,7 @@ class CheckpointManager:
             aside = target.with_name(f"{name}.incomplete-{time.time_ns()}")
             logger.warning("%s has no %s: it is now %s", target, MANIFEST, target.replace(aside).name)
         self.check_target(name)
-        self._finish_replacements()
+        self._finish_replacements(PREFIX if numbered else name)
         # Only what a run of this folder left: a named save may go to a folder that other runs share.
         patterns = (f"{STAGING}{PREFIX}*", f"{STAGING}{REMOVED}*") if numbered else (staging.name,)
         for leftover in [path for pattern in patterns for path in self.root.glob(pattern)]:
@@ -317,9 +317,11 @@ class CheckpointManager:
             except OSError as error:
                 logger.warning("%s stays until the next save: %s", staging, error)
 
-    def _finish_replacements(self) -> None:
-        """Settle a save that was killed between its two renames: the old folder returns, or goes if the new stands."""
-        for old in self.root.glob(f"{REPLACED}*"):
+    def _finish_replacements(self, names: str) -> None:
+        """Settle a save that was killed between its two renames: the old folder returns, or goes if the new stands.
+
+        names: what those begin with, or the only one, that are this run's."""
+        for old in self.root.glob(f"{REPLACED}{names}*" if names == PREFIX else f"{REPLACED}{names}"):
             target = self.root / old.name.removeprefix(REPLACED)
             if target.exists():
                 remove_folder(old)
@@ -385,7 +387,8 @@ def check_seen(folder: Path) -> None:
         if folder.is_dir():
             return
         time.sleep(SHARED_PAUSE)
-    raise CheckpointError(f"rank {rank()} does not see {folder}: output_dir must be on a shared file system")
+    shared = "what output_dir, ckpt_path and save_path name must be on a shared file system"
+    raise CheckpointError(f"rank {rank()} does not see {folder}: {shared}")
 
 
 def check_shared(root: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from lightrft_visual.errors import CheckpointError
 from lightrft_visual.runtime.checkpoint.export import export_hf, export_lora
@@ -30,6 +30,17 @@ def test_export_hf_reloads_with_equal_logits(tmp_path, tied):
     assert not list((tmp_path / "out").glob("*.bin"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_export_hf_writes_settings_of_generation_that_transformers_loads_but_would_not_save(tmp_path):
+    model = tiny_model()
+    model.generation_config = GenerationConfig.from_dict({"temperature": 0.5, "top_p": 0.6, "eos_token_id": 3})
+    with pytest.raises(ValueError, match="do_sample"):
+        model.generation_config.save_pretrained(tmp_path)
+    export_hf(model, None, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (again.temperature, again.top_p, again.eos_token_id) == (0.5, 0.6, 3)
+    assert model.generation_config.temperature == 0.5
 
 
 def test_export_hf_uses_the_given_weights_not_the_models_and_casts_and_notes_the_type(tmp_path):

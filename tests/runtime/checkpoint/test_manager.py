@@ -270,6 +270,12 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     assert folders(tmp_path) == ["checkpoint-000005", "checkpoint-000006"]
 
 
+def test_an_export_leaves_what_another_run_replaces_in_the_same_folder(tmp_path):
+    (tmp_path / ".replaced-other").mkdir()
+    CheckpointManager(tmp_path).save(1, write_files, name="mine")
+    assert (tmp_path / ".replaced-other").is_dir() and not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_of_a_checkpoint_follow_the_umask_whatever_library_wrote_them(tmp_path, umask, mode):
     """safetensors makes files that only their owner can read."""
