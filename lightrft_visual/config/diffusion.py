@@ -322,10 +322,11 @@ class DiffusionRunConfig(Section):
 
     @property
     def only_advantages_count(self) -> bool:
-        """Whether a sample of advantage 0 adds nothing to the loss: without a KL, on SDE steps and in preferences."""
+        """Whether a sample of advantage 0 adds nothing to the loss: without a KL, on SDE steps and in preferences.
+        Losses of one's own may have terms of all samples."""
         entry = self.algorithm.entry
-        preference = entry.coupled and not entry.old_policy
-        return bool(entry.trains_on == "steps" or preference) and not entry.teacher and self.algorithm.beta == 0
+        serves = entry.trains_on == "steps" or (entry.coupled and not entry.old_policy)
+        return bool(serves) and entry.shipped and not entry.teacher and self.algorithm.beta == 0
 
     @property
     def rollout_graphs_serve(self) -> bool:

@@ -52,6 +52,8 @@ def check_run(algorithm: Any, rollout: Any) -> None:
         _refuse_idle(algorithm, names, owner, read)
     if algorithm.estimator.shipped and not algorithm.estimator.critic:  # beside any estimator in commands of others
         _say_idle(algorithm, not_usual(algorithm, ("lambd", "value_clip")), "advantage_estimator gae")
+    if loss.name in ("sapo", "vespo", "kl_cov"):
+        _say_idle(algorithm, not_usual(algorithm, ("eps_clip", "eps_clip_high")), "policy losses that clip ratios")
     _refuse_idle(rollout, ("engine_quantization",), "engines with weights of their own", rollout.engine_type != "hf")
     _refuse_idle(rollout, ("noisy_rollout_strength",), "a noisy_rollout_share above 0", rollout.noisy_rollout_share > 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +72,12 @@ class FastExperienceMaker:
     ):
         lightrft = registry.service("lightrft")
         settings = settings or (MakerSettings() if lightrft is None else lightrft.maker_settings(strategy))
+        settings = replace(settings)  # the caller's is its own
         tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+        given = {"reward_model": reward_model, "remote_rm_url": remote_rm_url, "reward_fn": reward_fn}
+        for name, value in (given | {"reward_recipe": reward_recipe}).items():
+            if settings.rewards is not None and value is not None:
+                raise ConfigError(f"settings.rewards scores alone, and {name} is given beside it: leave one out")
         settings.rewards = settings.rewards or RewardComputationEngine(
             reward_model, remote_rm_url, None, reward_fn, reward_fn_label_map, reward_recipe, tokenizer, strategy,
             packing_samples,
@@ -131,10 +137,13 @@ class FastExperienceMaker:
         Raises:
             ConfigError: unknown names, or any of them for an engine whose sampler has settings of its own.
         """
-        before = self._numbered
-        batch = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
-        if self._numbered == before:  # no rank has a prompt
+        batch, counts = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
+        if not any(counts):
             return []
+        if not all(counts):
+            raise DataError(
+                f"rank {counts.index(0)} has no prompts and others have: give each rank one or more, or none"
+            )
         return self.maker.experiences(batch, **self._arguments(generate_kwargs))
 
     def generate_samples(
@@ -158,7 +167,7 @@ class FastExperienceMaker:
         Raises:
             ConfigError: as `make_experience_list`. DataError: a prompt has another number of images or videos.
         """
-        batch = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
+        batch, _ = self._numbered_batch(all_prompts, all_images, all_videos, all_references, all_labels)
         for kind, cells, wanted in (("image", batch.images, images_num), ("video", batch.videos, videos_num)):
             found = [len(as_source_list(cell, kind)) for cell in cells]
             if wanted is not None and list(wanted) != found:
@@ -186,9 +195,10 @@ class FastExperienceMaker:
         lightrft = registry.service("lightrft")
         return given if lightrft is None else lightrft.sampling_arguments(given, self._tokenizer)
 
-    def _numbered_batch(self, prompts: list[str], *columns: list | None) -> PromptBatch:
-        """With numbers that no other prompt has, on any rank or in an earlier call. A collective."""
+    def _numbered_batch(self, prompts: list[str], *columns: list | None) -> tuple[PromptBatch, list[int]]:
+        """With numbers that no other prompt has, on any rank or in an earlier call; and how many each rank has. A
+        collective."""
         counts = collectives.all_gather_object(len(prompts))
         start = self._numbered + sum(counts[: collectives.rank()])
         self._numbered += sum(counts)
-        return PromptBatch.of(prompts, *columns, ids=torch.arange(start, start + len(prompts)))
+        return PromptBatch.of(prompts, *columns, ids=torch.arange(start, start + len(prompts))), counts

@@ -193,8 +193,9 @@ class RunState:
             self._missing(error)
 
     def check_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError when `best_metric` is not among an evaluation's metrics."""
-        if self.best is not None and self.best[0] not in metrics:
+        """Raise ConfigError when `best_metric` is not among an evaluation's metrics, nor was among those of the first
+        one: later its few prompts may have no valid score."""
+        if self.best is not None and self.best[0] not in {*metrics, *self.trainer.first_eval}:
             known = ", ".join(metrics)
             raise ConfigError(f"best_metric {self.best[0]!r} is no metric of the evaluation; those are: {known}")
 

@@ -171,8 +171,11 @@ def test_several_updates_of_the_embedded_task_take_smaller_steps(flags, rate, wa
         ({"lambd": 1.0, "value_clip": 0.5, "advantage_estimator": "rloo"},
          ["lambd 1 and value_clip 0.5: read by advantage_estimator gae, and does nothing here"]),
         ({"lambd": 0.9, "value_clip": 0.5, "advantage_estimator": "gae"}, []),
+        ({"policy_loss": "sapo", "eps_clip": 0.1, "eps_clip_high": 0.3},
+         ["eps_clip 0.1 and eps_clip_high 0.3: read by policy losses that clip ratios, and does nothing here"]),
+        ({"policy_loss": "cispo", "eps_clip": 0.1}, []),
     ],
 )  # fmt: skip
-def test_settings_of_a_critic_are_said_to_do_nothing_without_one(settings, told, caplog):
+def test_settings_of_a_critic_and_of_clips_are_said_to_do_nothing_without_one(settings, told, caplog):
     check_run(AlgorithmConfig(**settings), RolloutConfig())
     assert [each.message for each in caplog.records] == told

@@ -13,6 +13,7 @@ from torch import nn
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.fast_exp_maker import (
     FastExperienceMaker,
     MultimodalDataProcessor,
@@ -206,6 +207,12 @@ def test_no_prompts_give_nothing(text):
     assert maker.make_experience_list([], max_new_tokens=4) == maker.generate_samples([], max_new_tokens=4) == []
 
 
+def test_ranks_without_prompts_beside_others_are_named_on_every_rank(text, monkeypatch):
+    monkeypatch.setattr(collectives, "all_gather_object", lambda count: [count, 0])
+    with pytest.raises(DataError, match="rank 1 has no prompts and others have"):
+        maker_of(text).make_experience_list(PROMPTS, max_new_tokens=4)
+
+
 def test_without_sampling_all_answers_are_the_likeliest(text):
     samples = maker_of(text).generate_samples(PROMPTS[:1], do_sample=False, max_new_tokens=4)
     assert (samples[0].sequences == samples[0].sequences[0]).all()
@@ -218,6 +225,7 @@ def test_without_sampling_all_answers_are_the_likeliest(text):
         ({"pad_token_id": -7}, "pad_token_id is -7"),  # not the tokenizer's
         ({"top_p": 0.0}, r"top_p is 0.0; it must lie in \(0, 1\]"),
         ({"gamma": None}, "gamma is None; it must be a number"),
+        ({"do_sample": False}, "temperature 0 .do_sample false. chooses the likeliest tokens"),
         ({"gamma": 1.5}, r"gamma is 1.5; it must lie in \[0, 1\]"),
         ({"temperature": "1"}, "temperature is '1'; it must be a number"),
         ({"temperature": float("nan")}, "temperature is nan; it must be a finite number"),

@@ -46,6 +46,18 @@ def maker_of(engine: DiffusersEngine, **settings) -> FastExperienceMaker:
     return FastExperienceMaker(None, None, None, None, None, 0, None, None, settings=settings)
 
 
+def test_settings_of_one_maker_stay_as_they_were_for_another_and_rewards_are_given_once(engine):
+    settings = MakerSettings(engine=engine)
+    first, second = (
+        FastExperienceMaker(None, None, None, None, None, 0, None, None, reward_fn=given, settings=settings)
+        for given in (lambda images: [1.0] * len(images), lambda images: [2.0] * len(images))
+    )
+    assert settings.rewards is None and first.rewards is not second.rewards
+    settings.rewards = first.rewards
+    with pytest.raises(ConfigError, match="settings.rewards scores alone, and reward_fn is given beside it"):
+        FastExperienceMaker(None, None, None, None, None, 0, None, None, reward_fn=redness, settings=settings)
+
+
 def make(maker: FastExperienceMaker) -> list[ExperienceDiffusion]:
     return maker.make_experience_list(PROMPTS, all_references=[1.0, 0.0], all_labels=["circles", "crosses"])
 

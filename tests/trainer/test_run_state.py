@@ -33,9 +33,11 @@ def test_best_metric_names_one_that_the_evaluation_gives(tmp_path):
 
     assert of("eval_reward").best == of("max:eval_reward").best == ("eval_reward", "max")
     assert of("min:eval_length").best == ("eval_length", "min")
-    state = RunState(SimpleNamespace(), of("eval_rewards"))
+    state = RunState(SimpleNamespace(first_eval={}), of("eval_rewards"))
     with pytest.raises(ConfigError, match="those are: eval_reward, eval_reward_greedy"):
         state.check_metrics({"eval_reward": 1.0, "eval_reward_greedy": 1.0})
+    state.trainer.first_eval = {"eval_rewards": 1.0}
+    state.check_metrics({"eval_reward": 1.0})  # of the few prompts that it is made of none has a score this time
 
 
 NO_FOLDER = "{root}/file/model/final"

@@ -11,7 +11,7 @@ import torch
 from ...errors import ConfigError
 from ...rollout.diffusion_sampler import Step, sde_step
 from ..loss_terms import LossOutputs
-from ..policy_losses import clipped_surrogate
+from ..policy_losses import MAX_LOG_RATIO, clipped_surrogate
 from .context import DiffusionLoss, LossContext, summed, weighted_mean
 from .denoising_batch import DenoisingBatch
 
@@ -95,7 +95,8 @@ class FlowGRPO(DiffusionLoss):
         step = self.step(context, batch)
         drift = log_ratio(step.log_prob, batch.log_probs)
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
-        raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
+        on_policy = step.log_prob.float() - step.log_prob.float().detach()
+        raw = on_policy if context.on_policy else drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # sums of pixels overflow
         losses, means = self.surrogate(context, raw, step, batch)
         maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
         losses, kl = losses * self.step_weights(batch), self.kl(context, batch, step)

@@ -240,6 +240,8 @@ class DiffusionPlanner:
         points = self.config.sampling.num_steps + 1 if rollout_noise(self.config).keep_path else 1
         if self.config.algorithm.entry.trains_on != "steps":
             points = 1
+        if rollout_noise(self.config).keep_means:
+            points += self.config.sampling.num_steps
         told, own = self.computed.condition_bytes()
         latents = self.samples * (points * self.computed.latent_bytes + own)
         micro = self.config.sampling.micro_rollout_batch_size * self.computed.media_bytes

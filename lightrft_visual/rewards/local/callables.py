@@ -384,8 +384,8 @@ class CallableSource(Source):
     """A callable as a scorer of batches. `given`: fixed arguments such as label_map, passed when the signature asks.
     form: the system whose functions are called like this one, of `registry.reward_forms`; 'auto' goes by the signature.
 
-    lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, to change;
-    without, it only reads.
+    lenient: what the function cannot score is invalid, see `score`. copies: whether it gets tensors of its own, as it
+    may change them.
 
     A function that takes nothing, or nothing but `device`, makes the scorer and is called now (flow_grpo's factories).
     """

@@ -8,7 +8,7 @@ the engine, for the old log-probs too. References, teachers and critics choose f
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import ConfigError, RolloutError
+from ...errors import RolloutError
 from ...experience.rollouts import Rollouts
 from ...models.routing import Routers
 from ..hooks import StepHook
@@ -40,13 +40,7 @@ class RoutingHook(StepHook):
 
 
 def build(parts: Any) -> RoutingHook | None:
-    """For a mixture of experts. Raises ConfigError where another model, or ranks that divide sequences, cannot do what
-    `routing_replay` or `router_aux_loss_coef` ask for."""
+    """For a mixture of experts."""
     algorithm, routers = parts.config.algorithm, parts.actor.module.backbone.routers
     mode, balances = algorithm.routing_replay, algorithm.router_aux_loss_coef > 0
-    asked = f"routing_replay {mode}" if mode != "off" else "router_aux_loss_coef" if balances else None
-    if routers is None and asked:
-        raise ConfigError(f"{asked} is for mixtures of experts: this model has no routers; leave it out")
-    if parts.config.distributed.sp_size > 1 and (mode == "old" or balances):
-        raise ConfigError(f"{asked}: with sp_size no rank sees all choices of a sequence; leave it out")
     return None if routers is None else RoutingHook(routers, mode, balances)

@@ -1,5 +1,6 @@
 """What a vision-language run cannot do with its model and data, refused before a model is loaded."""
 
+from ...config.algorithm import AlgorithmConfig
 from ...config.shared import RewardConfig
 from ...config.vl import RolloutConfig, RunConfig
 from ...data.prompts import PromptDataset
@@ -18,8 +19,7 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError("papo_coef hides parts of images: this model reads text only")
     if config.rollout.noisy_rollout_share > 0 and checkpoint.processor is None:
         raise ConfigError("noisy_rollout_share adds noise to images: this model reads text only")
-    if config.algorithm.router_aux_loss_coef > 0:
-        check_balance(checkpoint.config)
+    _check_experts(config.algorithm, config.distributed.sp_size, checkpoint)
     if config.model.target_parameters and config.distributed.zero_stage == 3:
         raise ConfigError("target_parameters: peft computes with whole weights of experts, which ZeRO-3 divides; use 2")
     if config.algorithm.drawing_entropy_coef is not None and not checkpoint.family.draws:
@@ -30,6 +30,17 @@ def check_abilities(config: RunConfig, checkpoint: Checkpoint) -> None:
     if not measured and config.rollout.image_dependence_every not in (0, RolloutConfig.image_dependence_every):
         raise ConfigError("image_dependence_every measures models that see and do not draw; leave it out")
     _check_heads(config, checkpoint)
+
+
+def _check_experts(algorithm: AlgorithmConfig, sequence: int, checkpoint: Checkpoint) -> None:
+    mode, balances = algorithm.routing_replay, algorithm.router_aux_loss_coef > 0
+    asked = f"routing_replay {mode}" if mode != "off" else "router_aux_loss_coef"
+    if (mode != "off" or balances) and not count_experts(checkpoint.config):
+        raise ConfigError(f"{asked} is for mixtures of experts: this model has no routers; leave it out")
+    if balances:
+        check_balance(checkpoint.config)
+    if sequence > 1 and (mode == "old" or balances):
+        raise ConfigError(f"{asked}: with sp_size no rank sees all choices of a sequence; leave it out")
 
 
 def _check_heads(config: RunConfig, checkpoint: Checkpoint) -> None:

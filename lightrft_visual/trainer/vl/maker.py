@@ -353,6 +353,11 @@ class ExperienceMaker:
     def experiences(self, batch: PromptBatch, **generate_kwargs: Any) -> list[Experience | ExperienceVL]:
         """A step's three calls for one batch; generate_kwargs: see `FastExperienceMaker.make_experience_list`."""
         sampling, estimator = self._split(generate_kwargs)
+        require(
+            not sampling.greedy,
+            "temperature 0 (do_sample false) chooses the likeliest tokens, whose log-probs nothing learns from: "
+            "experiences need a positive one, and generate_samples takes it",
+        )
         rollouts = self.score(self.generate(batch, sampling))
         return self.make_experience(rollouts, **estimator).batches
 

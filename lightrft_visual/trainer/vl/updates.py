@@ -65,6 +65,10 @@ class TrainBatch:
     parts: list[LossPart]
     chosen: list[T] | None = None
 
+    def counted(self, part: LossPart, index: int) -> T:
+        """(B, A) bool: a part's tokens of a micro-batch, without those that a hook took out of `token_masks`."""
+        return part.token_masks[index] & self.token_masks[index]
+
 
 def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | None = None) -> list[PartSettings]:
     """One part; two where responses may be images: answers and drawings.
@@ -254,7 +258,7 @@ class PolicyUpdate:
                 own, coefficient = self.config, part.settings.entropy_coef
                 if own.entropy_coef != coefficient:
                     own = replace(own, entropy_coef=coefficient)
-                mask = to_device(part.token_masks[index], read.action_mask.device)
+                mask = to_device(batch.counted(part, index), read.action_mask.device)
                 found.append(policy_loss(replace(read, action_mask=mask), own, part.denominators, kl_coef))
                 if experience.action_entropy is not None:  # a rollout metric then
                     found[-1].metrics.pop("entropy", None)
@@ -354,7 +358,7 @@ class ValueUpdate:
             experience = buffer.load(micro_batch)
             values = self.critic(ModelInputs.of(experience, micro_batch.media))
             targets = per_action(experience, "values"), per_action(experience, "returns")
-            masks = [(to_device(part.token_masks[index], values.device), part.denominators) for part in batch.parts]
+            masks = [(to_device(batch.counted(each, index), values.device), each.denominators) for each in batch.parts]
             found = [value_loss(values, *targets, mask, clip, counts, mode) for mask, counts in masks]
             losses = _joined(batch.parts, found, "critic_loss") if batch.parts[0].settings.name else found[0]
             self.critic.accumulate(losses.loss, index == last)

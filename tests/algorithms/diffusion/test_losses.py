@@ -196,6 +196,14 @@ def test_ratios_of_the_policy_that_drew_are_exactly_one_whatever_the_replay_roun
     assert (float(found.means["ratio_mean"]), float(found.means["clip_fraction"])) == (1, 0)
 
 
+def test_log_ratios_that_an_exponential_cannot_hold_leave_losses_finite():
+    """Sums over pixels: a mean drift of .0014 over 65,000 of them is one of 90."""
+    rows, v, _ = flow_rows([1.0, -1.0, 0.0], 0.3)
+    rows.log_probs = rows.log_probs - 100
+    found = FlowGRPO(clip_range=1e-4, beta=0.1).loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 3.0)
+    assert math.isfinite(found.loss) and float(found.maxima["logp_diff_max"]) > 90
+
+
 def test_the_kl_of_cps_steps_is_the_squared_distance_of_their_means():
     rows, v, _ = flow_rows([1.0, -1.0], 0.3)
     reference = normal(2, 3, 4, seed=9)

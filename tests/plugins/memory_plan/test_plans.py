@@ -414,6 +414,19 @@ def test_ranks_that_share_a_denoiser_keep_a_part_of_its_activations(tmp_path) ->
     assert four[name] == 4 * one[name]  # on the host
 
 
+def test_means_of_steps_that_a_loss_compares_with_are_held_beside_the_latents(tmp_path) -> None:
+    tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
+    argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --beta 0 --num_steps 5".split()
+    kept = {
+        name: held(plan_of(*argv, "--diffusion_algorithm", name, schema=DiffusionRunConfig), 3)[
+            "latents of the samples"
+        ]
+        for name in ("flow_grpo", "flow_dppo")
+    }
+    own = kept["flow_dppo"] - kept["flow_grpo"]
+    assert own / kept["flow_grpo"] == pytest.approx(5 / 6, rel=0.1)  # of five steps, beside six points
+
+
 def test_a_teacher_of_denoising_steps_is_asked_beside_the_trained_network(tmp_path) -> None:
     tiny_families.FAMILIES["flux"]().save_pretrained(tmp_path)
     argv = f"--pretrain {tmp_path} --height 32 --width 32 --plan_device h100-80gb --beta 0 --num_steps 5".split()

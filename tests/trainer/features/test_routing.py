@@ -9,7 +9,7 @@ from tiny_models import PlainEngine, actor_of, mixed_prompts
 
 from lightrft_visual.algorithms.kl import FixedKLController
 from lightrft_visual.config.vl import AlgorithmConfig, RunConfig
-from lightrft_visual.errors import ConfigError, RolloutError
+from lightrft_visual.errors import RolloutError
 from lightrft_visual.experience.batch_plan import MicroBatch
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
@@ -90,18 +90,13 @@ def test_without_replay_the_first_rollouts_alone_are_compared(checkpoint):
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(checkpoint):
-    def built(routers, mode: str, sp_size: int = 1):
+    def built(routers, mode: str):
         config = RunConfig(algorithm=AlgorithmConfig(routing_replay=mode))
-        config.distributed.sp_size = sp_size
         actor = SimpleNamespace(module=SimpleNamespace(backbone=SimpleNamespace(routers=routers)))
         return build(SimpleNamespace(config=config, actor=actor))
 
     routers = actor_of(checkpoint).backbone.routers
     assert built(None, "off") is None
-    with pytest.raises(ConfigError, match="routing_replay old is for mixtures of experts"):
-        built(None, "old")
-    with pytest.raises(ConfigError, match="sp_size"):
-        built(routers, "old", sp_size=2)
-    hook = built(routers, "rollout", sp_size=2)
+    hook = built(routers, "rollout")
     with pytest.raises(RolloutError, match="does not say which experts"):
         hook.on_rollouts(Rollouts([SimpleNamespace(experts=None, valid=True, distorted=False)]))

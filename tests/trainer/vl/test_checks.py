@@ -60,6 +60,17 @@ def check(config, flags: str) -> None:
         (JanusConfig(), "--entropy_target 1.0", "entropy_target is one entropy"),
         (Kimi_K25Config(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
         (Glm4vMoeConfig(), "--router_aux_loss_coef 0.01", "this model's routers do not choose by a softmax; leave it"),
+        (
+            Qwen2Config(),
+            "--router_aux_loss_coef 0.01",
+            "router_aux_loss_coef is for mixtures of experts: this model has",
+        ),
+        (
+            Qwen2Config(),
+            "--routing_replay old",
+            "routing_replay old is for mixtures of experts: this model has no routers",
+        ),
+        (Qwen3VLMoeConfig(), "--routing_replay old --sp_size 2", "routing_replay old: with sp_size no rank sees all"),
         (GPT2Config(), "--compile", "compile: it is not proven for model type 'gpt2'; leave it out"),
         (Qwen2Config(), "--compile --attn_implementation eager", "attn_implementation eager does not take segments"),
     ],
@@ -73,6 +84,7 @@ def test_what_it_can_do_is_not():
     check(Qwen2Config(), "--compile")
     check(Qwen3_5Config(), "--packing_samples")
     check(Qwen3VLMoeConfig(), "--router_aux_loss_coef 0.01")
+    check(Qwen3VLMoeConfig(), "--routing_replay rollout --sp_size 2")
     check(JanusConfig(), "--drawing_entropy_coef 0.0 --entropy_coef 0.05")
 
 

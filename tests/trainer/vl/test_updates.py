@@ -225,6 +225,15 @@ def of_critic(checkpoint, config: AlgorithmConfig, returns, *image_tokens: int, 
     return metrics.reduce()
 
 
+def test_tokens_that_a_hook_takes_out_of_a_batch_have_no_part_in_its_loss(tmp_path):
+    checkpoint, config = checkpoint_of(tmp_path, "qwen2"), AlgorithmConfig()
+    buffer = filled(checkpoint, 8, action_log_probs=lambda mask: torch.zeros(mask.shape))
+    batch = planned(buffer, config)
+    assert stepped(PlainEngine(actor_of(checkpoint)), buffer, batch, config)["loss"] != 0
+    batch.token_masks = [torch.zeros_like(mask) for mask in batch.token_masks]
+    assert stepped(PlainEngine(actor_of(checkpoint)), buffer, batch, config)["loss"] == 0
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "mode,loss",
