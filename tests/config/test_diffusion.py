@@ -102,7 +102,7 @@ def test_dpok_has_a_kl_by_default(arguments: list[str], beta: float) -> None:
 def test_a_loss_of_ones_own_sees_samples_of_advantage_0_too(monkeypatch) -> None:
     config = load("--pretrain", "model", "--prompt_data", "rows.csv", "--beta", "0")
     assert config.only_advantages_count
-    own = type(config.algorithm.entry)("mine", lambda config: None, "")
+    own = type(config.algorithm.entry)("flow_grpo", lambda config: None, "")
     monkeypatch.setattr(registry.diffusion_algorithms, "_entries", {"flow_grpo": own})
     assert not config.only_advantages_count
 
