@@ -1,8 +1,8 @@
 """The configuration of a vision-language run: nested dataclasses, checked on construction.
 
 Leaf names are unique over the tree, so that the flat spelling (``--n_samples_per_prompt 8``) reaches the same field as
-``--rollout.n_samples_per_prompt 8`` and ``rollout.n_samples_per_prompt=8``. Names and defaults follow LightRFT and
-OpenRLHF where those have them. Lengths are in tokens, learning rates per optimizer step, times in seconds.
+``--rollout.n_samples_per_prompt 8`` and ``rollout.n_samples_per_prompt=8``. Names and most defaults follow LightRFT
+and OpenRLHF (docs/coming_from.md). Lengths are in tokens, learning rates per optimizer step, times in seconds.
 """
 
 import math
