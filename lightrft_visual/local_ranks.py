@@ -16,7 +16,7 @@ from .runtime.presence import STARTED_BY
 
 LOOK_SECONDS = 0.1
 GRACE = 60.0  # seconds in which ranks that have met end by themselves once one has failed
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
@@ -36,7 +36,8 @@ def start_ranks(arguments: Sequence[str], ranks: int | None = None) -> int:
         "MASTER_PORT": str(free_port()), STARTED_BY: str(os.getpid()),
     }  # fmt: skip
     processes: list[subprocess.Popen] = []
-    before = {number: signal.signal(number, lambda got, _: _send(processes, got)) for number in FORWARDED}
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # under nohup it stays so
+    before = {number: signal.signal(number, lambda got, _: _send(processes, got)) for number in (*FORWARDED, *hangup)}
     try:
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -18,6 +18,7 @@ from lightrft_visual import cli, inference, local_ranks
 from lightrft_visual.config.leaves import names_of
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.observe import doctor
+from lightrft_visual.runtime.presence import handled
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
@@ -253,6 +254,15 @@ def test_launch_asks_ranks_to_end_that_go_on_waiting_for_one_that_has_failed(tmp
     (tmp_path / "rank.py").write_text("import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(250)")
     monkeypatch.setattr(local_ranks, "GRACE", 1.0)
     assert local_ranks.start_ranks([str(tmp_path / "rank.py")], 2) == 1
+
+
+@pytest.mark.parametrize(("action", "code"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 128 + signal.SIGHUP)])
+def test_launch_forwards_a_hangup_but_where_it_is_ignored_as_under_nohup(tmp_path, action, code):
+    told = "import os, signal, time\nos.kill(os.getppid(), signal.SIGHUP)\n"
+    told += "time.sleep(0 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 250)"
+    (tmp_path / "rank.py").write_text(told)
+    with handled(signal.SIGHUP, action):
+        assert local_ranks.start_ranks([str(tmp_path / "rank.py")], 1) == code
 
 
 def test_launch_forwards_a_signal_and_waits_for_every_rank(tmp_path):

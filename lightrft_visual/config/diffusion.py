@@ -284,7 +284,7 @@ class DiffusionRunConfig(Section):
             self._check_no_differentiable_reward()
         check_noise(sampling, rollout_noise(self))
         self._check_guidance()
-        self.distributed.check_model(self.model.compile, self.model.bf16)
+        self.distributed.check_run(self.model, self.train)
         entry, alone = self.algorithm.entry, self.distributed.sp_size == 1
         require(
             alone or not (entry.coupled or entry.trains_on == "reward"),

@@ -237,8 +237,8 @@ def merge(
     sources: dict[str, str] = {}
     for written in settings:
         try:
-            for setting in names.translated(written):
-                _lay(names, tree, sources, setting)
+            for index, setting in enumerate(names.translated(written)):
+                _lay(names, tree, sources, setting, beside=index > 0)
         except ConfigError as error:
             wrong.append(error)
     wrong += _masked(tree)
@@ -258,8 +258,8 @@ def _masked(tree: DictConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"{section!s}: {name} is {MASK}, as the file of a run has it; give the value")
 
 
-def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setting) -> None:
-    """One setting into the tree. Raises ConfigError for an unknown name, or a value of another type."""
+def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setting, beside: bool) -> None:
+    """One setting into the tree; what a word says `beside` its first only where its origin does not. Or ConfigError."""
     found = names.find(setting.name)
     if not found and names.passed_over(setting):
         return
@@ -267,6 +267,8 @@ def _lay(names: Names, tree: DictConfig, sources: dict[str, str], setting: Setti
         raise names.unknown(setting.name, setting.origin)
     for (leaf, inside), value in zip(found, _shared(setting, len(found)), strict=True):
         path = f"{leaf.path}.{inside}" if inside else leaf.path
+        if beside and sources.get(path) == setting.origin:
+            continue
         with refused_as(ConfigError, f"{path} ({setting.origin})"):
             read = _read(leaf, inside, value, setting.origin)
             _assign(tree, path, leaf, read, setting.origin)
@@ -361,9 +363,8 @@ def _check_path_names(value: Any, path: str, origin: str) -> None:
     longest = max(map(os.fsencode, parts), key=len, default=b"")
     if len(longest) > LONGEST_NAME:
         shown = longest[:40].decode(errors="replace")
-        raise ConfigError(
-            f"{path} ({origin}): the name {shown}... is of {len(longest)} bytes, more than a file's can be"
-        )
+        told = f"the name {shown}... is of {len(longest)} bytes, more than a file's can be"
+        raise ConfigError(f"{path} ({origin}): {told}")
 
 
 def _at_home(value: Any, several: bool) -> Any:

@@ -142,17 +142,22 @@ class DistributedConfig(Section):
             "use zero_stage 1 to 3",
         )
 
-    def check_model(self, compiled: bool, bf16: bool) -> None:
-        """Raise ConfigError where compiled blocks would lack weights or tokens, or gradients be of another type."""
+    def check_run(self, model: Any, train: Any) -> None:
+        """Raise ConfigError where ZeRO or sp_size does not go with compile, the gradients' type or accumulation."""
         require(
-            self.zero_stage > 0 or self.grad_accum_dtype in (None, "bf16" if bf16 else "fp32"),
+            self.zero_stage > 0 or self.grad_accum_dtype in (None, "bf16" if model.bf16 else "fp32"),
             "grad_accum_dtype: ZeRO stage 0 adds gradients up in the type of the weights; use zero_stage 1 to 3",
         )
         require(
-            not compiled or self.zero_stage < 3,
+            not model.compile or self.zero_stage < 3,
             "compile needs whole weights on every rank, and ZeRO stage 3 divides them: set zero_stage 0 to 2",
         )
-        require(not compiled or self.sp_size == 1, "sp_size shares forwards without compile: leave one of them out")
+        require(not model.compile or self.sp_size == 1, "sp_size shares forwards without compile: leave one out")
+        require(
+            train.gradient_accumulation_steps is None or self.sp_size == 1,
+            "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
+            "set train_batch_size",
+        )
 
     def accumulated_in(self, bf16: bool) -> str | None:
         """`grad_accum_dtype` of a run whose weights are bf16 or not; None is the type of the weights."""

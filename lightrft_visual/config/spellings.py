@@ -201,7 +201,6 @@ ALIASES: dict[str, str | tuple[str, ...]] = {
     "weight_decay": "l2",
     "max_grad_norm": "max_norm",
     "loss": "policy_loss",
-    "policy_loss_type": "policy_loss",
     "eps_clip_low_high": ("eps_clip", "eps_clip_high"),
     "entropy_loss_coef": "entropy_coef",
     "vllm_mem_util": "engine_mem_util",

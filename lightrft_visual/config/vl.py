@@ -1,8 +1,8 @@
 """The configuration of a vision-language run: nested dataclasses, checked on construction.
 
 Leaf names are unique over the tree, so that the flat spelling (``--n_samples_per_prompt 8``) reaches the same field as
-``--rollout.n_samples_per_prompt 8`` and ``rollout.n_samples_per_prompt=8``. Names and defaults follow LightRFT and
-OpenRLHF where those have them. Lengths are in tokens, learning rates per optimizer step, times in seconds.
+``--rollout.n_samples_per_prompt 8`` and ``rollout.n_samples_per_prompt=8``. Names and most defaults follow LightRFT
+and OpenRLHF (docs/coming_from.md). Lengths are in tokens, learning rates per optimizer step, times in seconds.
 """
 
 import math
@@ -308,12 +308,7 @@ class RunConfig(Section):
         self._check_algorithm()
         self._check_lengths()
         self._check_offload()
-        self.distributed.check_model(self.model.compile, self.model.bf16)
-        require(
-            self.train.gradient_accumulation_steps is None or self.distributed.sp_size == 1,
-            "gradient_accumulation_steps counts micro-batches of single ranks, and with sp_size several train on one: "
-            "set train_batch_size",
-        )
+        self.distributed.check_run(self.model, self.train)
         self.guard.check_run(self.gold is not None, self.data.evaluated)
         self.output.check_best(self.data.evaluated)
         self.output.follow_ema(self.train.enable_ema)

@@ -83,13 +83,9 @@ def refused_data_listed(output_dir: str) -> Iterator[None]:
 
 def start_strategy(config: AnyConfig) -> DeepspeedStrategy:
     """The strategy of a run, its process group joined and this rank seeded."""
-    strategy = DeepspeedStrategy(
-        config.distributed,
-        bf16=config.model.bf16,
-        micro_batch_size=config.train.micro_train_batch_size,
-        seed=config.train.seed,
-    )
+    strategy = DeepspeedStrategy(config.distributed, bf16=config.model.bf16, seed=config.train.seed)
     strategy.setup_distributed()
+    config.train.gradient_accumulation_steps = None  # it was counted with sizes that the plan may change
     _use_plan(config)
     strategy.micro_batch_size = config.train.micro_train_batch_size
     return strategy

@@ -85,6 +85,7 @@ PAIRS = (*DPO, "--pair_data", "embedded")
         (["--max_eval_samples", "0", *BEST], "best_metric compares evaluations"),
         (["--sp_size", "2", "--diffusion_algorithm", "dgpo", "--guidance_scale", "1"], "dgpo"),
         (["--sp_size", "2", *REWARD_FL], "reward_fl"),
+        (["--sp_size", "2", "--gradient_accumulation_steps", "4"], "set train_batch_size"),
     ),
 )
 def test_refusals(arguments: list[str], message: str) -> None:

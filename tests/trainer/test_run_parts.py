@@ -3,9 +3,13 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from lightrft_visual.config.diffusion import DiffusionRunConfig
+from lightrft_visual.config.load import parse_run, write_resolved
+from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.shared import OutputConfig, RewardConfig
 from lightrft_visual.config.vl import DataConfig, RunConfig, TrainConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
@@ -106,3 +110,27 @@ def test_open_run_gives_services_every_setting_by_its_section_without_secrets(tm
     start.open_run(config, LoopSettings(1, config.output), [], []).recorder.close()
     assert given["train"]["actor_learning_rate"] == 3e-6 and given["output"]["output_dir"] == str(tmp_path)
     assert "hunter2" not in str(given) and "host/score" in str(given)
+
+
+@pytest.mark.parametrize(
+    ("schema", "sizes"),
+    [
+        (RunConfig, "--rollout_batch_size 8 --n_samples_per_prompt 8 --engine_type hf"),
+        (DiffusionRunConfig, "--rollout_batch_size 8 --n_samples_per_prompt 8"),
+        (SFTRunConfig, ""),
+    ],
+)
+def test_start_strategy_what_accumulation_said_is_the_size_that_the_resolved_file_keeps(
+    tmp_path, monkeypatch, schema, sizes
+):
+    """Whatever micro-batches the plan chooses, and on however many ranks the file is read again."""
+    steps = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+    config = parse_run(schema, ["--pretrain", "model", *sizes.split(), *steps]).config
+    monkeypatch.setattr(start, "DeepspeedStrategy", MagicMock())
+    monkeypatch.setattr(start, "_use_plan", lambda config: setattr(config.train, "micro_train_batch_size", 8))
+    start.start_strategy(config)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = write_resolved(config, tmp_path / "config.resolved.yaml")
+    again = parse_run(schema, ["--config", str(file)]).config
+    assert (again.train.train_batch_size, again.train.micro_train_batch_size) == (8, 8)

@@ -1,7 +1,8 @@
 """Settings of other systems, which `systems/*.yaml` hold. A file has, each where the system needs it:
 
 names      the same setting under another name, by kind of run: any, vl, sft, diffusion
-words      settings of vision-language runs whose values are words: the settings here that each word stands for.
+words      settings of vision-language runs whose values are words: the settings here that each word stands for. Those
+           behind its first give way to what a command says itself.
            like: a setting here that takes the same kind of value; without words every value asks for what is so
            anyway; told: what is said of other words
 advice     what to write instead, as in config/spellings.py; by one name, or by several with commas

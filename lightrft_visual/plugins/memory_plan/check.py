@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from ...config.constraints import settle_update
 from ...config.diffusion import DiffusionRunConfig, trained_steps
 from ...config.placement import DEVICES, PRESENT, Device
 from ...config.shared import ATTENTION, AUTO, FULL, NONE, PlanConfig
@@ -300,14 +301,28 @@ def _set(config: AnyConfig, sizes: dict[Size, int]) -> None:
         setattr(getattr(config, section), name, value)
 
 
+def _counted(config: AnyConfig, ranks: int) -> list[str]:
+    """A line that says the size of an update by gradient_accumulation_steps, put into the configuration; none without
+    them."""
+    train, rollouts = config.train, config.sampling if isinstance(config, DiffusionRunConfig) else config.rollout
+    steps, prompts, n = train.gradient_accumulation_steps, rollouts.rollout_batch_size, rollouts.n_samples_per_prompt
+    if steps is None:
+        return []
+    train.train_batch_size = steps * train.micro_train_batch_size * ranks
+    settle_update(train, prompts * n, f"rollout_batch_size {prompts} * n_samples_per_prompt {n}")
+    return [f"gradient_accumulation_steps {steps}: an update of {train.train_batch_size} samples on {ranks} ranks"]
+
+
 def dry_run(config: AnyConfig) -> tuple[str, int]:
     """(what to show, exit code) of a run that is only planned: 1 where it does not fit on the device that was named.
 
-    The checkpointing and the micro-batch sizes that the run would choose are put into `config`.
+    The checkpointing and the micro-batch sizes that the run would choose are put into `config`, and the size of an
+    update that accumulation makes on the ranks of the plan. Raises ConfigError where a rollout is no multiple of it.
     """
     planner = Planner(*named_device(config))
+    counted = _counted(config, planner.ranks)
     try:
-        chosen, plan = list(_choose(config, planner)), planner.plan(config)
+        chosen, plan = [*counted, *_choose(config, planner)], planner.plan(config)
     except Unplanned as error:
         return str(error), 0
     if plan is None:

@@ -9,8 +9,9 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import config_or_exit, parse_run
 from lightrft_visual.config.placement import DEVICES
 from lightrft_visual.config.shared import PlanConfig
-from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.config.spellings import DIFFUSION_PRESET, VL_PRESET
 from lightrft_visual.config.vl import RunConfig
+from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.memory_plan import check as sizes
 
 SMALL = (
@@ -59,6 +60,30 @@ def test_a_dry_run_says_what_it_would_choose(capsys) -> None:
         config_or_exit(RunConfig, [*SMALL, "--auto_micro_batches", "--plan_device", "h100-80gb", "--dry_run"])
     line = "auto_micro_batches: micro_rollout_batch_size 96, micro_train_batch_size 24"
     assert left.value.code == 0 and line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schema", "preset"), [(RunConfig, VL_PRESET), (DiffusionRunConfig, DIFFUSION_PRESET)], ids=["vl", "diffusion"]
+)
+def test_accumulation_is_of_the_ranks_that_a_dry_run_names(schema, preset) -> None:
+    """On 8 ranks micro-batches of 2 are 64 samples of an update, 8 of each rank."""
+    argv = "--pretrain embedded --rollout_batch_size 32 --n_samples_per_prompt 8 --gradient_accumulation_steps 4"
+    named = "--micro_train_batch_size 2 --plan_device h100-80gb --plan_world_size 8"
+    config = parse_run(schema, f"{argv} {named}".split(), preset=preset).config
+    assert config.train.train_batch_size == 8
+    text, _ = sizes.dry_run(config)
+    assert config.train.train_batch_size == 64 and "gradient_accumulation_steps 4: an update of 64 samples" in text
+    assert config.train.micro_train_batch_size == 8
+
+
+def test_accumulation_on_the_ranks_of_a_dry_run_is_no_more_than_a_rollout_and_divides_it(made_plans) -> None:
+    made_plans({"none": 0.1})
+    named = "--plan_device h100-80gb --plan_world_size 6 --auto_micro_batches false".split()
+    config = config_of("--gradient_accumulation_steps", "128", *named)
+    sizes.dry_run(config)
+    assert config.train.train_batch_size == 1024
+    with pytest.raises(ConfigError, match="1024 samples do not divide into updates of train_batch_size 48"):
+        sizes.dry_run(config_of("--gradient_accumulation_steps", "1", *named))
 
 
 def test_sizes_are_chosen_for_a_card_unless_told_otherwise() -> None:
