@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..config import registry
 from ..config.kinds import check_hooks
 from ..errors import ConfigError
+from ..experience.rollouts import Rollouts
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 
@@ -184,6 +185,8 @@ def _through(name: str, waits: bool = False) -> Any:
             if not isinstance(value, type(given)):
                 told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
+            if isinstance(value, Rollouts) and value is not given:
+                value.take_place_of(given)
             if begun_by and [*map(id, before)] != [*map(id, _parts(value))]:
                 told = "the engine has begun on the prompts already: leave one of them out"
                 raise ConfigError(f"{call.__qualname__} changes prompts, and with {begun_by} {told}")

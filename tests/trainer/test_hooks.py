@@ -11,7 +11,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import Rollouts
+from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
@@ -69,6 +69,20 @@ def test_a_method_that_returns_nothing_or_something_else_is_refused_by_its_name(
     told = rf"Forgets\.{method} returned {type(returned).__name__}; .* a Rollouts"
     with pytest.raises(TypeError, match=told):
         getattr(Hooks([SimpleNamespace(**{method: forgets})]), method)(Rollouts([]))
+
+
+@pytest.mark.parametrize("method", ["on_rollouts", "on_scores"])
+def test_other_rollouts_of_a_hook_keep_what_is_known_of_those_whose_place_they_take(method):
+    sampling, pending, seen = SamplingSettings(n=2, temperature=0.7, max_new_tokens=8192), object(), []
+    drawn = Rollouts([], sampling, pending, counts={"drawn": 2.0, "kept": 2.0})
+    chosen = [lambda given: Rollouts(given, counts={"kept": 1.0}), lambda given: seen.append(given) or given]
+    made = getattr(Hooks([SimpleNamespace(**{method: each}) for each in chosen]), method)(drawn)
+    assert seen == [made] and made is not drawn  # the next hook finds it already
+    assert (made.sampling, made.pending, made.scored) == (sampling, pending, False)
+    assert made.counts == {"drawn": 2.0, "kept": 1.0}
+    drawn.settle({})
+    made = getattr(Hooks([SimpleNamespace(**{method: chosen[0]})]), method)(drawn)
+    assert (made.pending, made.scored) == (None, True)
 
 
 def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users_own_and_the_last(monkeypatch):
