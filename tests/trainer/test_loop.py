@@ -26,7 +26,7 @@ from lightrft_visual.observe.metrics import CsvSink
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
-from lightrft_visual.runtime.files import read_jsonl
+from lightrft_visual.runtime.files import read_jsonl, remove_folder
 from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.trainer import loop
 from lightrft_visual.trainer.features.guard import GuardHook
@@ -273,6 +273,30 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     again.fit()
     assert again.step == again.weights == 7 and again.guard.best == (0.6, 2)
     assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
+
+
+@pytest.mark.parametrize(
+    ("first", "resumed", "golds", "reached", "exported"),
+    [
+        pytest.param("warn", 2, GOLDS, (3, 0.5), None, id="none was kept, an alarm before one is"),
+        pytest.param("rollback", 1, (0.3, 0.5, 0.2), (2, 0.2), None, id="of steps given up, an alarm before another"),
+        pytest.param("rollback", 1, (0.3, 0.5, 0.55, 0.4), (2, 0.55), "2", id="of steps given up, and a new one"),
+    ],
+)
+def test_an_alarm_goes_back_to_no_best_checkpoint_but_the_runs_own(
+    walk, tmp_path, first, resumed, golds, reached, exported
+):
+    trainer = walk(steps=7, golds=GOLDS, eval_steps=1, save_steps=1, max_ckpt_num=9, guard=GuardConfig(policy=first))
+    trainer.fit()
+    remove_folder(tmp_path / "checkpoint-final")
+    settings = {"eval_steps": 1, "guard": GuardConfig(policy="rollback")}
+    again = walk(steps=7, golds=golds, resume=tmp_path / f"checkpoint-{resumed:06}", **settings)
+    again.fit()
+    assert (again.step, again.latest_eval["eval_gold"]) == reached
+    assert any("checkpoint-best is not of this run up to here" in text for text in again.said)
+    assert ("stopped by the guard" in again.said[-1]) == (exported is None)
+    model = tmp_path / "checkpoint-final" / "model.bin"
+    assert (model.read_text() if model.exists() else None) == exported
 
 
 def test_gold_that_a_signal_ends_leaves_none_of_the_step_before_behind():
