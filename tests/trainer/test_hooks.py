@@ -10,7 +10,7 @@ from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import CheckpointError, ConfigError
 from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
@@ -119,6 +119,27 @@ def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
     assert saved == {"kept": {"count": 1}, "kept_2": {"count": 2}, "Kept": {"count": 3}}
     Hooks(again).load_state_dict(saved)
     assert [each.count for each in again] == [1, 2, 3]
+
+
+def test_a_state_that_was_taken_stays_while_the_hook_goes_on():
+    steps, weights = {"seen": [1], "by label": {"a": [2]}}, torch.ones(2)
+    hook = SimpleNamespace(name="counts", state_dict=lambda: {**steps, "average": weights})
+    taken = Hooks([hook]).state_dict()["counts"]
+    steps["seen"].append(3), steps["by label"]["a"].append(4)
+    assert taken["seen"] == [1] and taken["by label"] == {"a": [2]} and taken["average"] is weights
+
+
+@pytest.mark.parametrize("state", [{"seen": {1, 2}}, {"at": [object()]}])
+def test_a_state_that_no_checkpoint_can_keep_is_refused_by_the_name_of_its_hook(state):
+    hooks = Hooks([Kept(1), SimpleNamespace(name="mine", state_dict=lambda: state)])
+    with pytest.raises(ConfigError, match=r"state_dict of hook mine\.(seen|at\[0\]): a (set|object) cannot be saved"):
+        hooks.check_states()
+    Hooks([Kept(1), Adds("stateless")]).check_states()
+
+
+def test_a_key_that_a_hook_misses_in_its_state_is_told_by_the_hooks_name():
+    with pytest.raises(CheckpointError, match="load_state_dict of hook Kept asks for 'count'.* holds other"):
+        Hooks([Kept()]).load_state_dict({"Kept": {"other": 1}})
 
 
 def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():

@@ -14,6 +14,7 @@ from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig
 from lightrft_visual.errors import (
     CheckpointError,
+    ConfigError,
     NonFiniteError,
     OutputClosed,
     RewardError,
@@ -344,6 +345,15 @@ class Ending(StepHook):
 
     def load_state_dict(self, state):
         self.scores = state["scores"]
+
+
+def test_a_state_that_no_checkpoint_can_keep_ends_the_run_before_its_first_step(walk, tmp_path):
+    hook = Ending("on_sync", at=-1)
+    hook.state_dict = lambda: {"seen": {1, 2}}
+    trainer = walk(callbacks=[hook])
+    with pytest.raises(ConfigError, match=r"hook ending\.seen: a set cannot be saved"):
+        trainer.fit()
+    assert trainer.weights == 0 and names_in(tmp_path) == []
 
 
 def test_stop_run_before_training_gives_the_step_up_and_saves_where_it_began(walk, tmp_path):
