@@ -113,6 +113,8 @@ class DiffusionEvaluation:
             requests.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=requests.group_ids,
             sample_ids=requests.sample_ids,
         )  # fmt: skip
+        if media.dim() == 5 and (rate := self.sampling.model.family.frame_rate or self.sampling.model.family.plays_at):
+            records = [record | {"fps": rate} for record in records]
         metrics = self._means(requests, scored, golden, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]

@@ -45,6 +45,18 @@ def test_an_evaluation_draws_each_prompt_from_noise_of_its_own_as_that_of_an_exp
     assert found.sampling.batch(requests, {}, 0, "eval").latents is None and config.sampling.same_latent
 
 
+@pytest.mark.parametrize(("own", "plays_at", "told"), [(30.0, 16.0, 30.0), (None, 16.0, 16.0), (None, None, None)])
+def test_videos_of_an_evaluation_are_shown_at_the_rate_of_their_model(own, plays_at, told):
+    def sampled(requests, step, purpose):
+        return [Sampled(None, {}, torch.rand(2, 3, 5, 8, 8), 0)]
+
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
+    family = SimpleNamespace(frame_rate=own, plays_at=plays_at)
+    sampling = SimpleNamespace(draw=sampled, model=SimpleNamespace(family=family))
+    found = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", [])] * 2), rewards, 2, 1).run(1)
+    assert [record.get("fps") for record in found.sheet] == [told] * 2
+
+
 @pytest.mark.parametrize(("saved", "kept"), [(True, 5), (False, 0)])
 def test_an_evaluation_makes_records_for_files_where_these_are_asked_for_and_a_contact_sheet_anyway(saved, kept):
     config, policy = DiffusionRunConfig(), SimpleNamespace(latent_shape=lambda *size: (4, 4, 4), device="cpu")
