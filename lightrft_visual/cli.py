@@ -193,6 +193,8 @@ def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], 
     found = made(checkpoint, rows, [shown] * len(rows) if shown else None, n=count, seed=seed, **given)
     if os.environ.get("RANK", "0") != "0":
         return  # every rank has the same
+    videos = any(isinstance(each, list) for samples in found for each in samples)
+    rate = videos and (given.get("frame_rate") or Checkpoint.of(checkpoint, given.get("base")).frame_rate())
     for number, (text, samples) in enumerate(zip(prompts, found)):
         for index, each in enumerate(samples):
             if isinstance(each, str):
@@ -200,7 +202,7 @@ def _sample(checkpoint: str, prompts: tuple[str, ...], images: tuple[str, ...], 
                 continue
             Path(out).mkdir(parents=True, exist_ok=True)
             file = Path(out) / f"{number:03d}_{index:02d}{'.mp4' if isinstance(each, list) else '.png'}"
-            write_mp4(file, each) if isinstance(each, list) else each.save(file)
+            write_mp4(file, each, rate) if isinstance(each, list) else each.save(file)
             click.echo(f"{text} -> {file}")
 
 

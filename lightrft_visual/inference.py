@@ -137,16 +137,25 @@ class Checkpoint:
 
     def text_length(self) -> int | None:
         """Tokens of the T5 or LLM encoder's inputs in the run, None for the pipeline's own number."""
-        from .models.diffusion.opening import adapter_of, named_family, saved_text_length
+        from .models.diffusion.opening import saved_text_length
 
         told = self.run.get("model", {}).get("max_sequence_length")
         folder = self._trained_on() if self.adapted else self.path
         told = told or (saved_text_length(folder) if isinstance(folder, str) else None)
         if told or not self.adapted:
             return told
-        return (
-            adapter_of(folder) if isinstance(folder, str) else named_family(type(folder).__name__)
-        ).default_text_length
+        return self._family().default_text_length
+
+    def frame_rate(self) -> float | None:
+        """Frames a second that its videos are shown at; None where its family says none."""
+        family = self._family()
+        return (self.run.get("sampling") or {}).get("frame_rate") or family.frame_rate or family.plays_at
+
+    def _family(self) -> Any:
+        from .models.diffusion.opening import adapter_of, named_family
+
+        folder = self._trained_on() if self.adapted or self.resumable else self.path
+        return adapter_of(folder) if isinstance(folder, str) else named_family(type(folder).__name__)
 
     def _trained_on(self) -> Any:
         """The folder or name of what adapters were trained on, or the pipeline that was given for it."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import deepspeed.accelerator
 import diffusers
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import tiny_families
@@ -82,6 +83,8 @@ def test_sample_command_writes_a_video_that_can_be_read(tmp_path):
     told = CliRunner().invoke(cli, ["sample", str(folder), "--prompt", "a red ball", "--out", str(out)])
     assert told.exit_code == 0, told.output
     assert load_video(out / "000_00.mp4").frames[0].shape == (32, 48, 3)
+    with imageio.get_reader(out / "000_00.mp4") as reader:
+        assert reader.get_meta_data()["fps"] == 16  # as Wan's videos are shown
 
 
 def test_sample_guidance_of_a_run_is_the_pipelines_own_setting_of_that_meaning(tmp_path):

@@ -404,6 +404,13 @@ class Rollouts(list[Rollout]):
         self.sampling, self.pending, self.scored = sampling or SamplingSettings(), pending, scored
         self.counts: dict[str, float] = dict(counts or {})
 
+    def take_place_of(self, earlier: Rollouts) -> None:
+        """What a hook that made these did not say is as of those that it was given."""
+        if self.sampling == SamplingSettings():
+            self.sampling = earlier.sampling
+        self.counts, self.scored = earlier.counts | self.counts, self.scored or earlier.scored
+        self.pending = None if self.scored else self.pending or earlier.pending
+
     @property
     def versions(self) -> T:
         """(B): the earliest policy that drew a token of each."""

@@ -91,20 +91,21 @@ OWN = re.compile(
     r"(eval_)?metrics\.csv(\.unreadable\d*)?|metrics\.jsonl|crash\.log|(bad_rows|alarms|gold)\.jsonl|env\.json"
     r"|config\.resolved\.yaml|report\.html|rollouts|tensorboard|wandb|eval_epoch_\d+|evaluations\.jsonl|checkpoint-.+|latest"
 )
+CHECKPOINTS = re.compile("checkpoint-.+|latest")  # what it writes into a ckpt_path of its own
 
 
-def set_aside(folder: Path, needed: Iterable[Path] = ()) -> Path | None:
+def set_aside(folder: Path, needed: Iterable[Path] = (), written: re.Pattern = OWN) -> Path | None:
     """Move the earlier run's files into `earlier_runs/<its start>`; returns that folder, None where there was no run.
 
     A run counts when it left a step, an evaluation or a checkpoint; less than that is overwritten. A later
     `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run. needed: what the new run
-    reads, such as a model that the earlier one exported; it stays where it is.
+    reads, such as a model that the earlier one exported; it stays where it is. written: names of a run's files there.
     """
     read = [path.resolve() for path in needed]
     own = [
         path
         for path in sorted(folder.glob("*"))
-        if OWN.fullmatch(path.name) and not any(each.is_relative_to(path.resolve()) for each in read)
+        if written.fullmatch(path.name) and not any(each.is_relative_to(path.resolve()) for each in read)
     ]
     if not any(map(_is_result, own)):
         return None

@@ -195,13 +195,13 @@ def _draw_cell(
         draw.text((left, below + number * line), text, fill=FAINT, font=font)
 
 
-def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
+def write_mp4(path: Path, video: Any, fps: float | None = None) -> None:
     """An H.264 file that browsers play; odd sizes lose one row or column, as the format asks for even ones.
 
     Args:
         path: of the file, in a folder that exists.
         video: see `data.media.frames_first`.
-        fps: frames per second.
+        fps: frames per second; None: it is not known, and 8.
     """
     with needed("imageio"):
         import imageio.v2 as imageio
@@ -210,7 +210,7 @@ def write_mp4(path: Path, video: Any, fps: int = 8) -> None:
     if not frames or frames[0].size == 0:
         raise DataError("a video needs at least one frame of 2 x 2 pixels")
     partial = path.with_name(f".{path.stem}.partial.mp4")
-    with imageio.get_writer(partial, fps=fps, codec="libx264", macro_block_size=1, quality=7) as writer:
+    with imageio.get_writer(partial, fps=fps or 8, codec="libx264", macro_block_size=1, quality=7) as writer:
         for frame in frames:
             writer.append_data(frame)
     os.replace(partial, path)
@@ -221,11 +221,11 @@ def write_contact_sheet(folder: str | Path, records: Sequence[Mapping[str, Any]]
 
     Args:
         folder: of one evaluation; made where it is missing.
-        records: as of `contact_sheet`.
+        records: as of `contact_sheet`; `fps` of videos, where it is known.
     """
     folder = Path(folder)
     write_atomic(folder / SHEET, _encode(contact_sheet(records), lossless=True))
     for index, record in enumerate(records):
         for video in record.get("videos") or []:
-            write_mp4(folder / f"video_{index:03d}.mp4", video)
+            write_mp4(folder / f"video_{index:03d}.mp4", video, record.get("fps"))
     return folder / SHEET

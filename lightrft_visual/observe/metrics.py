@@ -407,9 +407,9 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Weights & Biases, where the package is installed and the flag asks for it.
 
-    WANDB_MODE=offline keeps everything on disk, WANDB_PROJECT names the project; the key comes from the environment or
-    `wandb login` only. A resumed run is a new W&B run in the same group: W&B cannot take back steps that were logged.
-    A run that the program has begun gets the metrics and goes on.
+    WANDB_MODE=offline keeps everything on disk; WANDB_PROJECT names the project, WANDB_RUN_GROUP and WANDB_NAME group
+    and run. The key comes from the environment or `wandb login` only. A resumed run is a new W&B run in the same group:
+    W&B cannot take back steps that were logged. A run that the program has begun gets the metrics and goes on.
     """
 
     _begun: ClassVar[Any] = None  # the last run that one of them has begun
@@ -426,8 +426,8 @@ class WandbSink(Sink):
         try:
             self._run = wandb.run or wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "lightrft_visual",
-                name=run_name,
-                group=run_name,
+                name=os.environ.get("WANDB_NAME") or run_name,
+                group=os.environ.get("WANDB_RUN_GROUP") or run_name,
                 dir=str(folder),
                 config=dict(config or {}),
                 # W&B would upload the command line as it is, secrets included; env.json holds it masked.

@@ -27,8 +27,7 @@ from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, Wa
 
 logger = logging.getLogger(__name__)
 
-
-ALARMS, GOLD, EVALUATIONS = "alarms.jsonl", "gold.jsonl", "evaluations.jsonl"
+ALARMS, GOLD, EVALUATIONS, ROLLOUTS = "alarms.jsonl", "gold.jsonl", "evaluations.jsonl", "rollouts"
 STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
@@ -51,7 +50,7 @@ class RunRecorder:
         """`options`: which optional outputs there are; `config` is shown by W&B, masked; `active` overrides 'rank 0
         only'; `close` releases `locks` of folders."""
         self.folder = Path(output_dir)
-        self.rollout_folder = self.folder / "rollouts"  # of records and their images
+        self.rollout_folder = self.folder / ROLLOUTS  # of records and their images
         self.options = options or OutputConfig()
         self.active = rank() == 0 if active is None else active
         self._locks = list(locks)

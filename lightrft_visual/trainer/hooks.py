@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import registry
 from ..config.kinds import check_hooks
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from ..experience.rollouts import Rollouts
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
+from ..runtime.checkpoint.state import Encoder
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -174,7 +176,7 @@ def _through(name: str, waits: bool = False) -> Any:
     def call_all(hooks: Hooks, value: V, waits: bool = waits) -> V:
         begun_by = next(filter(None, (getattr(hook, f"before_{name}", "") for hook in hooks)), "")
         for call in hooks.calls(name):
-            given, before = value, _parts(value) if begun_by else []
+            given, before = value, parts_of(value) if begun_by else []
             try:
                 value = call(given)
             except StopRun as stop:
@@ -184,7 +186,9 @@ def _through(name: str, waits: bool = False) -> Any:
             if not isinstance(value, type(given)):
                 told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
-            if begun_by and [*map(id, before)] != [*map(id, _parts(value))]:
+            if isinstance(value, Rollouts) and value is not given:
+                value.take_place_of(given)
+            if begun_by and [*map(id, before)] != [*map(id, parts_of(value))]:
                 told = "the engine has begun on the prompts already: leave one of them out"
                 raise ConfigError(f"{call.__qualname__} changes prompts, and with {begun_by} {told}")
         return value
@@ -192,7 +196,7 @@ def _through(name: str, waits: bool = False) -> Any:
     return call_all
 
 
-def _parts(requests: Any) -> list[Any]:
+def parts_of(requests: Any) -> list[Any]:
     """Of requests for engines: each, and what it holds."""
     each = requests if isinstance(requests, list) else [requests]
     return [part for one in each for part in (one, *vars(one).values())]
@@ -270,14 +274,26 @@ class Hooks:
         return _together(found) if found else None
 
     def state_dict(self) -> dict[str, Any]:
-        """By the name of each hook."""
-        return {name: hook.state_dict() for name, hook in self._named() if hasattr(hook, "state_dict")}
+        """By the name of each hook; their dicts and lists are copied, as they may change until it is saved."""
+        return {name: _copied(hook.state_dict()) for name, hook in self._named() if hasattr(hook, "state_dict")}
+
+    def check_states(self) -> None:
+        """Raise ConfigError for a hook whose state no checkpoint can keep."""
+        for name, state in self.state_dict().items():
+            try:
+                Encoder().encode(state, f"state_dict of hook {name}")
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`'s."""
         for name, hook in self._named():
             if state.get(name) is not None and hasattr(hook, "load_state_dict"):
-                hook.load_state_dict(state[name])
+                try:
+                    hook.load_state_dict(state[name])
+                except KeyError as error:
+                    told = f"load_state_dict of hook {name} asks for {error}; its state of the checkpoint holds"
+                    raise CheckpointError(f"{told} {', '.join(map(str, state[name])) or 'nothing'}") from error
             elif hasattr(hook, "missing_state"):
                 hook.missing_state()
 
@@ -313,6 +329,13 @@ class Hooks:
         default = getattr(StepHook, name)
         found = [getattr(hook, name, default) for hook in self._hooks]
         return [each for each in found if getattr(each, "__func__", each) is not default]
+
+
+def _copied(state: Any) -> Any:
+    """Plain containers copied through, and what they hold as it is: tensors may be as large as the model."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if type(state) in (list, tuple) else state
 
 
 def _tell_of_silent(hooks: Sequence[Any], config: Any) -> None:

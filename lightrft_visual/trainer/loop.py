@@ -259,6 +259,7 @@ class PolicyTrainer(ABC):
         self.state.resume()
         with self.timer.phase("sync"):
             self.start()
+        self.hooks.check_states()
         if self.evaluated_step != self.step and (self.step == 0 or self.evaluation_due()):
             if self.step > 0:
                 log_stage("making the evaluation that this step lacks")

@@ -11,7 +11,13 @@ import torch
 from ..config.shared import OutputConfig
 from ..errors import CheckpointError, ConfigError
 from ..runtime import collectives
-from ..runtime.checkpoint.manager import CheckpointManager, check_shared, on_rank_0, resolve_resume
+from ..runtime.checkpoint.manager import (
+    CheckpointManager,
+    check_shared,
+    on_rank_0,
+    readable_manifest,
+    resolve_resume,
+)
 from ..runtime.checkpoint.state import load_state, save_state
 from ..runtime.files import check_space
 from ..runtime.presence import LauncherWatch, handled, hangup_ends
@@ -163,6 +169,11 @@ class RunState:
     def save_best(self) -> Path:
         """This step as checkpoint-best, in place of an earlier one; a run can be resumed from it."""
         return self._save(None, False, name=BEST, metrics=self.trainer.latest_eval, resumable=True)
+
+    def best_kept(self) -> tuple[float, int] | None:
+        """eval_gold and step of checkpoint-best; None without one. A collective."""
+        found = on_rank_0("looking for the best checkpoint", lambda: readable_manifest(self.manager.root / BEST))
+        return None if found is None else (found["metrics"].get("eval_gold"), found["step"])
 
     def _save(self, changing: Mapping[str, Any] | None, optional: bool, **how: Any) -> Path:
         self.settle()

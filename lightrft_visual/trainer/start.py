@@ -22,8 +22,8 @@ from ..data.sampler import fitting_batch
 from ..errors import ConfigError
 from ..given import is_given
 from ..observe import environment as crash_log
-from ..observe.environment import holds_results, set_aside
-from ..observe.recorder import RunRecorder
+from ..observe.environment import CHECKPOINTS, OWN, holds_results, set_aside
+from ..observe.recorder import ROLLOUTS, RunRecorder
 from ..observe.report.data import flat_config, read_config
 from ..runtime import collectives
 from ..runtime.deepspeed import DeepspeedStrategy
@@ -117,15 +117,20 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
 
     Args:
         config: of the run.
-        loop: where it goes on from a checkpoint; else what an earlier run left in the folder is put aside.
+        loop: where it goes on from a checkpoint; else what an earlier run left in its folders is put aside.
         locks: of its folders; the recorder releases them when it is closed.
         sets: of data, whose bad rows are listed.
     """
     output, resumed = config.output, loop.resume_folder is not None
+    read, rollouts = paths_read(config), Path(output.output_dir, ROLLOUTS).resolve()
+    if inside := [str(path) for path in read if path.resolve().is_relative_to(rollouts)]:
+        told = "the run writes and removes files there; name another output_dir, or move what it reads"
+        raise ConfigError(f"{', '.join(inside)}: {told}")
     if collectives.is_rank_0() and not resumed:
-        aside = set_aside(Path(output.output_dir), paths_read(config))
-        if aside is not None:
-            logger.warning("%s held an earlier run; its files are in %s now", output.output_dir, aside)
+        for folder, names in ((output.output_dir, OWN), (output.ckpt_path or output.output_dir, CHECKPOINTS)):
+            aside = set_aside(Path(folder), read, names)
+            if aside is not None:
+                logger.warning("%s held an earlier run; its files are in %s now", folder, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
     shown = yaml.safe_load(resolved_yaml(config))  # nested, so that W&B can tell runs apart by a setting
     recorder = RunRecorder(output.output_dir, output, config=shown, locks=locks)

@@ -63,7 +63,7 @@ def test_sheet_and_videos_on_disk(tmp_path):
     import imageio.v2 as imageio
 
     records = [
-        {"prompt": "moving", "reward": 0.5, "videos": [torch.rand(3, 6, 33, 35)]},
+        {"prompt": "moving", "reward": 0.5, "videos": [torch.rand(3, 6, 33, 35)], "fps": 16.0},
         {"prompt": "bad", "reward": None, "valid": False, "videos": [torch.rand(3, 6, 32, 32)]},
     ]
     path = write_contact_sheet(tmp_path / "eval_epoch_000001", records)
@@ -74,6 +74,7 @@ def test_sheet_and_videos_on_disk(tmp_path):
     ]
     with imageio.get_reader(path.parent / "video_000.mp4") as reader:
         assert reader.get_data(0).shape == (32, 34, 3) and reader.count_frames() == 6
+        assert reader.get_meta_data()["fps"] == 16
 
 
 def test_words_under_a_picture():

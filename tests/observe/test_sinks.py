@@ -191,6 +191,8 @@ def wandb(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda package: True)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
     return package
 
 
@@ -203,6 +205,15 @@ def test_wandb_gets_steps_and_how_the_run_ended_and_not_the_command_line(tmp_pat
     assert wandb.calls == ["step", "*", {"step": 3, "loss": 0.5}, "finish 0"]
     WandbSink(tmp_path / "w", "run").close(failed=True)
     assert wandb.calls[-1] == "finish 1"
+
+
+def test_wandb_takes_the_environments_name_and_group_before_the_runs(tmp_path, wandb, monkeypatch):
+    WandbSink(tmp_path / "w", "run").close()
+    assert (wandb.given["name"], wandb.given["group"]) == ("run", "run")
+    monkeypatch.setenv("WANDB_NAME", "seed 3")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "seeds")
+    WandbSink(tmp_path / "w", "run").close()
+    assert (wandb.given["name"], wandb.given["group"]) == ("seed 3", "seeds")
 
 
 def test_wandb_without_a_key_is_refused_with_what_helps(tmp_path, wandb, monkeypatch):

@@ -10,8 +10,8 @@ from lightrft_visual.config import kinds, registry
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
-from lightrft_visual.errors import ConfigError
-from lightrft_visual.experience.rollouts import Rollouts
+from lightrft_visual.errors import CheckpointError, ConfigError
+from lightrft_visual.experience.rollouts import Rollouts, SamplingSettings
 from lightrft_visual.observe.metrics import MetricsAccumulator
 from lightrft_visual.trainer.diffusion.build import build_diffusion_trainer
 from lightrft_visual.trainer.hooks import Hooks, StepHook, StopRun
@@ -71,6 +71,20 @@ def test_a_method_that_returns_nothing_or_something_else_is_refused_by_its_name(
         getattr(Hooks([SimpleNamespace(**{method: forgets})]), method)(Rollouts([]))
 
 
+@pytest.mark.parametrize("method", ["on_rollouts", "on_scores"])
+def test_other_rollouts_of_a_hook_keep_what_is_known_of_those_whose_place_they_take(method):
+    sampling, pending, seen = SamplingSettings(n=2, temperature=0.7, max_new_tokens=8192), object(), []
+    drawn = Rollouts([], sampling, pending, counts={"drawn": 2.0, "kept": 2.0})
+    chosen = [lambda given: Rollouts(given, counts={"kept": 1.0}), lambda given: seen.append(given) or given]
+    made = getattr(Hooks([SimpleNamespace(**{method: each}) for each in chosen]), method)(drawn)
+    assert seen == [made] and made is not drawn  # the next hook finds it already
+    assert (made.sampling, made.pending, made.scored) == (sampling, pending, False)
+    assert made.counts == {"drawn": 2.0, "kept": 1.0}
+    drawn.settle({})
+    made = getattr(Hooks([SimpleNamespace(**{method: chosen[0]})]), method)(drawn)
+    assert (made.pending, made.scored) == (None, True)
+
+
 def test_those_of_the_configuration_come_in_the_registrys_order_and_then_a_users_own_and_the_last(monkeypatch):
     kept, last = registry.Registry("hook", kinds.Hook), Adds("the last")
     last.last = True
@@ -105,6 +119,27 @@ def test_each_hook_finds_its_own_state_also_among_others_of_its_name():
     assert saved == {"kept": {"count": 1}, "kept_2": {"count": 2}, "Kept": {"count": 3}}
     Hooks(again).load_state_dict(saved)
     assert [each.count for each in again] == [1, 2, 3]
+
+
+def test_a_state_that_was_taken_stays_while_the_hook_goes_on():
+    steps, weights = {"seen": [1], "by label": {"a": [2]}}, torch.ones(2)
+    hook = SimpleNamespace(name="counts", state_dict=lambda: {**steps, "average": weights})
+    taken = Hooks([hook]).state_dict()["counts"]
+    steps["seen"].append(3), steps["by label"]["a"].append(4)
+    assert taken["seen"] == [1] and taken["by label"] == {"a": [2]} and taken["average"] is weights
+
+
+@pytest.mark.parametrize("state", [{"seen": {1, 2}}, {"at": [object()]}])
+def test_a_state_that_no_checkpoint_can_keep_is_refused_by_the_name_of_its_hook(state):
+    hooks = Hooks([Kept(1), SimpleNamespace(name="mine", state_dict=lambda: state)])
+    with pytest.raises(ConfigError, match=r"state_dict of hook mine\.(seen|at\[0\]): a (set|object) cannot be saved"):
+        hooks.check_states()
+    Hooks([Kept(1), Adds("stateless")]).check_states()
+
+
+def test_a_key_that_a_hook_misses_in_its_state_is_told_by_the_hooks_name():
+    with pytest.raises(CheckpointError, match="load_state_dict of hook Kept asks for 'count'.* holds other"):
+        Hooks([Kept()]).load_state_dict({"Kept": {"other": 1}})
 
 
 def test_weights_of_all_hooks_are_lent_together_and_given_back_in_turn():

@@ -14,6 +14,7 @@ from lightrft_visual.config.shared import GuardConfig
 from lightrft_visual.config.vl import OutputConfig
 from lightrft_visual.errors import (
     CheckpointError,
+    ConfigError,
     NonFiniteError,
     OutputClosed,
     RewardError,
@@ -26,7 +27,7 @@ from lightrft_visual.observe.metrics import CsvSink
 from lightrft_visual.observe.recorder import RunRecorder
 from lightrft_visual.runtime.checkpoint.behind import write_file
 from lightrft_visual.runtime.checkpoint.manager import resolve_resume, verify
-from lightrft_visual.runtime.files import read_jsonl
+from lightrft_visual.runtime.files import read_jsonl, remove_folder
 from lightrft_visual.runtime.phase_timer import PhaseTimer
 from lightrft_visual.trainer import loop
 from lightrft_visual.trainer.features.guard import GuardHook
@@ -275,6 +276,30 @@ def test_an_alarm_goes_back_to_the_best_gold_from_which_the_run_is_resumed(walk,
     assert alarms(tmp_path) == [(3, "eval_gold", 2)]  # the first run's was cut back, this one's is its own
 
 
+@pytest.mark.parametrize(
+    ("first", "resumed", "golds", "reached", "exported"),
+    [
+        pytest.param("warn", 2, GOLDS, (3, 0.5), None, id="none was kept, an alarm before one is"),
+        pytest.param("rollback", 1, (0.3, 0.5, 0.2), (2, 0.2), None, id="of steps given up, an alarm before another"),
+        pytest.param("rollback", 1, (0.3, 0.5, 0.55, 0.4), (2, 0.55), "2", id="of steps given up, and a new one"),
+    ],
+)
+def test_an_alarm_goes_back_to_no_best_checkpoint_but_the_runs_own(
+    walk, tmp_path, first, resumed, golds, reached, exported
+):
+    trainer = walk(steps=7, golds=GOLDS, eval_steps=1, save_steps=1, max_ckpt_num=9, guard=GuardConfig(policy=first))
+    trainer.fit()
+    remove_folder(tmp_path / "checkpoint-final")
+    settings = {"eval_steps": 1, "guard": GuardConfig(policy="rollback")}
+    again = walk(steps=7, golds=golds, resume=tmp_path / f"checkpoint-{resumed:06}", **settings)
+    again.fit()
+    assert (again.step, again.latest_eval["eval_gold"]) == reached
+    assert any("checkpoint-best is not of this run up to here" in text for text in again.said)
+    assert ("stopped by the guard" in again.said[-1]) == (exported is None)
+    model = tmp_path / "checkpoint-final" / "model.bin"
+    assert (model.read_text() if model.exists() else None) == exported
+
+
 def test_gold_that_a_signal_ends_leaves_none_of_the_step_before_behind():
     """A step that has trained is reported all the same."""
 
@@ -320,6 +345,15 @@ class Ending(StepHook):
 
     def load_state_dict(self, state):
         self.scores = state["scores"]
+
+
+def test_a_state_that_no_checkpoint_can_keep_ends_the_run_before_its_first_step(walk, tmp_path):
+    hook = Ending("on_sync", at=-1)
+    hook.state_dict = lambda: {"seen": {1, 2}}
+    trainer = walk(callbacks=[hook])
+    with pytest.raises(ConfigError, match=r"hook ending\.seen: a set cannot be saved"):
+        trainer.fit()
+    assert trainer.weights == 0 and names_in(tmp_path) == []
 
 
 def test_stop_run_before_training_gives_the_step_up_and_saves_where_it_began(walk, tmp_path):

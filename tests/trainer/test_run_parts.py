@@ -11,7 +11,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run, write_resolved
 from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.shared import OutputConfig, RewardConfig
-from lightrft_visual.config.vl import DataConfig, RunConfig, TrainConfig
+from lightrft_visual.config.vl import DataConfig, ModelConfig, RunConfig, TrainConfig
 from lightrft_visual.data.bad_rows import TooManyBadRows
 from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.errors import ConfigError, FolderInUse
@@ -134,3 +134,31 @@ def test_start_strategy_what_accumulation_said_is_the_size_that_the_resolved_fil
     file = write_resolved(config, tmp_path / "config.resolved.yaml")
     again = parse_run(schema, ["--config", str(file)]).config
     assert (again.train.train_batch_size, again.train.micro_train_batch_size) == (8, 8)
+
+
+@pytest.mark.parametrize("apart", ["checkpoints", "run/checkpoints", "run"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_on_does_not(tmp_path, apart, resumed):
+    saved, output = tmp_path / apart, OutputConfig(output_dir=str(tmp_path / "run"), ckpt_path=str(tmp_path / apart))
+    for name in ("checkpoint-000020", "checkpoint-best", "checkpoint-final", "of others"):
+        (saved / name).mkdir(parents=True)
+    (saved / "latest").write_text("checkpoint-000020\n")
+    config = RunConfig(model=ModelConfig(pretrain=str(saved / "checkpoint-final")), output=output)
+    loop = LoopSettings(1, output, saved / "checkpoint-000020" if resumed else None)
+    start.open_run(config, loop, [], []).recorder.close()
+    moved = {path.name for path in saved.glob("earlier_runs/run/*")}
+    assert moved == (set() if resumed else {"checkpoint-000020", "checkpoint-best", "latest"})
+    assert (saved / "checkpoint-final").is_dir() and (saved / "of others").is_dir()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_reads_in_its_own_folder_of_rollouts_is_refused_before_it_removes_any(tmp_path, resumed):
+    drawn = tmp_path / "rollouts" / "step_000100.jsonl"
+    drawn.parent.mkdir()
+    drawn.write_text("{}\n")
+    (tmp_path / "metrics.csv").write_text("step,loss\n100,0.5\n")
+    output = OutputConfig(output_dir=str(tmp_path))
+    config = RunConfig(data=DataConfig(prompt_data=f"other.jsonl,{drawn}"), output=output)
+    with pytest.raises(ConfigError, match=r"step_000100.jsonl: .* output_dir"):
+        start.open_run(config, LoopSettings(1, output, tmp_path if resumed else None), [], [])
+    assert drawn.is_file() and (tmp_path / "metrics.csv").is_file()

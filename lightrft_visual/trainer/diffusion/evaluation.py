@@ -54,18 +54,17 @@ class DrawingGold:
         return {name: value for name, value in found.items() if value == value}
 
 
-def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: RewardOutput) -> PairedScores:
+def paired_scores_at(step: int, prompts: T, reward: tuple[T, T], gold: tuple[T, T]) -> PairedScores:
     """Reward and gold of each of all ranks' prompts. A collective.
 
     Args:
         step: of the run.
         prompts: (B) numbers of the samples' prompts; those of one number are taken together.
         reward: (B) scores, and which of them are valid.
-        gold: of the same B samples.
+        gold: likewise, of the same B samples.
     """
-    scores, valid = reward
-    usable = valid.bool().cpu() & gold.valid.bool().cpu()
-    mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, scores, gold.score))))
+    usable = reward[1].bool().cpu() & gold[1].bool().cpu()
+    mine = list(zip(*(each.cpu()[usable].tolist() for each in (prompts, reward[0], gold[0]))))
     return paired_scores_of(step, mine)
 
 
@@ -107,12 +106,15 @@ class DiffusionEvaluation:
         if self.gold is not None:
             golden = score_samples(self.gold.rewards, requests, media, step)
             shown["gold"] = golden.score
-            paired_scores = paired_scores_at(step, requests.sample_ids, (scored.score, scored.valid), golden)
+            both = ((each.score, each.valid) for each in (scored, golden))
+            paired_scores = paired_scores_at(step, requests.sample_ids, *both)
         real = torch.tensor([is_real for _, is_real in shard])
         records = records_from_media(
             requests.prompts, list(media), scored.score, shown, valid=scored.valid, group_ids=requests.group_ids,
             sample_ids=requests.sample_ids,
         )  # fmt: skip
+        if media.dim() == 5 and (rate := self.sampling.model.family.frame_rate or self.sampling.model.family.plays_at):
+            records = [record | {"fps": rate} for record in records]
         metrics = self._means(requests, scored, golden, real)
         metrics |= self._of_set(media, requests.sample_ids, real, as_base=step == 0)
         own = [record for record, (index, is_real) in zip(records, shard) if is_real and index < self.records_to_keep]

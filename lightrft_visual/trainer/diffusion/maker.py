@@ -81,7 +81,7 @@ class Drawn:
 
     samples: with latents and graphs until experience has them. media (B, 3, …) in 0..1 on the host. scored: their
     rewards, once they are there. counts: numbers of the whole batch, the same on every rank. too_old: samples (B) bool
-    that teach nothing.
+    that teach nothing. policy_version: of what drew them, where samples are not kept.
     """
 
     requests: DrawingBatch
@@ -90,6 +90,7 @@ class Drawn:
     scored: RewardOutput | None = None
     counts: dict[str, float] = field(default_factory=dict)
     too_old: T | None = None
+    policy_version: int = 0
 
     def __len__(self) -> int:
         return len(self.media)
@@ -97,7 +98,7 @@ class Drawn:
     @property
     def step(self) -> int:
         """Of the newest policy that drew them."""
-        return max((each.policy_version for each in self.samples), default=0)
+        return max((each.policy_version for each in self.samples), default=self.policy_version)
 
     @property
     def versions(self) -> T:
@@ -127,7 +128,8 @@ def joined(parts: Sequence[Drawn]) -> Drawn:
     score, valid = (
         torch.cat([getattr(each.scored, name).cpu() for each in parts]) for name in ("score", "valid")
     )  # fmt: skip
-    return Drawn(requests, [], torch.cat([each.media for each in parts]), RewardOutput(score, {}, valid))
+    media, version = torch.cat([each.media for each in parts]), max(each.step for each in parts)
+    return Drawn(requests, [], media, RewardOutput(score, {}, valid), policy_version=version)
 
 
 @dataclass

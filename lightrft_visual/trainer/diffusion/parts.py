@@ -1,5 +1,6 @@
 """What a diffusion run is made of: `build` puts it together, the trainer works with it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +17,6 @@ from ...models.diffusion.policy import DiffusionPolicy
 from ...models.weight_copies import WeightCopy
 from ...observe.guard.divergence import PairedScores, image_statistics
 from ...observe.recorder import Record, records_from_media
-from ...rewards.batch import RewardOutput
 from ...runtime.seeding import derive_seed
 from ...runtime.sequence import SequenceGroup
 from ...runtime.train_engine import TrainEngine
@@ -126,12 +126,15 @@ class DiffusionParts(RunParts):
         for name, value in found.items():
             step.metrics.add(name, value)
 
-    def gold_of(self, drawn: Drawn) -> RewardOutput:
-        """What gold says of scored media. A collective."""
-        return score_samples(self.gold.rewards, drawn.requests, drawn.media, drawn.step)
+    def gold_of(self, drawn: Drawn) -> dict[int, tuple[float, bool]]:
+        """What gold says of scored media, by their sample's id. A collective."""
+        scored = score_samples(self.gold.rewards, drawn.requests, drawn.media, drawn.step)
+        return dict(zip(drawn.requests.sample_ids.tolist(), zip(scored.score.tolist(), scored.valid.tolist())))
 
-    def add_gold(self, step: StepData, scores: RewardOutput, number: int) -> PairedScores:
+    def add_gold(self, step: StepData, scores: Mapping[int, tuple[float, bool]], number: int) -> PairedScores:
         """Reward and gold of each prompt. A collective. Args: as of `VLParts.add_gold`."""
         drawn = step.rollouts
-        step.metrics.add_mean("gold", scores.score, scores.valid)
-        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), scores)
+        own = [scores.get(sample, (0.0, False)) for sample in drawn.requests.sample_ids.tolist()]
+        gold = torch.tensor([score for score, _ in own], dtype=torch.float64), torch.tensor([valid for _, valid in own])
+        step.metrics.add_mean("gold", *gold)
+        return paired_scores_at(number, drawn.requests.group_ids, (drawn.scored.score, drawn.valid), gold)

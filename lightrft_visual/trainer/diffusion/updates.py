@@ -261,7 +261,7 @@ class RewardUpdate:
             _add_loss(metrics, outputs, drawn[-1][2].sum(), last, first=True)
             self.engine.accumulate(outputs.loss, last)
         media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
-        return self.engine.step(), Drawn(requests, [], media, RewardOutput(scores, {}, valid))
+        return self.engine.step(), Drawn(requests, [], media, RewardOutput(scores, {}, valid), policy_version=step)
 
     def _starting_noise(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
         batch = self.sampling.batch(requests, conditions, step, purpose)

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...experience.rollouts import PromptFeatures, Rollouts
 from ...runtime import collectives
-from ..hooks import StepHook
+from ..hooks import StepHook, parts_of
 
 NEW = 0.3  # weight of a step's mean length in the running one
 
@@ -40,6 +40,7 @@ class BalancedRolloutsHook(StepHook):
         self.means: dict[str | None, float] = {}  # alike on all ranks
         self._seen: dict[str | None, tuple[int, int]] = {}  # tokens and responses of this rank's last step, by label
         self._own: list[PromptFeatures] = []
+        self._asked: list[Any] = []  # what this rank generates for, to its parts
         self._dealt: list[list[tuple[int, int]]] = []
 
     def on_prompts(self, requests: list[PromptFeatures]) -> list[PromptFeatures]:
@@ -52,21 +53,29 @@ class BalancedRolloutsHook(StepHook):
         sent = [replace(each, reference=None, metadata={}, messages=None) for each in requests]
         outgoing = [[sent[i] for home, i in each if home == collectives.rank()] for each in self._dealt]
         arrived = [iter(each) for each in collectives.exchange_objects(outgoing)]
-        return [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
+        taken = [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
+        self._asked = parts_of(taken)
+        return taken
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
-        """The responses to this rank's own prompts, in their order. A collective."""
+        """The responses to this rank's own prompts, in their order. A collective. Raises ConfigError, on all ranks,
+        where a hook that came later has other prompts continued on one."""
         outgoing: list[list[tuple[int, list]]] = [[] for _ in self._dealt]
         n = rollouts.sampling.n
+        continued = parts_of([each.prompt for each in rollouts[::n]])
+        changed = [*map(id, continued)] != [*map(id, self._asked)]
         for number, (home, index) in enumerate(self._dealt[collectives.rank()]):
             group = rollouts[n * number : n * (number + 1)]
             outgoing[home].append((index, [replace(each, prompt=None) for each in group]))
-        arrived = sorted(pair for sent in collectives.exchange_objects(outgoing) for pair in sent)
+        received = collectives.exchange_objects([None] * len(outgoing) if changed else outgoing)
+        if any(sent is None for sent in received):
+            raise ConfigError("on_prompts of a hook changes prompts behind balance_rollouts: leave one of them out")
+        arrived = sorted(pair for sent in received for pair in sent)
         rollouts[:] = [replace(each, prompt=self._own[index]) for index, group in arrived for each in group]
         lengths: dict[str | None, list[int]] = {}
         for each in rollouts:
             lengths.setdefault(each.prompt.label, []).append(len(each.token_ids))
-        self._seen, self._own = {label: (sum(own), len(own)) for label, own in lengths.items()}, []
+        self._seen, self._own, self._asked = {label: (sum(own), len(own)) for label, own in lengths.items()}, [], []
         return rollouts
 
     def expected(self, label: str | None) -> float:

@@ -66,18 +66,19 @@ class GuardHook(StepHook):
             self._keep("step", self.paired_scores)
         alarms = self.guard.after_step(self.context.step(), metrics, self.paired_scores)
         if alarms:
-            self._tell(alarms)
+            self._tell(alarms, self.guard.best)
 
     def on_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Alarms of an evaluation, whose best weights are kept. Raises StopRun by policy."""
         paired_scores = getattr(metrics, "paired_scores", None)
         if paired_scores is not None:
             self._keep("evaluation", paired_scores)
+        best = self.guard.best
         alarms = self.guard.after_evaluation(self.context.step(), metrics, paired_scores)
         if self.config.keeps_best:
             self._keep_best(metrics)
         if alarms:
-            self._tell(alarms)
+            self._tell(alarms, None if best is None else self.guard.best)
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         if self.guard.best is None:
@@ -92,13 +93,13 @@ class GuardHook(StepHook):
     def _keep(self, kind: str, paired_scores: PairedScores) -> None:
         self.context.recorder.log_line(GOLD, self.context.step(), {"kind": kind, **asdict(paired_scores)})
 
-    def _tell(self, alarms: list[Alarm]) -> None:
+    def _tell(self, alarms: list[Alarm], best: tuple[float, int] | None) -> None:
         for alarm in alarms:
             self.context.recorder.log_line(ALARMS, alarm.step, asdict(alarm))
             self.context.console.message(f"guard, step {alarm.step}: {alarm.text}")
         self.context.report.write()
         step, signal = self.context.step(), alarms[-1].signal
-        if self.config.policy == "stop":
+        if self.config.policy == "stop" or (self.config.policy == "rollback" and best is None):
             raise StopRun(f"stopped by the guard at step {step} ({signal})")
         if self.config.policy == "rollback":
             raise _BackToBest(f"the guard ({signal}, step {step})", export=True)
@@ -108,6 +109,11 @@ class GuardHook(StepHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.guard.load_state_dict(state)
+        if self.config.keeps_best and self.guard.best != self.context.state.best_kept():
+            self.guard.best = None
+            self.context.console.message(
+                "checkpoint-best is not of this run up to here: the next evaluation is kept as it"
+            )
 
 
 def build(parts: Any) -> GuardHook:

@@ -34,7 +34,7 @@ from ...runtime.deepspeed import DeepspeedStrategy
 from ...runtime.train_engine import TrainEngine
 from ..hooks import StepData
 from ..loop import RunParts
-from .evaluation import Evaluation, Scores, gold_scores, paired_scores_at
+from .evaluation import Evaluation, gold_scores, paired_scores_at
 from .maker import ExperienceMaker
 
 T = torch.Tensor
@@ -218,11 +218,12 @@ class VLParts(RunParts):
         if len(self.loss_parts) > 1:
             add_image_metrics(step.metrics, step.rollouts)
 
-    def gold_of(self, rollouts: Sequence[Rollout]) -> Scores:
-        """What gold says of scored rollouts, whose media are still there. A collective."""
-        return gold_scores(self.gold, rollouts, self.maker.settings.micro_batch_size)
+    def gold_of(self, rollouts: Sequence[Rollout]) -> dict[int, tuple[float, bool]]:
+        """What gold says of scored rollouts, whose media are still there, by `sample_id`. A collective."""
+        scores = gold_scores(self.gold, rollouts, self.maker.settings.micro_batch_size)
+        return {each.sample_id: own for each, own in zip(rollouts, scores)}
 
-    def add_gold(self, step: StepData, scores: Scores, number: int) -> PairedScores:
+    def add_gold(self, step: StepData, scores: Mapping[int, tuple[float, bool]], number: int) -> PairedScores:
         """Reward and gold of each prompt. A collective.
 
         Args:
@@ -230,10 +231,11 @@ class VLParts(RunParts):
             scores: of `gold_of`.
             number: of the step.
         """
-        for score, valid in scores:
+        own = [scores.get(each.sample_id, (0.0, False)) for each in step.rollouts]
+        for score, valid in own:
             if valid:
                 step.metrics.add("gold", score)
-        return paired_scores_at(number, step.rollouts, scores)
+        return paired_scores_at(number, step.rollouts, own)
 
 
 def answered(dataset: PromptDataset, checkpoint: Checkpoint, config: RunConfig, index: int) -> RewardBatch:

@@ -9,6 +9,7 @@ import torch
 from lightrft_visual.config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from lightrft_visual.data.prompts import PromptRow
 from lightrft_visual.observe import metrics
+from lightrft_visual.observe.images import SHEET_IMAGES
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.trainer.diffusion import build, evaluation
 from lightrft_visual.trainer.diffusion.stages import Sampled, drawing_batch
@@ -42,6 +43,26 @@ def test_an_evaluation_draws_each_prompt_from_noise_of_its_own_as_that_of_an_exp
     config = DiffusionRunConfig(sampling=DiffusionSamplingConfig(same_latent=True))
     found = build._evaluation(config, SimpleNamespace(policy=policy), Rows(), None, None)
     assert found.sampling.batch(requests, {}, 0, "eval").latents is None and config.sampling.same_latent
+
+
+@pytest.mark.parametrize(("own", "plays_at", "told"), [(30.0, 16.0, 30.0), (None, 16.0, 16.0), (None, None, None)])
+def test_videos_of_an_evaluation_are_shown_at_the_rate_of_their_model(own, plays_at, told):
+    def sampled(requests, step, purpose):
+        return [Sampled(None, {}, torch.rand(2, 3, 5, 8, 8), 0)]
+
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
+    family = SimpleNamespace(frame_rate=own, plays_at=plays_at)
+    sampling = SimpleNamespace(draw=sampled, model=SimpleNamespace(family=family))
+    found = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", [])] * 2), rewards, 2, 1).run(1)
+    assert [record.get("fps") for record in found.sheet] == [told] * 2
+
+
+@pytest.mark.parametrize(("saved", "kept"), [(True, 5), (False, 0)])
+def test_an_evaluation_makes_records_for_files_where_these_are_asked_for_and_a_contact_sheet_anyway(saved, kept):
+    config, policy = DiffusionRunConfig(), SimpleNamespace(latent_shape=lambda *size: (4, 4, 4), device="cpu")
+    config.output.save_trajectories, config.output.num_trajectories_to_save = saved, 5
+    found = build._evaluation(config, SimpleNamespace(policy=policy), Rows(), None, None)
+    assert found.trajectories == kept and found.records_to_keep >= SHEET_IMAGES
 
 
 @pytest.mark.parametrize(("scores", "lost"), [([1.0, 3.0, 2.0], None), ([1.0, math.nan, 2.0], 1 / 3)])

@@ -2,14 +2,19 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import run_on_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lightrft_visual.errors import ConfigError
+from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts, SamplingSettings
 from lightrft_visual.trainer.features.balanced_rollouts import BalancedRolloutsHook, deal
+from lightrft_visual.trainer.hooks import Hooks
 
 BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 COSTS = st.lists(st.lists(st.floats(1, 256), min_size=3, max_size=3), min_size=1, max_size=4)
@@ -44,6 +49,33 @@ def test_lengths_that_are_saved_do_not_follow_a_later_step():
     state = hook.state_dict()
     hook._learn([{"a": (20, 1), "b": (40, 2)}])
     assert state["means"] == {"a": 10}
+
+
+def rewritten(requests: list[PromptFeatures]) -> list[PromptFeatures]:
+    requests[0].token_ids = [9, 9]
+    return requests
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda requests: requests[1:], lambda requests: requests[::-1], rewritten,
+        lambda requests: [replace(each, text="other") for each in requests],
+    ],
+)  # fmt: skip
+def test_prompts_that_a_later_hook_changes_are_refused_as_answers_would_go_to_others(changed):
+    """Rewards and tokens of a prompt would be given to the answers to another."""
+    hooks, sampling = Hooks([BalancedRolloutsHook(9), SimpleNamespace(on_prompts=changed)]), SamplingSettings(n=2)
+    asked = [PromptFeatures(f"p{number}", [number], number) for number in range(2)]
+
+    def answered(requests):
+        made = [Rollout(each, [1], None, "", False, 2 * each.group_id + copy) for each in requests for copy in (0, 1)]
+        return hooks.on_rollouts(Rollouts(made, sampling))
+
+    with pytest.raises(ConfigError, match="on_prompts of a hook changes prompts .* balance_rollouts"):
+        answered(hooks.on_prompts(asked))
+    hooks = Hooks([BalancedRolloutsHook(9)])
+    assert [each.prompt.text for each in answered(hooks.on_prompts(asked))] == ["p0", "p0", "p1", "p1"]
 
 
 @pytest.mark.slow

@@ -346,3 +346,11 @@ def test_an_engine_starts_while_what_is_trained_waits_on_the_host(monkeypatch, o
     _engine(config, None, actor, critic)
     _engine(RunConfig(), None, actor, None)
     assert asked == [(actor, kept)] * 2
+
+
+@pytest.mark.parametrize(("saved", "kept"), [(True, 5), (False, 0)])
+def test_an_evaluation_makes_records_for_files_where_these_are_asked_for(monkeypatch, saved, kept):
+    config = RunConfig()
+    config.output.save_trajectories, config.output.num_trajectories_to_save = saved, 5
+    monkeypatch.setattr(build, "prompt_batch", lambda *given: text_prompts())
+    assert build._evaluation(config, None, [], None, None).records_to_keep == kept

@@ -207,14 +207,17 @@ def test_hooks_are_given_scored_rollouts_before_the_forward_passes_but_beside_re
 @pytest.mark.parametrize("remote", [False, True])
 def test_what_a_hook_puts_in_the_place_of_scored_rollouts_is_trained_on(checkpoint, remote):
     def of_other_rewards(rollouts):
-        return Rollouts([replace(each, reward=2.0) for each in rollouts], rollouts.sampling, scored=True)
+        calls.append(len(rollouts))
+        return Rollouts(replace(each, reward=2.0) for each in rollouts)
 
+    calls: list[int] = []
     maker = maker_of(checkpoint, [], hooks=Hooks([SimpleNamespace(on_scores=of_other_rewards)]))
     if remote:
         maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     for each in (made_by(maker), made_by(resampling(maker))):
         assert [batch.info["reward"].tolist() for batch in each.batches] == [[2.0] * 3] * 2
         assert [rollout.reward for rollout in each.rollouts] == [2.0] * 6
+    assert calls == [6, 6]  # once a step
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -233,7 +236,7 @@ def test_rollouts_that_a_hook_leaves_out_before_they_are_scored_stay_out(checkpo
 
 def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
     """Rewards of remote scorers come behind the forwards: those of others would be given to them."""
-    hook = SimpleNamespace(on_scores=lambda rollouts: Rollouts(rollouts[1:], rollouts.sampling, scored=True))
+    hook = SimpleNamespace(on_scores=lambda rollouts: Rollouts(rollouts[1:]))
     maker = maker_of(checkpoint, [], hooks=Hooks([hook]))
     maker.rewards = RewardComputationEngine(reward_model=Noting([]))
     with pytest.raises(ConfigError, match="on_scores of a hook kept other rollouts, .* leave_out"):
@@ -260,7 +263,7 @@ def rewritten(rollouts):
     [
         SimpleNamespace(on_rollouts=rewritten),
         SimpleNamespace(on_rollouts=lambda rollouts: rollouts.reverse() or rollouts),
-        SimpleNamespace(on_rollouts=lambda rollouts: Rollouts(rewritten(rollouts)[2:], rollouts.sampling)),
+        SimpleNamespace(on_rollouts=lambda rollouts: Rollouts(rewritten(rollouts)[2:])),
         SimpleNamespace(on_prompts=lambda requests: requests[1:]),
         SimpleNamespace(on_prompts=lambda requests: requests[::-1]),
     ],

@@ -83,6 +83,7 @@ class DiffusionFamily(ABC):
     texts_at_once = 1
     takes_first_frame = False
     frame_rate: float | None = None  # frames a second, where the model reads it
+    plays_at: float | None = None  # frames a second that its videos are shown at, where it reads none
     most_source_images = 0  # of a prompt, where the model edits images
     module_names: dict[str, str] = {}  # of LoRA's modules in the model's own code -> in diffusers
     context_plan: dict[str, Any] | None = None  # where ranks divide tokens; None: as diffusers has it for the denoiser

@@ -30,6 +30,7 @@ class HunyuanVideo15(DiffusionFamily):
     text_length_at = "tokenizer_max_length"
     texts_at_once = 8
     evenly_spaced = True
+    plays_at = 24.0
     names_sigmas = True
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:

@@ -24,6 +24,7 @@ class Wan(DiffusionFamily):
     default_text_length = 512
     texts_at_once = 8
     evenly_spaced = True
+    plays_at = 16.0
     module_names = {  # ROLL and DiffSynth-Studio
         "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
     }  # fmt: skip
