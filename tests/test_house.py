@@ -25,8 +25,8 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2557, "experience": 3170, "config": 4989, "runtime": 5934, "data": 3619,
-    "models": 5910, "rollout": 5442, "rewards": 4463, "algorithms": 1835, "trainer": 7589, "observe": 3578,
+    "": 2569, "experience": 3177, "config": 4989, "runtime": 5934, "data": 3619,
+    "models": 5911, "rollout": 5442, "rewards": 4463, "algorithms": 1835, "trainer": 7650, "observe": 3578,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
