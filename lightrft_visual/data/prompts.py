@@ -122,6 +122,7 @@ class PromptDataset:
         if max_rows < 1:
             raise ConfigError(f"{spec}: max_rows is {max_rows}; leave the data set out instead")
         self.config, self.checks = config, checks or RowChecks()
+        self._image_root = located(config.image_root).absolute() if config.image_root else None
         self.bad = BadRows(spec, config.max_bad_share)
         self.labels: set[str | None] = set()
         self.video_labels: set[str | None] = set()
@@ -249,7 +250,7 @@ class PromptDataset:
 
     def _root(self, source: RowSource) -> Path:
         """Where relative media paths start."""
-        return located(self.config.image_root) if self.config.image_root else source.folder
+        return self._image_root or source.folder
 
     @property
     def _reading(self) -> dict[str, Any]:
