@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from .errors import ConfigError, DataError, refused_as
@@ -17,6 +18,7 @@ from .errors import ConfigError, DataError, refused_as
 PREFIX = "python:"
 _objects: dict[str, Any] = {}
 _held: Counter[str] = Counter()  # how often each name was given
+_asking = Lock()  # of rows, whose code may be made for one thread
 _recorded: ContextVar[list[str] | None] = ContextVar("recorded", default=None)  # of `names_given`
 
 
@@ -104,7 +106,8 @@ class GivenRows:
         with refused_as(DataError, self.name(index)):  # it may be code of the program
             if self._table:  # images stay in their stored form
                 return with_json(self._rows[index : index + 1].to_pylist()[0], self._json)
-            return _with_lists(self._rows[index])
+            with _asking:  # such as that of an open file, which has one position
+                return _with_lists(self._rows[index])
 
 
 def json_in(kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from functools import cache
@@ -109,6 +109,13 @@ class BadRows:
                 f"--max_bad_share\n{self._table()}",
                 self,
             )
+
+    def with_those_of_the_start(self, met: Iterable[BadRow]) -> BadRows:
+        """Apart from what was met at other times: `met` of one time, beside rows that never come."""
+        own = BadRows(self.name, self.max_share)
+        start = [row for row in self.rows.values() if row.found == BadRow.found]
+        own.rows, own.inspected = {row.source: row for row in (*start, *met)}, self.inspected
+        return own
 
     def _table(self) -> str:
         """A line for each cause, the most frequent first, with the first row of it."""

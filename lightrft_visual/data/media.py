@@ -135,7 +135,7 @@ def _as_data_error(message: str) -> Iterator[None]:
     except DataError:
         raise
     except Image.DecompressionBombError as error:  # by its header: PIL's own limit comes before ours
-        told = f"{message.removesuffix(' is damaged')} is too large for Pillow, whatever max_image_pixels is"
+        told = f"{message.removesuffix(' is damaged')} is too large for Pillow, whatever the settings are"
         raise DataError(f"{told}: {error}", "image too large") from error
     except Exception as error:
         raise DataError(f"{message}: {error}", "image damaged") from error
@@ -161,8 +161,8 @@ def _check_header(image: Image.Image, name: str, max_pixels: int) -> None:
         raise DataError(f"image {name} is empty: {image.width}x{image.height} pixels", "image damaged")
     if image.width * image.height > max_pixels:
         raise DataError(
-            f"image {name} has {image.width}x{image.height} pixels, above max_image_pixels = {max_pixels}; "
-            "raise the limit or shrink the image",
+            f"image {name} has {image.width}x{image.height} pixels, above the limit of {max_pixels}: "
+            "shrink the image, or in vision-language runs raise max_image_pixels",
             "image too large",
         )
     check_aspect_ratio(image.size, f"image {name}")
@@ -298,8 +298,8 @@ def _has_suffix(path: Any, kind: str) -> bool:
 def resolve_source(source: Any, root: str | os.PathLike | None) -> Any:
     """The same source with relative paths joined to root, so that it can be read from anywhere; "" stays."""
     if isinstance(source, Mapping) and _held(source, "bytes") is None:
-        local = {key: resolve_source(source[key], root) for key in ("path", "image") if _held(source, key) is not None}
-        return {**source, **local}
+        held = [key for key in ("path", "url", "image") if _held(source, key) is not None]
+        return {**source, **{key: resolve_source(source[key], root) for key in held}}
     return os.path.join(root, source) if root is not None and is_path(source) and source != "" else source
 
 

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 FINGERPRINTED = 256  # rows by which a resumed run knows its data
 Size = tuple[int, int]  # width, height
 _SILENCE = 20.0  # seconds after which rows that are checked are counted aloud
-_CHUNK = 2048  # rows that a rank checks at a time
+_CHUNK = 2048  # rows that a rank checks at a time; of videos, which are decoded whole, an eighth
 _THREADS = 8  # header reads wait for storage, not for the processor
-_SLICE = 64  # rows that a thread takes at a time
+_SLICE = 64  # rows that a thread takes at a time, at most
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class PromptDataset:
         if max_rows < 1:
             raise ConfigError(f"{spec}: max_rows is {max_rows}; leave the data set out instead")
         self.config, self.checks = config, checks or RowChecks()
+        self._image_root = located(config.image_root).absolute() if config.image_root else None
         self.bad = BadRows(spec, config.max_bad_share)
         self.labels: set[str | None] = set()
         self.video_labels: set[str | None] = set()
@@ -136,6 +137,7 @@ class PromptDataset:
             self._reserved = self.checks.media.reserved(model_input)
             self._check_system_prompt()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
+        self._check_alike(f"{[len(source) for source in self._sources]} rows")
         self._rows: list[tuple[int, int]] = []  # source, row in it
         self._read: list[int] = []  # rows of each source that were looked at, up to the last one taken
         for number, path in enumerate(paths):
@@ -143,6 +145,7 @@ class PromptDataset:
         self.bad.check()
         self.bad.report()
         self.fingerprint = self._fingerprint()
+        self._check_alike(self.fingerprint, self._fingerprint)
 
     @classmethod
     def for_training(cls, config: DataConfig, checks: RowChecks | None = None) -> PromptDataset:
@@ -181,6 +184,19 @@ class PromptDataset:
             digest.update(text.encode())
         return f"{len(self)} rows, {digest.hexdigest()[:16]}"
 
+    def _check_alike(self, own: str, again: Callable[[], str] | None = None) -> None:
+        """Raise DataError on all ranks where they have other data: each reads rows that another one has checked.
+
+        own: what is known of this rank's. again: tells it once more; what differs then is drawn anew at each reading.
+        """
+        found = collectives.all_gather_object(own)
+        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        if not others or (again is not None and not all(collectives.all_gather_object(again() == own))):
+            return
+        told = f"{found[0]} on rank 0, {found[others[0]]} on rank {', '.join(map(str, others))}"
+        advice = "shuffle with a seed, and give every host the same files"
+        raise DataError(f"{self.bad.name}: ranks do not have the same data: {told}; {advice}")
+
     def check_resumed(self, saved: str | None) -> None:
         """Raise DataError where the run that is resumed began on other data. saved: its fingerprint, if it has one."""
         if saved is not None and saved != self.fingerprint:
@@ -190,11 +206,11 @@ class PromptDataset:
     def labels_cut_away(self) -> set[str | None]:
         """Labels of the rows beyond max_rows, which are read for it; bad ones are passed over. A collective."""
         found: set[str | None] = set()
-        for source, start in zip(self._sources, self._read) if collectives.is_rank_0() else ():
-            for row in range(start, len(source)):
+        for source, start in zip(self._sources, self._read):
+            for row in _own_stretch(range(start, len(source))):
                 with contextlib.suppress(DataError):
                     found.add(self._parse(source, row, row).label)
-        return collectives.broadcast_object(found)
+        return set().union(*collectives.all_gather_object(found))
 
     def check_draw_column(self) -> None:
         """Raise ConfigError for a named draw_key that is true in no row: a slip of the pen there would turn rows that
@@ -223,10 +239,18 @@ class PromptDataset:
         except DataError as error:
             return BadRow.of(error, self._sources[source].name(row))
 
-    def count_bad(self, met: Iterable[Mapping[int, BadRow]], found: str) -> dict[int, BadRow]:
-        """The bad rows that ranks met, by index, each counted once. met: those of each rank; found: when.
+    def count_bad(
+        self, met: Iterable[Mapping[int, BadRow]], found: str, asked_again: bool = False
+    ) -> dict[int, BadRow]:
+        """The bad rows that ranks met, by index, each counted once.
 
-        Raises DataError for one that may not be skipped, and for a larger share of them than max_bad_share.
+        Args:
+            met: those of each rank.
+            found: when.
+            asked_again: what was lost earlier is not lost for good, and no part of the share.
+
+        Raises:
+            DataError: for one that may not be skipped, and for a larger share of them than max_bad_share.
         """
         bad = {index: row for part in met for index, row in part.items()}
         for row in bad.values():
@@ -234,7 +258,7 @@ class PromptDataset:
                 raise row.as_error()
             self.bad.add(replace(row, found=found))
         if bad:
-            self.bad.check()
+            (self.bad.with_those_of_the_start(bad.values()) if asked_again else self.bad).check()
         return bad
 
     def policy(self, bad: BadRow) -> str:
@@ -249,7 +273,7 @@ class PromptDataset:
 
     def _root(self, source: RowSource) -> Path:
         """Where relative media paths start."""
-        return located(self.config.image_root) if self.config.image_root else source.folder
+        return self._image_root or source.folder
 
     @property
     def _reading(self) -> dict[str, Any]:
@@ -266,7 +290,8 @@ class PromptDataset:
         source, admitted, start, forms = self._sources[number], 0, 0, set()
         world, told = collectives.world_size(), time.monotonic()
         while admitted < max_rows and start < len(source):
-            share = min(_CHUNK, -(-(max_rows - admitted) // world))  # of each rank, before they tell each other
+            most = _CHUNK if start and not self.video_labels else max(1, _CHUNK // 8)  # at first nobody knows
+            share = min(most, -(-(max_rows - admitted) // world))  # of each rank, before they tell each other
             rows = range(start, min(len(source), start + world * share))
             for row, found in zip(rows, self._inspect_shared(source, rows)):
                 self.bad.inspected += 1
@@ -300,9 +325,9 @@ class PromptDataset:
 
     def _inspect_shared(self, source: RowSource, rows: range) -> list[_Found | BadRow]:
         """What is found in `rows`, each rank looking at its own stretch."""
-        share = -(-len(rows) // collectives.world_size())
-        mine = rows[collectives.rank() * share : (collectives.rank() + 1) * share]
-        slices = [mine[start : start + _SLICE] for start in range(0, len(mine), _SLICE)]
+        mine = _own_stretch(rows)
+        size = max(1, min(_SLICE, -(-len(mine) // _THREADS)))
+        slices = [mine[start : start + size] for start in range(0, len(mine), size)]
         with ThreadPoolExecutor(_THREADS) as pool:
             found = list(chain(*pool.map(lambda rows: [self._inspect(source, row) for row in rows], slices)))
         return list(chain(*collectives.all_gather_object(self._within_length(source, mine, found))))
@@ -441,6 +466,12 @@ class PromptDataset:
         with refused_as(DataError, "the model's processor cannot read its videos"):
             expanded = processor(text=[text], **self.checks.media.media_arguments([], videos))["input_ids"][0]
         return len(expanded) - len(processor.tokenizer(text)["input_ids"])
+
+
+def _own_stretch(rows: range) -> range:
+    """This rank's part, whose rows follow each other: it reads few row groups of a Parquet file."""
+    share = -(-len(rows) // collectives.world_size())
+    return rows[collectives.rank() * share : (collectives.rank() + 1) * share]
 
 
 def _tokenizer_of(model_input: ModelInput) -> PreTrainedTokenizerBase:

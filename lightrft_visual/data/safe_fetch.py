@@ -19,6 +19,7 @@ from ..errors import DataError
 from ..runtime.masking import shown_url, web_address
 
 MAX_REDIRECTS = 5
+PAUSE = 1.0  # seconds before a second try
 AS_THEY_ARE = string.punctuation  # characters of a target beside letters and digits; blanks and others are encoded
 _CHUNK = 64 * 1024
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -31,23 +32,26 @@ def fetch_bytes(url: str, *, allow_remote: bool, max_bytes: int, timeout: float)
         url: redirects from it are followed.
         allow_remote: without it every URL is refused.
         max_bytes: a larger body is refused.
-        timeout: seconds for all of it, redirects included.
+        timeout: seconds for all of it, redirects and a second try included.
 
     Raises:
         DataError: naming the URL without its query, for everything that is refused or fails.
     """
     if not allow_remote:
-        raise DataError(f"{shown_url(url)} is remote, and fetching is off: set allow_remote_media to allow it")
+        allowed = "have it on disk, or in vision-language runs set allow_remote_media"
+        raise DataError(f"{shown_url(url)} is remote, and fetching is off: {allowed}")
     deadline = time.monotonic() + timeout
     for _ in range(MAX_REDIRECTS + 1):
         parts = web_address(url)
         if parts is None:
             raise DataError(f"{shown_url(url)} is refused: only http and https URLs are fetched")
         try:
-            status, location, body = _get(parts, max_bytes, deadline)
+            status, location, body = _answer(parts, max_bytes, deadline)
             target = url if location is None else urljoin(url, location)
         except DataError:
             raise
+        except TimeoutError:
+            raise DataError(f"{shown_url(url)} cannot be fetched: it took longer than {timeout:g} seconds") from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: an address that is none
             raise DataError(f"{shown_url(url)} cannot be fetched: {type(error).__name__}") from None
         if location is None:
@@ -82,16 +86,34 @@ def is_public(address: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
+def _answer(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:
+    """What `_get` gives; asked a second time where the connection breaks or the server is busy or fails."""
+    for again in (True, False):
+        try:
+            found = _get(parts, max_bytes, deadline)
+            if not again or (found[0] != 429 and found[0] < 500):
+                return found
+        except TimeoutError:
+            raise
+        except (OSError, http.client.HTTPException):
+            if not again:
+                raise
+        time.sleep(min(PAUSE, _left(deadline)))
+    raise AssertionError("one of two tries returns or raises")
+
+
 def _get(parts: SplitResult, max_bytes: int, deadline: float) -> tuple[int, str | None, bytes]:
     """Status, redirect target or None, body."""
     host = parts.hostname or ""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    usual = 443 if parts.scheme == "https" else 80
+    port = parts.port or usual
     sock = _connect(resolve_public(host, port), port, host if parts.scheme == "https" else None, deadline)
     # Socket time limits count per receive: a server that drips bytes would never meet one, this timer it does.
     alarm = threading.Timer(_left(deadline), _cut, args=(sock,))
     alarm.daemon = True
     alarm.start()
     connection = http.client.HTTPConnection(host, port)
+    connection.default_port = usual  # not part of the name that is sent
     connection.sock = sock
     try:
         target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe=AS_THEY_ARE)
@@ -143,5 +165,5 @@ def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise DataError(f"the file is larger than {max_bytes} bytes")
     if length is not None and length.isdigit() and len(body) != int(length):
-        raise DataError("the connection ended before the file did")
+        raise http.client.IncompleteRead(bytes(body))
     return bytes(body)

@@ -29,6 +29,7 @@ from .bad_rows import MAX_ROW_BYTES, check_whole_file
 CACHE_BYTES = 2**30  # decoded row groups that a process keeps at least of all its Parquet files
 FREE_SHARE = 0.1  # of the host's free memory that they may fill, all ranks together
 PART_ROWS = 1024  # that are decoded at once
+_ANOTHER = "the file is another one than when it was opened"
 # What pyarrow raises on damaged or unusual content; its own errors do not cover text that is not UTF-8 and the like.
 _ARROW_ERRORS = (pyarrow.ArrowException, OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError)
 
@@ -50,9 +51,11 @@ class JsonlSource:
     """One JSON object a line, found by byte offset, so that rows with inline images stay on disk. Blank lines skip."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
+        self.path, self._place = path, path.absolute()  # whatever the working directory is then
+        self.folder = self._place.parent
         self._lines, self._offsets = array("q"), array("q")
         with open(path, "rb") as file:
+            self._opened = os.fstat(file.fileno())
             for number, (offset, line) in enumerate(_bounded_lines(file), start=1):
                 if line.strip():
                     self._lines.append(number)
@@ -66,7 +69,10 @@ class JsonlSource:
         return f"{self.path}:{self._lines[row]}"
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        with open(self.path, "rb") as file:
+        with open(self._place, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._opened.st_ino or found.st_size < self._opened.st_size:
+                raise DataError(f"{self.name(row)}: {_ANOTHER}", "file replaced")
             file.seek(self._offsets[row])
             line = file.readline(MAX_ROW_BYTES + 1)
         if len(line) > MAX_ROW_BYTES:
@@ -102,7 +108,7 @@ class NumberedRows:
     """A file or folder whose rows are counted from 0."""
 
     def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder
+        self.path, self.folder = path, folder.absolute()
 
     def name(self, row: int) -> str:
         """ "file:row n"."""
@@ -244,7 +250,7 @@ class ParquetSource(NumberedRows):
 
     def _read(self, number: int) -> pyarrow.Table:
         if _stamp(self._place) != self._stamp:
-            raise ValueError("the file is another one than when it was opened")
+            raise ValueError(_ANOTHER)
         with pyarrow.parquet.ParquetFile(self._place, metadata=self._metadata, memory_map=True) as file:
             # In parts: pyarrow reads no nested column of more than 2 GiB in one piece.
             parts = file.iter_batches(PART_ROWS, [number], use_threads=False)

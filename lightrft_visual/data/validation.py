@@ -77,7 +77,8 @@ class EvaluationRows:
             loaded = dict(zip(wanted, pool.map(self.dataset.load_or_bad, wanted)))
         rows = {index: row for index, row in loaded.items() if isinstance(row, PromptRow)}
         bad = {index: row for index, row in loaded.items() if isinstance(row, BadRow)}
-        lost = len(self.dataset.count_bad(collectives.all_gather_object(bad), f"evaluation at step {step}"))
+        found = f"evaluation at step {step}"
+        lost = len(self.dataset.count_bad(collectives.all_gather_object(bad), found, asked_again=True))
         usable = [index for index in indices if index not in bad]
         usable += [index for index in range(len(self.dataset)) if index not in self.remote]
         if not all(collectives.all_gather_object(bool(usable))):

@@ -66,7 +66,7 @@ def test_a_file_that_changes_during_a_run_is_refused_by_file_and_row(tmp_path):
         ('{"text": "a dog"}', "no text in column 'prompt'"),
         ('{"prompt: "a dog"}', "not valid JSON"),
     ):
-        path.write_text(f'{{"prompt": "a cat"}}\n{changed}\n')
+        path.write_text(f'{{"prompt": "a cat"}}\n{changed}\n\n\n')
         with pytest.raises(DataError, match=rf"^\S+prompts.jsonl:2: {told}"):
             rows[1]
 
@@ -84,6 +84,14 @@ def test_broken_first_frames_are_skipped_and_good_ones_decoded(tmp_path):
     assert next(kept.rows).metadata == {"input_image": str(tmp_path / "good.png")}
     with pytest.raises(DataError, match=r"metadata.csv:row 1: .*broken.png"):
         DrawPrompts(str(path), "train", 100, DiffusionDataConfig(), True)
+
+
+@pytest.mark.parametrize("image", ["https://host/a.png", "large.png"])
+def test_an_image_that_settings_of_other_runs_would_allow_is_refused_with_what_they_are_of(tmp_path, image):
+    Image.new("L", (8000, 8000)).save(tmp_path / "large.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a cat", "input_image": image}))
+    with pytest.raises(DataError, match="in vision-language runs (set allow_remote_media|raise max_image_pixels)"):
+        DrawPrompts(str(tmp_path / "rows.jsonl"), "train", 100, DiffusionDataConfig(), True)
 
 
 def test_lists_stand_in_a_cell_of_csv_as_json(tmp_path):

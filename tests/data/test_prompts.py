@@ -1,8 +1,11 @@
 """Prompt data sets from files of every kind: the same rows, checks at start, rendering and length limits."""
 
 import io
+import itertools
 import json
 import logging
+import re
+import threading
 import zipfile
 
 import datasets
@@ -10,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from played_ranks import played
 from tiny_models import begin_with_bos
 
 import lightrft_visual.data.prompts as prompts_module
@@ -19,9 +23,12 @@ from lightrft_visual.data.bad_rows import BadRow, cause_of, list_bad_rows, warn_
 from lightrft_visual.data.media import image_size
 from lightrft_visual.data.prompts import PromptDataset, PromptRow, RowChecks
 from lightrft_visual.data.rendering import check_template_kwargs, messages_of, render_answer, render_prompt
+from lightrft_visual.data.rows import parse_row
 from lightrft_visual.errors import ConfigError, DataError
+from lightrft_visual.given import GivenRows
 from lightrft_visual.models.tiny.vlm import build_processor, build_tokenizer
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
+from lightrft_visual.runtime import collectives
 
 PADS = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -136,13 +143,67 @@ def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
     assert dataset[2].source == f"{jsonl}:1"  # files follow each other
 
 
-def test_checks_of_many_rows_say_how_far_they_are(folder, monkeypatch, caplog):
-    monkeypatch.setattr(prompts_module, "_CHUNK", 2)
+@pytest.mark.parametrize(("videos", "counts"), [([], (2, 18, 34, 40)), (["a.mp4"], range(2, 41, 2))])
+def test_checks_of_many_rows_say_how_far_they_are_and_ranks_meet_sooner_where_there_are_videos(
+    folder, monkeypatch, caplog, videos, counts
+):
+    monkeypatch.setattr(prompts_module, "_CHUNK", 16)
     monkeypatch.setattr(prompts_module, "_SILENCE", -1.0)
+    monkeypatch.setattr(prompts_module, "check_video", lambda *given, **settings: None)
     with caplog.at_level(logging.INFO):
-        open_rows(write_jsonl(folder / "five.jsonl", [ROWS[2]] * 5))
+        open_rows(write_jsonl(folder / "many.jsonl", [ROWS[2] | {"videos": videos}] * 40))
     said = [line for line in caplog.messages if line.endswith("rows are checked")]
-    assert said == [f"{folder}/five.jsonl: {count} of 5 rows are checked" for count in (2, 4, 5)]
+    assert said == [f"{folder}/many.jsonl: {count} of 40 rows are checked" for count in counts]
+
+
+def test_all_threads_have_a_part_of_few_rows(folder, monkeypatch):
+    seen = set()
+    monkeypatch.setattr(
+        PromptDataset, "_inspect", lambda self, source, row: seen.add(threading.get_ident()) or met(row)
+    )
+    everyone, known = threading.Barrier(8), prompts_module._Found(None, frozenset(), None, False)
+
+    def met(row):
+        everyone.wait(60)
+        return known
+
+    open_rows(write_jsonl(folder / "few.jsonl", [ROWS[2]] * 16))
+    assert len(seen) == 8
+
+
+PLAIN = [{"prompt": f"what is {number} plus 1?"} for number in range(3)]
+OTHERS = {
+    "shuffled without a seed": (PLAIN[::-1], "3 rows, .* on rank 0, 3 rows, .* on rank 1, 3"),
+    "longer": (PLAIN * 2, r"\[3\] rows on rank 0, \[6\] rows on rank 1, 3"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_ranks_with_other_data_are_refused_on_all_of_them_alike(monkeypatch, how):
+    rows, told = OTHERS[how]
+    held = [GivenRows(rows if rank % 2 else PLAIN, "train_dataset") for rank in range(4)]
+    monkeypatch.setattr(prompts_module, "open_source", lambda path, split: held[collectives.rank()])
+    raised = played(monkeypatch, 4, lambda rank: open_rows("python:train_dataset"))
+    assert len({str(error) for error in raised}) == 1 and isinstance(raised[0], DataError)
+    assert re.search(f"^python:train_dataset: ranks do not have the same data: {told}; .*with a seed", str(raised[0]))
+
+
+class DrawnAnew:
+    """Rows in other words each time."""
+
+    def __init__(self):
+        self.words = itertools.count()
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return {"prompt": f"what is {index}? {next(self.words)}"}
+
+
+def test_rows_that_are_drawn_anew_at_each_reading_are_nobodys_own(monkeypatch):
+    monkeypatch.setattr(prompts_module, "open_source", lambda path, split: GivenRows(DrawnAnew(), "train_dataset"))
+    assert [len(each) for each in played(monkeypatch, 2, lambda rank: open_rows("python:train_dataset"))] == [2, 2]
 
 
 def test_a_bad_row_stops_the_start_naming_file_row_and_path_or_is_counted(folder, caplog):
@@ -499,13 +560,22 @@ def test_a_row_without_a_label_is_bad_where_labels_are_told(folder):
         open_rows(write_jsonl(folder / "none.jsonl", [{"prompt": "q"}]), checks=RowChecks(labels=frozenset({"n"})))
 
 
-def test_labels_beyond_max_rows_are_read_when_asked_for(folder):
+def test_labels_beyond_max_rows_are_read_when_asked_for_each_by_one_rank(folder, monkeypatch):
     rows = [{"prompt": "q", "label": label} for label in ("a", "a", "b", "c")]
     first = write_jsonl(folder / "one.jsonl", [*rows, {"prompt": "", "label": "bad"}])
     second = write_jsonl(folder / "two.jsonl", rows[:1])
     data = open_rows(f"{first},{second}", max_rows=2)
     assert data.labels == {"a"} and data.labels_cut_away() == {"b", "c"}
     assert open_rows(second).labels_cut_away() == set()
+    read = set()
+
+    def seen(*row, index, **given):
+        read.add((collectives.rank(), index))
+        return parse_row(*row, index=index, **given)
+
+    monkeypatch.setattr(prompts_module, "parse_row", seen)
+    found = played(monkeypatch, 2, lambda rank: open_rows(f"{first},{second}", max_rows=2).labels_cut_away())
+    assert found == [{"b", "c"}] * 2 and {each for each in read if each[1] > 1} == {(0, 2), (0, 3), (1, 4)}
 
 
 def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(folder, processor, monkeypatch):

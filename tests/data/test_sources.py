@@ -8,9 +8,12 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 import lightrft_visual.data.bad_rows as bounds
 import lightrft_visual.data.sources as sources
+from lightrft_visual.config.vl import DataConfig
+from lightrft_visual.data.prompts import PromptDataset
 from lightrft_visual.data.sources import open_source
 from lightrft_visual.errors import DataError
 from lightrft_visual.given import GivenRows
@@ -183,6 +186,42 @@ def test_a_parquet_file_is_found_again_from_another_working_directory(tmp_path, 
     source = open_source(Path(path.name), "train")
     monkeypatch.chdir("/")
     assert source[30]["prompt"] == "question 30" and source.name(30) == "rows.parquet:row 30"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+def test_rows_and_their_images_are_found_from_another_working_directory(tmp_path, monkeypatch, kind):
+    (tmp_path / "img").mkdir()
+    for path in ("img/a.png", "a.png"):
+        Image.new("RGB", (28, 28)).save(tmp_path / path)
+    written(tmp_path, "rows.jsonl", '{"prompt": "q", "images": "a.png"}\n')
+    written(tmp_path, "rows.json", '[{"prompt": "q", "images": "a.png"}]')
+    written(tmp_path, "rows.csv", "prompt,images\nq,a.png\n")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "q", "images": "a.png"}]), tmp_path / "rows.parquet"
+    )
+    monkeypatch.chdir(tmp_path)
+    for settings in ({"image_root": "img"}, {}):
+        rows = PromptDataset(f"rows.{kind}", DataConfig(**settings), split="train", max_rows=9)
+        monkeypatch.chdir("/")
+        assert rows.load(0).images[0].size == (28, 28) and rows[0].source.startswith(f"rows.{kind}:")
+        monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["replaced", "shorter", "longer"])
+def test_a_jsonl_file_that_is_another_one_meanwhile_gives_bad_rows_and_one_that_grows_does_not(tmp_path, change):
+    lines = '{"prompt": "a dog"}\n{"prompt": "a cat"}\n'
+    path = written(tmp_path, "rows.jsonl", lines)
+    source = open_source(path, "train")
+    if change == "longer":
+        path.write_text(lines + '{"prompt": "a cow"}\n')
+        assert source[1]["prompt"] == "a cat"
+        return
+    if change == "replaced":
+        written(tmp_path, "new.jsonl", lines.replace("dog", "fox") * 2).replace(path)
+    else:
+        path.write_text(lines[:-1])
+    with pytest.raises(DataError, match="^.*rows.jsonl:1: the file is another one than when it was opened"):
+        source[0]
 
 
 def test_groups_of_files_that_are_gone_take_no_room(tmp_path, monkeypatch):

@@ -116,10 +116,11 @@ def test_two_ranks_take_turns_in_the_batch_that_one_rank_gets(path, monkeypatch)
                 other = reports[1 - rank][turn] if turn < len(reports[1 - rank]) else {}
                 return [mine, other] if rank == 0 else [other, mine]
 
-            monkeypatch.setattr(supply_module.collectives, "rank", lambda rank=rank: rank)
-            monkeypatch.setattr(supply_module.collectives, "world_size", lambda: 2)
-            monkeypatch.setattr(supply_module.collectives, "all_gather_object", gather)
-            rows_of_rank = rows.next_rows(1)
+            with monkeypatch.context() as patched:
+                patched.setattr(supply_module.collectives, "rank", lambda rank=rank: rank)
+                patched.setattr(supply_module.collectives, "world_size", lambda: 2)
+                patched.setattr(supply_module.collectives, "all_gather_object", gather)
+                rows_of_rank = rows.next_rows(1)
             reports[rank] = heard
             batches.append(indices(rows_of_rank))
         if [len(reports[rank]) for rank in (0, 1)] == before:

@@ -60,3 +60,15 @@ def test_by_the_policy_it_ends_the_run(rows):
     evaluation, _ = rows(on_bad_row="skip", max_bad_share=0.2)
     with pytest.raises(DataError, match=r"1 of 4 rows left out \(25.0%\): 1 x not fetched; .*max_bad_share"):
         evaluation.fetch([0, 2], step=0)
+
+
+def test_rows_that_several_evaluations_miss_are_held_against_the_share_one_evaluation_at_a_time(rows):
+    evaluation, gone = rows(on_bad_row="skip", max_bad_share=0.25)
+    for step, missing in enumerate((IMAGES[1], IMAGES[2], IMAGES[1])):
+        gone.clear()
+        gone.add(missing)
+        assert evaluation.fetch([0, 1, 2, 3], step).lost == 1
+    assert len(evaluation.dataset.bad) == 2  # both are listed
+    gone |= {IMAGES[1], IMAGES[2]}
+    with pytest.raises(DataError, match=r"2 of 4 rows left out \(50.0%\): 2 x not fetched; .*max_bad_share"):
+        evaluation.fetch([0, 1, 2, 3], step=9)
