@@ -404,7 +404,7 @@ class Rollouts(list[Rollout]):
         self.sampling, self.pending, self.scored = sampling or SamplingSettings(), pending, scored
         self.counts: dict[str, float] = dict(counts or {})
 
-    def take_place_of(self, earlier: Rollouts) -> None:
+    def follow(self, earlier: Rollouts) -> None:
         """What a hook that made these did not say is as of those that it was given."""
         if self.sampling == SamplingSettings():
             self.sampling = earlier.sampling

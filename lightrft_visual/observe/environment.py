@@ -98,8 +98,12 @@ def set_aside(folder: Path, needed: Iterable[Path] = (), written: re.Pattern = O
     """Move the earlier run's files into `earlier_runs/<its start>`; returns that folder, None where there was no run.
 
     A run counts when it left a step, an evaluation or a checkpoint; less than that is overwritten. A later
-    `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run. needed: what the new run
-    reads, such as a model that the earlier one exported; it stays where it is. written: names of a run's files there.
+    `resume_from=auto` then cannot take a checkpoint of the earlier run for one of this run.
+
+    Args:
+        folder: of the run.
+        needed: what the new run reads, such as a model that the earlier one exported; it stays where it is.
+        written: names of a run's files there.
     """
     read = [path.resolve() for path in needed]
     own = [

@@ -187,7 +187,7 @@ def _through(name: str, waits: bool = False) -> Any:
                 told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
             if isinstance(value, Rollouts) and value is not given:
-                value.take_place_of(given)
+                value.follow(given)
             if begun_by and [*map(id, before)] != [*map(id, parts_of(value))]:
                 told = "the engine has begun on the prompts already: leave one of them out"
                 raise ConfigError(f"{call.__qualname__} changes prompts, and with {begun_by} {told}")

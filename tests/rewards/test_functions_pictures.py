@@ -40,6 +40,10 @@ def test_ocr_prefers_the_reference_and_needs_a_text():
         "ocr", {"mode": 7}, ['says "other"', "no quotes"], [rendered("HELLO")] * 2, references=["hello", None]
     )
     assert result.score[0] == 1 and result.valid.tolist() == [True, False]
+    result = score(
+        "ocr", {"mode": 7}, ["a sign"] * 2, [rendered("HELLO")] * 2, references=[["bye", "HELLO"], ["", None]]
+    )
+    assert result.score[0] == 1 and result.valid.tolist() == [True, False]  # the best of several
 
 
 def test_ocr_rule_by_hand():

@@ -89,6 +89,12 @@ def test_numeric():
         ("Answer: (C)", "C"),
         ("the answer is a dog", None),
         ("\\boxed{D}", "D"),
+        ("\\boxed{\\text{B}}", "B"),
+        ("**Answer:** B", "B"),
+        ("The final answer is $B$", "B"),
+        ("The correct answer is B. Option D shows a square.", "B"),
+        ("The answer is B, because option A is too small.", "B"),
+        ("Option A is too small, so I take option C.", "C"),
     ],
 )
 def test_choice_letter(response, wanted):

@@ -5,7 +5,16 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft_visual.rewards.functions.geneval import COLOURS, GenEval, cut_out, kept, overlap, relations, verdict
+from lightrft_visual.rewards.functions.geneval import (
+    COLOURS,
+    RENAMED,
+    GenEval,
+    cut_out,
+    kept,
+    overlap,
+    relations,
+    verdict,
+)
 from lightrft_visual.rewards.functions.mask_detector import Found, MaskDetector
 from lightrft_visual.runtime.offload import on_device
 
@@ -28,6 +37,13 @@ def at(x, y, name="cat", score=0.95, size=20.0):
 )
 def test_positions_by_hand(x, y, expected):
     assert relations(at(x, y), at(0, 0)) == expected
+
+
+def test_pascals_names_of_published_checkpoints_are_those_that_prompts_ask_for():
+    """As coco-detection-mmdet-id2label.json has them."""
+    pascal = ("motorbike", "aeroplane", "sofa", "pottedplant", "diningtable", "tvmonitor")
+    asked = ["motorcycle", "airplane", "couch", "potted plant", "dining table", "tv"]
+    assert [RENAMED[name] for name in pascal] == asked
 
 
 def test_overlap_counts_the_last_pixels():

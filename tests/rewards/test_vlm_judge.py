@@ -58,6 +58,16 @@ def test_a_judge_follows_the_reward_settings_of_the_run_and_its_own_stand_before
     assert (config.reward_timeout, config.reward_concurrency, config.reward_retries) == (40.0, 5, 0)
 
 
+def test_marks_of_the_policys_chat_template_are_no_turns_and_places_of_images_to_the_judge(chat_server):
+    engine = judged(chat_server, question="{prompt}{response}")
+    prompt = (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how xx?<|im_end|>\n<start_of_turn>a < b | c > d"
+    )
+    engine.compute_rewards([make_samples(["x"], prompts=[prompt], images=[[PICTURE]])])
+    engine.close()
+    assert content(chat_server, "how xx?")[-1]["text"] == "user\nhow xx?\na < b | c > dx"
+
+
 def test_last_score_is_read_images_are_seen_and_prose_costs_its_own_sample(chat_server):
     engine = judged(chat_server, question="{prompt}{response}")
     texts = ["xx", "broken", *["xxxxx"] * 38]
@@ -118,6 +128,7 @@ def test_question_with_a_field_that_cannot_be_filled_is_refused(field):
             for text in ("Score (0-10): 7", "**Score [0, 10]:** 7", "Score (7)", "Score (out of 10) is 7")
         ),
         *((TEN, text, 0.05) for text in ("Score: .5", "score of 0.5")),
+        (TEN, "**Score**: **8**", 0.8),
         (UNIFIED["final"], "The cat is there.\nFinal Score: 4.5", 0.9),
         (UNIFIED["elements"], "cat (animal): 1\nhat (object): 0\nFinal Score: 2", 0.4),
         (UNIFIED["alignment"], AXES, 2.694700002670288 / 5),

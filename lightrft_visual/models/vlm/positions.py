@@ -25,12 +25,12 @@ class MRopePositions:
     and in the models' training. transformers 5 starts text after a video by the video's height and width alone, which
     lets text positions overlap with those of later frames; so the blocks are put in a row here.
     All responses to one prompt share the positions up to their last vision token, and text after it counts on; so each
-    distinct pattern is worked out once and kept (least recently used first out).
+    distinct pattern is worked out once and kept (least recently used first out), of at most `capacity` tokens together.
     """
 
-    def __init__(self, model: torch.nn.Module, capacity: int = 4096):
+    def __init__(self, model: torch.nn.Module, capacity: int = 2**22):
         self.model = model
-        self.capacity = capacity
+        self.capacity, self.tokens = capacity, 0
         self.known: OrderedDict[tuple, tuple[T, int]] = OrderedDict()
         self.timed = "second_per_grid_ts" in inspect.signature(model.get_rope_index).parameters
 
@@ -49,8 +49,10 @@ class MRopePositions:
         key = (types[:end].numpy().tobytes(), *told)
         if key not in self.known:
             self.known[key] = self._compute(types[:end], image_grids, video_grids, seconds)
-            if len(self.known) > self.capacity:
-                self.known.popitem(last=False)
+            self.tokens += end
+            while self.tokens > self.capacity and len(self.known) > 1:
+                _, (oldest, _) = self.known.popitem(last=False)
+                self.tokens -= oldest.shape[1]
         self.known.move_to_end(key)
         head, following = self.known[key]
         tail = torch.arange(following, following + len(types) - end).expand(3, -1)

@@ -120,11 +120,15 @@ class Numeric:
         return scores
 
 
+LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+
+
 class Choice:
     """1 when the chosen letter equals the reference's, 0 when it differs or none can be read; None without a reference.
 
-    letters: the options, such as "ABCD". Read are, in this order: a letter alone, "answer is B" or "answer: (B)", the
-    last letter in brackets, and a leading "B." or "B:". An article "A" inside a sentence is not an answer.
+    letters: the options, such as "ABCD". Read are, in this order: a letter alone, "answer is B" or "answer: (B)",
+    "option B" or "choice B", the last letter in brackets, and a leading "B." or "B:". An article "A" inside a sentence
+    is not an answer.
     """
 
     needs_reference = True
@@ -133,16 +137,18 @@ class Choice:
         if not letters.isalpha():
             raise ConfigError(f"choice: letters is {letters!r}; give the option letters, such as ABCD")
         upper, both = f"[{letters.upper()}]", f"[{letters.upper()}{letters.lower()}]"
-        lead = r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*]*"
+        named = rf"(?i:\s+is)?\s*[:=]?[\s(\[*$]*({upper}(?![\w'])|{both}(?=[\s)\].*$]*$))"
         self._forms = [
-            re.compile(rf"^[\s(\[*]*({both})[\s)\].:*]*$"),
-            re.compile(rf"{lead}({upper}(?![\w'])|{both}(?=[\s)\].*]*$))"),
+            re.compile(rf"^[\s(\[*$]*({both})[\s)\].:*$]*$"),
+            re.compile(rf"(?i:answer){named}"),
+            re.compile(rf"(?i:choice|option){named}"),
             re.compile(rf"[(\[]({both})[)\]]"),
             re.compile(rf"^\s*({both})[.:)]\s"),
         ]
 
     def letter(self, text: str) -> str | None:
         """The chosen letter in upper case, or None."""
+        text = LATEX_TEXT.sub(r"\1", text)
         for form in self._forms:
             found = form.findall(text)
             if found:

@@ -19,8 +19,10 @@ from .mask_detector import Found, MaskDetector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
-# GenEval's own names where they are not COCO's.
-RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
+# GenEval's own names where they are not COCO's, and where checkpoints have Pascal's.
+RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "sofa": "couch"}
+RENAMED |= {"motorbike": "motorcycle", "aeroplane": "airplane", "tvmonitor": "tv"}
+RENAMED |= {"pottedplant": "potted plant", "diningtable": "dining table"}
 GREY = (153, 153, 153)  # what lies around an object whose colour is asked
 
 

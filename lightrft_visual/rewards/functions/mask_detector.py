@@ -15,6 +15,7 @@ from ...runtime.packages import needed
 from .image_scoring import load_checkpoint
 
 MOST_QUERIES = 100  # detections of an image, the likeliest first
+SIZE = {"shortest_edge": 800, "longest_edge": 1333}  # as its authors test it; published files say 384 x 384
 
 
 class Found(NamedTuple):
@@ -35,7 +36,7 @@ class MaskDetector:
         with needed("scipy"):  # transformers asks for it in the model's constructor
             import scipy  # noqa: F401
         self.model = load_checkpoint(partial(load_whole, Mask2FormerForUniversalSegmentation), model, scorer).eval()
-        self._processor = load_checkpoint(AutoImageProcessor.from_pretrained, model, scorer)
+        self._processor = load_checkpoint(AutoImageProcessor.from_pretrained, model, scorer, size=SIZE)
         self.names = [renamed.get(name, name) for _, name in sorted(self.model.config.id2label.items())]
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from rapidfuzz.distance import Levenshtein
 from ...errors import ConfigError
 from ...runtime.packages import needed
 from ...runtime.usercode.calls import Failed
+from .answers import references_in
 
 _QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”|«([^»]*)»')
 
@@ -119,16 +120,18 @@ class OCR:
     def __call__(
         self, frames: list[list[Any]], prompts: list[str], references: list[Any]
     ) -> list[float | Failed | None]:
-        wanted = [quoted_text(p) if r is None else str(r) for p, r in zip(prompts, references)]
+        quoted = ([quoted_text(prompt) or ""] for prompt in prompts)
+        wanted = [own if r is None else references_in(r) for own, r in zip(quoted, references)]
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._score, frames, wanted))
 
-    def _score(self, images: list[Any], wanted: str | None) -> float | Failed | None:
-        if not wanted or not plain(wanted) or not images:
+    def _score(self, images: list[Any], wanted: list[str]) -> float | Failed | None:
+        targets = [each for each in wanted if plain(each)]
+        if not targets or not images:
             return None
         read = [self.read(image) for image in images]
         failed = next((each for each in read if isinstance(each, Failed)), None)
-        return failed or max(self.similarity(each, wanted) for each in read if isinstance(each, str))
+        return failed or max(self.similarity(each, t) for each in read if isinstance(each, str) for t in targets)
 
     def similarity(self, read: str, wanted: str) -> float:
         """0..1, by the rule above."""

@@ -30,7 +30,11 @@ EDIT_QUESTION = (
     "instruction followed, with everything else left as it was, from {low:g} (not at all) to {high:g} (perfectly)? End "
     "with a line `Score: <number>`."
 )
-SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.-]{0,5}(-?(?:\d+(?:\.\d+)?|\.\d+))"
+# Of chat templates: the judge would take them for turns and places of images of its own.
+MARKS = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|</?(?:start|end)_of_(?:turn|image)>|<image(?:_soft_token)?>|\[/?(?:INST|IMG)\]"
+)
+SCORE_PATTERN = r"(?i)score(?:\s*[(\[][^)\]\n]{0,40}[)\]])?(?:\s+is|\s+of)?[^\w.-]{0,8}(-?(?:\d+(?:\.\d+)?|\.\d+))"
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,12 @@ class VLMJudge(PendingSource):
         def part(image: Any) -> dict[str, Any]:
             return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encode(image)}"}}
 
+        messages = self.judging.messages(batch, index, part)
+        asked = messages[-1]["content"][-1]
+        asked["text"] = MARKS.sub("", asked["text"])
         body = {
             "model": self.model,
-            "messages": self.judging.messages(batch, index, part),
+            "messages": messages,
             "temperature": 0.0,
             "max_tokens": self.judging.max_tokens,
         }

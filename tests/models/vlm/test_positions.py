@@ -82,7 +82,7 @@ def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time():
         calls.append(len(input_ids))
         return base.get_rope_index(input_ids, mm_token_type_ids, second_per_grid_ts=second_per_grid_ts, **grids)
 
-    positions = MRopePositions(SimpleNamespace(get_rope_index=get_rope_index), capacity=3)
+    positions = MRopePositions(SimpleNamespace(get_rope_index=get_rope_index), capacity=10)
     types = torch.tensor([0, 2, 2, 0])
     cases = [(grid([2, 2, 2]), torch.tensor([1.0])), (grid([2, 2, 2]), torch.tensor([3.0])), (grid([1, 2, 4]), None)]
     first = [positions(types, None, *case) for case in cases]
@@ -92,7 +92,7 @@ def test_known_patterns_are_not_worked_out_again_and_differ_by_grid_and_time():
     assert len({str(each.tolist()) for each in first}) == 3
     positions(types, None, grid([2, 2, 2]), torch.tensor([9.0]))
     positions(types, None, *cases[1])
-    assert len(calls) == 5 and len(positions.known) == 3
+    assert len(calls) == 5 and len(positions.known) == 3 and positions.tokens == 9  # of three each
 
 
 @settings(max_examples=40, deadline=None)
