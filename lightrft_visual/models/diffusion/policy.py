@@ -8,6 +8,7 @@ train, a frozen copy that is swapped in.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,6 +42,7 @@ from .opening import named_family, pipeline_class, save_text_length, saved_text_
 from .prompt_cache import PIXELS_A_LATENT, PromptCache, checkpoint_decoder, in_parts
 from .wan_parts import load_wan_parts
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
 ADAPTER = "default"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "connectors")
@@ -83,7 +85,7 @@ class DiffusionPolicy(nn.Module):
             )
         self._reference: WeightCopy | None = None
         self._encoded = PromptCache()
-        self.offload_activations = False
+        self.offload_activations = self._cut_told = False
         self._freeze_and_adapt()
 
     @classmethod
@@ -148,6 +150,7 @@ class DiffusionPolicy(nn.Module):
         """
         known = {text: self._encoded.find(text) for text in dict.fromkeys(texts)}
         new = [text for text, conditions in known.items() if conditions is None]
+        self._say_cut(new)
         size, copies, made = self.family.texts_at_once, HostCopies(), []
         with self._at_work(*TEXT_ENCODERS) if new else nullcontext():
             for start in range(0, len(new), size):
@@ -158,6 +161,19 @@ class DiffusionPolicy(nn.Module):
             own = {name: value.clone() for name, value in each.items()}  # neither page-locked nor a part of a batch
             known[text] = self._encoded.get(text, lambda own=own: own)
         return known
+
+    def _say_cut(self, texts: list[str]) -> None:
+        """Once, that a text is longer than what the encoder reads: most pipelines say nothing. Those of several
+        encoders, of other lengths, do."""
+        tokenizers = [name for name in self.family.pipeline.components if name.startswith("tokenizer")]
+        if self._cut_told or not texts or self.family.text_length is None or tokenizers != ["tokenizer"]:
+            return
+        tokenizer = self.family.pipeline.tokenizer
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # FLUX.2 [dev]'s is a processor
+        longest = max(map(len, tokenizer(texts, verbose=False).input_ids))
+        if longest > self.family.text_length:
+            self._cut_told, told = True, "a prompt has %d tokens, of which the model reads %d (max_sequence_length)"
+            logger.warning(told, longest, self.family.text_length)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Let torch.compile make one program of each kind of repeated block; the first forwards wait for it.

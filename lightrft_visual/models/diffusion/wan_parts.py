@@ -34,7 +34,8 @@ State = dict[str, T]
 Pipeline = WanPipeline | WanImageToVideoPipeline
 PARTS = ("high_noise_model", "low_noise_model", "text_encoder", "vae")
 TOKENIZER = "google/umt5-xxl"  # the hub's, where no path is given
-BOUNDARY, SHIFT = 0.9, 5.0  # of Wan 2.2 image-to-video and of ROLL's scheduler
+BOUNDARY = {WanPipeline: 0.875, WanImageToVideoPipeline: 0.9}  # of Wan 2.2
+SHIFT = 5.0  # of Wan 2.2 image-to-video and of ROLL's scheduler
 HEAD_SIZE = 128  # of all published Wan models; their config.json has the number of heads
 
 # Names in Wan's text encoder -> names in transformers' UMT5, inside a block and outside.
@@ -103,7 +104,7 @@ def load_wan_parts(path: str, dtype: torch.dtype, tokenizer: str | None = None) 
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         transformer=_transformer(files["high_noise_model"], dtype),
         transformer_2=_transformer(files["low_noise_model"], dtype),
-        boundary_ratio=BOUNDARY,
+        boundary_ratio=BOUNDARY[kind],
     )
 
 

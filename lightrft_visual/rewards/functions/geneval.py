@@ -24,8 +24,6 @@ RENAMED = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "comput
 RENAMED |= {"motorbike": "motorcycle", "aeroplane": "airplane", "tvmonitor": "tv"}
 RENAMED |= {"pottedplant": "potted plant", "diningtable": "dining table"}
 GREY = (153, 153, 153)  # what lies around an object whose colour is asked
-
-
 Objects = dict[str, list[Found]]  # by name, the surest first
 ColourOf = Callable[[Image.Image, Sequence[Found]], list[str]]
 

@@ -27,7 +27,7 @@ from lightrft_visual.models.diffusion.families.flux2 import Flux2, Flux2Klein
 from lightrft_visual.models.diffusion.families.qwen_image21 import QwenImage21
 from lightrft_visual.models.diffusion.families.sd15 import StableDiffusion15
 from lightrft_visual.models.diffusion.opening import adapter_of, family_of
-from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings, repeated_blocks
 from lightrft_visual.rollout.diffusion_sampler import DiffusionSampler, euler_step, sample_generators
 from lightrft_visual.runtime import collectives
 
@@ -52,6 +52,27 @@ def policy_of(name, lora=2, length=0):
     family.source_pixels = SOURCE_PIXELS
     family.guidance_scale_2 = 2.0 if name == "wan_two_experts" else None
     return DiffusionPolicy(family, LoraSettings(rank=lora, alpha=4))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_that_attends_has_adapters(name):
+    """Also those that name their projections otherwise than others of the same network."""
+    for denoiser in policy_of(name).denoisers.values():
+        blocks = [each for each in repeated_blocks(denoiser) if "att" in str([*dict(each.named_modules())])]
+        without = [
+            type(block).__name__ for block in blocks if not any("lora_" in n for n, _ in block.named_parameters())
+        ]
+        assert blocks and not without
+
+
+def test_texts_that_are_longer_than_what_the_encoder_reads_are_said_once(caplog):
+    policy = policy_of("wan")
+    policy.encode_prompts(["a"])
+    assert not caplog.messages
+    for _ in range(2):
+        policy.encode_prompts(PROMPTS)
+    assert [text for text in caplog.messages if text.endswith("of which the model reads 5 (max_sequence_length)")]
+    assert len(caplog.messages) == 1
 
 
 def stock_of(name):

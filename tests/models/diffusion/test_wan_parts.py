@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanPipeline
 from tiny_wan_parts import write_parts
 
+import lightrft_visual
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.opening import adapter_of, pipeline_class
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.models.diffusion.wan_parts import BOUNDARY
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,12 @@ def folder(tmp_path_factory) -> Path:
 def load(folder: Path, name: str, **settings) -> DiffusionPolicy:
     tokenizer = str(folder / "umt5-xxl") if name.endswith(".json") else None
     return DiffusionPolicy.from_pretrained(str(folder / name), text_length=5, tokenizer=tokenizer, **settings)
+
+
+@pytest.mark.plugin("memory_plan")
+def test_experts_divide_the_steps_where_those_of_the_published_folder_do():
+    shapes = Path(lightrft_visual.__file__).parent / "plugins/memory_plan/shapes/Wan2.2-T2V-A14B-Diffusers.json"
+    assert BOUNDARY[WanPipeline] == json.loads(shapes.read_text())["boundary_ratio"]
 
 
 def test_it_is_the_model_of_the_diffusers_folder(folder):

@@ -1,13 +1,17 @@
 """FLUX.2 [klein] and [dev]: texts are encoded by a language model's middle layers."""
 
+import logging
+from typing import Any
+
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from ....experience.vision import Conditions
 from ..layers import upcast
-from .base import DiffusionFamily, decoded, encoded_mean, in_whole_batches, spatial_latent
+from .base import ATTENTION_TARGETS, DiffusionFamily, decoded, encoded_mean, in_whole_batches, spatial_latent
 
+logger = logging.getLogger(__name__)
 T = torch.Tensor
 USUAL_STEPS = 50  # of the pipeline; its shift depends on them
 
@@ -20,6 +24,7 @@ class Flux2Klein(DiffusionFamily):
     texts_at_once = 8
     token_area = 1
     names_sigmas = True
+    lora_targets = (*ATTENTION_TARGETS, "attn.to_qkv_mlp_proj")  # all projections of a single-stream block in one
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
@@ -42,6 +47,13 @@ class Flux2Klein(DiffusionFamily):
             encoder_hidden_states=context, txt_ids=text_ids, img_ids=ids, return_dict=False,
         )[0]  # fmt: skip
         return upcast(tokens.transpose(1, 2).reshape(latents.shape))
+
+    @classmethod
+    def stock_guidance(cls, pipeline: Any, scale: float, negative: str | None) -> dict[str, Any]:
+        """Its pipeline takes no negative prompt. Args: as of `DiffusionFamily.stock_guidance`."""
+        if negative and scale > 1 and cls.uses_negative:
+            logger.warning("%s has an empty negative prompt; the run's was %r", type(pipeline).__name__, negative)
+        return super().stock_guidance(pipeline, scale, negative)
 
     def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int | None = None) -> float:
         return compute_empirical_mu(self.image_tokens(latent_shape), num_steps or USUAL_STEPS)
