@@ -201,14 +201,16 @@ class _Trainer:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Copy `Result.checkpoint` to a folder: what `fit` trained, for other programs; of a run that was stopped what
-        it is resumed from. Returns it. Raises ConfigError before `fit`, and for a folder that is there already."""
-        if self._result is None or self._result.checkpoint is None:
+        it is resumed from. Returns it. On every rank. Raises ConfigError before `fit`, and for a folder that is there
+        already, CheckpointError where it cannot be copied."""
+        from .runtime.checkpoint.manager import on_rank_0
+
+        checkpoint = self._result and self._result.checkpoint
+        if checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
-        if os.environ.get("RANK", "0") == "0":
-            if os.path.exists(path):
-                raise ConfigError(f"{path} is there already")
-            shutil.copytree(self._result.checkpoint, path)
-        return Path(path)
+        if on_rank_0(f"looking for {path}", lambda: os.path.exists(path)):
+            raise ConfigError(f"{path} is there already")
+        return Path(on_rank_0(f"saving {path}", lambda: shutil.copytree(checkpoint, path)))
 
     def close(self) -> None:
         """Let go of the model, the functions and the data that it was given; it cannot train afterwards."""

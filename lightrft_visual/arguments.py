@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -265,13 +265,13 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
 
 @contextmanager
 def saved(model: Any, processor: Any = None) -> Iterator[Path]:
-    """Inside, a loaded model or pipeline lies in a folder of the cache that its weights name; it is removed afterwards.
+    """Inside, a loaded model or pipeline lies in a folder of the cache that what it is names; it is removed afterwards.
 
     The first rank of a host writes it, the others wait. Raises ConfigError for layers of peft, and without a processor.
     """
     import torch
 
-    from .runtime.files import cache_root
+    from .runtime.files import FolderLock, cache_root
 
     for name, part in (getattr(model, "components", None) or {"model": model}).items():
         layers = part.modules() if isinstance(part, torch.nn.Module) else ()  # deleted adapters leave some of peft
@@ -285,23 +285,40 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
     run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")
     # Neither another run nor another host, with which the cache may be shared, removes it.
-    folder = cache_root() / "given" / f"{_digest(model)}-{socket.gethostname()}-{run}"
-    first = ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
-    if first and not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=folder.parent))
-        for part in (model, processor):
-            if part is not None:
-                part.save_pretrained(staging)
-        os.replace(staging, folder)
-    ends = time.monotonic() + SAVING_LIMIT
-    while not folder.is_dir() and time.monotonic() < ends:
-        time.sleep(0.1)
+    own = cache_root() / "given" / f"{_digest(model, processor)}-{socket.gethostname()}-{run}"
+    folder, first = own / "model", ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+    lock = FolderLock.take(own, "model copy") if first else None
     try:
+        if lock is not None:
+            _remove_left(own)
+        if first and not folder.is_dir():
+            staging = Path(tempfile.mkdtemp(dir=own))
+            for part in (model, processor):
+                if part is not None:
+                    part.save_pretrained(staging)
+            os.replace(staging, folder)
+        ends = time.monotonic() + SAVING_LIMIT
+        while not folder.is_dir() and time.monotonic() < ends:
+            time.sleep(0.1)
         yield folder
     finally:
         if first:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
+        if lock is not None:
+            lock.release()
+
+
+def _remove_left(own: Path) -> None:
+    """Remove what runs of this host have left beside `own` that were killed: nobody holds it. A folder that is empty
+    but for its lock may be of a run that is about to hold it."""
+    from .runtime.files import FolderLock
+
+    for each in own.parent.iterdir():
+        here = each.name.split("-")[1:-1] == own.name.split("-")[1:-1]  # the host's name may have such signs too
+        with suppress(ConfigError):  # it is held, or another user's
+            if here and any(each.glob("*/")) and (lock := FolderLock.take(each)) is not None:
+                shutil.rmtree(each, ignore_errors=True)
+                lock.release()
 
 
 def _bytes_on_devices(model: Any) -> int:
@@ -313,14 +330,23 @@ def _bytes_on_devices(model: Any) -> int:
     return sum(each.nbytes for each in weights if each.device.type != "cpu")
 
 
-def _digest(model: Any) -> str:
-    """The weights in a few letters, the same on every rank."""
+def _digest(model: Any, processor: Any) -> str:
+    """Weights, settings and processors in a few letters, the same on every rank."""
     import torch
     import xxhash
 
     digest = xxhash.xxh3_128()
-    for part, module in sorted((getattr(model, "components", None) or {"": model}).items()):
-        for name, tensor in module.state_dict().items() if isinstance(module, torch.nn.Module) else ():
+    parts = {"": model, **(getattr(model, "components", None) or {}), "processing_class": processor}
+    for part, each in sorted(parts.items()):
+        for held in (each, getattr(each, "config", None), getattr(each, "generation_config", None)):
+            digest.update(held.to_json_string().encode() if hasattr(held, "to_json_string") else b"")
+        for name, tensor in each.state_dict().items() if isinstance(each, torch.nn.Module) else ():
             digest.update(f"{part}.{name}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        if each is not model and not isinstance(each, torch.nn.Module) and hasattr(each, "save_pretrained"):
+            with tempfile.TemporaryDirectory() as folder:
+                each.save_pretrained(folder)
+                for file in sorted(Path(folder).rglob("*")):
+                    digest.update(f"{part}.{file.relative_to(folder)}".encode())
+                    digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()

@@ -531,8 +531,6 @@ class VLSettings(TypedDict, total=False):
     """max_norm."""
     loss: str
     """policy_loss."""
-    policy_loss_type: str
-    """policy_loss."""
     entropy_loss_coef: float
     """entropy_coef."""
     vllm_mem_util: float

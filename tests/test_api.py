@@ -29,6 +29,7 @@ from lightrft_visual import (
     StepHook,
     UnifiedTrainer,
     api,
+    arguments,
     given,
     inference,
 )
@@ -256,14 +257,11 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
 
 
 @pytest.mark.plugin("embedded")
-def test_save_of_several_ranks_is_the_first_ones_also_where_another_comes_late(monkeypatch, tmp_path):
+def test_save_copies_the_checkpoint_into_a_folder_that_is_not_there(tmp_path):
     trainer = GRPOTrainer("embedded", output_dir=tmp_path / "out")
     (tmp_path / "trained").mkdir()
     trainer._result = api.Result({}, [], [], tmp_path / "out", tmp_path / "trained", None)
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
-    monkeypatch.setenv("RANK", "0")
+    assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
     with pytest.raises(ConfigError, match="is there already"):
         trainer.save(tmp_path / "copy")
 
@@ -538,7 +536,7 @@ def test_other_ranks_of_a_host_wait_for_a_loaded_model_and_write_none_also_witho
     assert not folder.exists()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(time, "sleep", lambda _: folder.mkdir())  # meanwhile the first one has written it
+    monkeypatch.setattr(time, "sleep", lambda _: folder.mkdir(parents=True))  # meanwhile the first one has written it
     with saved(model, model) as again:
         assert again == folder and again.is_dir()
     assert folder.is_dir() and len(written) == 2
@@ -574,6 +572,76 @@ def test_a_loaded_model_has_a_folder_for_each_run_and_host_of_a_cache(monkeypatc
         with saved(Loaded()) as other:
             assert other != one
         assert (one / "config.json").is_file() and not other.exists()
+
+
+class Template:
+    """A processor. writing: called where it is written for a run."""
+
+    def __init__(self, text, writing=None):
+        self.text, self.writing = text, writing
+
+    def save_pretrained(self, folder):
+        Path(folder, "template").write_text(self.text)
+        if self.writing is not None and "given" in Path(folder).parts:
+            self.writing()
+
+
+def left_by_a_run_that_ended_at_once(processor, port="29500", host=None):
+    """A process has its folder and ends by os._exit, as the first rank does where another one has failed."""
+    if (child := os.fork()) == 0:
+        os.environ["MASTER_PORT"] = port
+        if host is not None:
+            arguments.socket.gethostname = lambda: host
+        with saved(Template("weights"), processor):
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.fixture
+def given_models(monkeypatch, tmp_path):
+    """The folder of loaded models of the first of two ranks."""
+    for name, value in {
+        "LIGHTRFT_CACHE": tmp_path,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "MASTER_PORT": 29500,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    return tmp_path / "given"
+
+
+def test_a_loaded_model_takes_no_folder_that_another_processor_lies_in(given_models):
+    left_by_a_run_that_ended_at_once(Template("old"))
+    assert len(list(given_models.rglob("template"))) == 1
+    with saved(Template("weights"), Template("new")) as folder:
+        assert (folder / "template").read_text() == "new"
+
+
+def test_what_runs_of_this_host_have_left_is_removed_and_what_others_hold_stays(given_models):
+    left_by_a_run_that_ended_at_once(Template("old"), port="29501")
+    left_by_a_run_that_ended_at_once(Template("half", partial(os._exit, 0)), port="29502")
+    left_by_a_run_that_ended_at_once(Template("old"), host="another")
+    with saved(Template("weights"), Template("held")) as held, saved(Template("weights"), Template("new")) as folder:
+        assert held.is_dir() and folder.is_dir()
+        here = [each.name for each in given_models.iterdir() if each not in (held.parent, folder.parent)]
+        assert [name.split("-", 1)[1] for name in here] == ["another-29500"]
+    assert [each.name for each in given_models.iterdir()] == here
+
+
+@pytest.mark.parametrize("part", ["config", "generation_config"])
+def test_a_loaded_model_with_other_settings_has_a_folder_of_its_own(monkeypatch, given_models, part):
+    model = tiny_llama()
+    with saved(model, Template("one")) as one, monkeypatch.context() as patch:
+        patch.setattr(getattr(model, part), "eos_token_id", 3)
+        with saved(model, Template("one")) as other:
+            assert one != other
+
+
+def test_folder_of_a_loaded_model_whose_writing_fails_is_removed(given_models):
+    with pytest.raises(ZeroDivisionError), saved(Template("weights"), Template("broken", lambda: 1 / 0)):
+        pytest.fail("nothing is there")
+    assert list(given_models.iterdir()) == []
 
 
 CHAT = [{"role": "user", "content": "how many?"}]
