@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2568, "experience": 3177, "config": 4986, "runtime": 5923, "data": 3619,
-    "models": 5905, "rollout": 5442, "rewards": 4413, "algorithms": 1835, "trainer": 7628, "observe": 3578,
+    "models": 5905, "rollout": 5442, "rewards": 4413, "algorithms": 1835, "trainer": 7628, "observe": 3586,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 
