@@ -5,7 +5,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ..config.shared import OutputConfig
 from ..data.media import frames_first, is_video, to_uint8
 from ..errors import ConfigError
 from ..experience.rollouts import Episode, Rollout
-from ..runtime.collectives import all_gather_object, rank, world_size
+from ..runtime.collectives import all_gather_object, exchange_objects, is_rank_0, rank, world_size
 from ..runtime.files import FolderLock, append_line, read_jsonl, remove_folder, to_json, write_atomic
 from ..runtime.masking import mask_config
 from ..runtime.seeding import derive_seed
@@ -28,6 +28,7 @@ from .metrics import EVAL_COLUMNS, CsvSink, JsonlSink, Sink, TensorBoardSink, Wa
 logger = logging.getLogger(__name__)
 
 ALARMS, GOLD, EVALUATIONS, ROLLOUTS = "alarms.jsonl", "gold.jsonl", "evaluations.jsonl", "rollouts"
+MEDIA = ("images", "videos")  # of a record
 STEP_FILE = re.compile(r"(?:eval_)?step_(\d+)\.jsonl$")
 SHEET_FOLDER = re.compile(r"eval_epoch_(\d+)$")
 
@@ -383,9 +384,7 @@ def select(records: Sequence[Record], count: int, run_seed: int, step: int) -> l
 
 
 def gather_records(records: Sequence[Record], count: int, run_seed: int, step: int) -> list[Record]:
-    """The records to keep of all ranks, on every rank (a collective).
-
-    Each rank sends only its own selection, so images of at most `count` samples a rank cross the network.
+    """The records to keep of all ranks, as of `gather_all` (a collective).
 
     Args:
         records: of this rank.
@@ -393,29 +392,38 @@ def gather_records(records: Sequence[Record], count: int, run_seed: int, step: i
         run_seed: as of `select`.
         step: as of `select`.
     """
-    everyone = gather_all(select(records, count, run_seed, step))
-    return select(everyone, count, run_seed, step)
+    own = select(records, count, run_seed, step)
+    return gather_all(own, lambda everyone: select(everyone, count, run_seed, step))
 
 
-def gather_all(records: Sequence[Record]) -> list[Record]:
-    """The records of all ranks, by sample_id, on every rank (a collective); see `packed` for their images."""
-    everyone = [record for part in all_gather_object([packed(record) for record in records]) for record in part]
-    return sorted(everyone, key=methodcaller("get", "sample_id", 0))
+def gather_all(records: Sequence[Record], choose: Callable[[list[Record]], list[Record]] = list) -> list[Record]:
+    """The records of all ranks, by sample_id, that `choose` keeps of them, on every rank (a collective).
+
+    Their images and videos, see `packed`, are on rank 0 alone, which writes them: a video is large, and eight ranks
+    with eight of them each would hold gigabytes everywhere.
+    """
+    parts = all_gather_object([record | {kind: [] for kind in MEDIA if record.get(kind)} for record in records])
+    chosen = choose(sorted((each for part in parts for each in part), key=methodcaller("get", "sample_id", 0)))
+    kept = {id(record) for record in chosen}
+    own = [packed(record) for record, told in zip(records, parts[rank()]) if id(told) in kept]
+    received = exchange_objects([own, *([] for _ in parts[1:])])
+    for part, media in zip(parts, received) if is_rank_0() else ():
+        for record, shown in zip((each for each in part if id(each) in kept), media):
+            record |= shown
+    return chosen
 
 
 def packed(record: Record) -> Record:
-    """The record with its tensors as uint8 arrays, one byte a value: what is sent.
+    """The record's images and videos, tensors as uint8 arrays, one byte a value: what is sent.
 
     An image of a batch is a view, and pickling a view takes the storage of the whole batch along. The floats of a
     video [C, T, H, W] become [T, C, H, W], the order that uint8 videos have.
     """
-    sent = dict(record)
-    for kind in ("images", "videos"):
-        if record.get(kind):
-            sent[kind] = [
-                to_uint8(frames_first(each) if is_video(each) else each).numpy()
-                if isinstance(each, torch.Tensor)
-                else each
-                for each in record[kind]
-            ]
-    return sent
+    return {
+        kind: [
+            to_uint8(frames_first(each) if is_video(each) else each).numpy() if isinstance(each, torch.Tensor) else each
+            for each in record[kind]
+        ]
+        for kind in MEDIA
+        if record.get(kind)
+    }

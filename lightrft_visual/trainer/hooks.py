@@ -82,7 +82,7 @@ class StepData:
 
     batches: micro-batches with advantages, in the order of the rollouts. rollouts: what they were made of. metrics: of
     this step; every stage adds its own, and the loop reduces them over ranks. records: of the rollouts that people are
-    shown, the same on every rank.
+    shown, the same on every rank; their media are on rank 0.
     """
 
     batches: list[Any]

@@ -69,8 +69,8 @@ class RunParts:
 class Evaluated(dict[str, float]):
     """An evaluation's metrics by name, the same on every rank; empty where there is no evaluation data.
 
-    records: of rollouts to show. sheet: records of a contact sheet. paired_scores: reward and gold of each prompt,
-    where there is gold.
+    records: of rollouts to show. sheet: records of a contact sheet. Media of both are on rank 0. paired_scores: reward
+    and gold of each prompt, where there is gold.
     """
 
     def __init__(

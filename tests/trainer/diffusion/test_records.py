@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.observe import recorder
 from lightrft_visual.rewards.batch import RewardOutput
 from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.diffusion.maker import Drawn
@@ -35,24 +36,42 @@ def step(shape: tuple[int, ...], **output):
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (3, 5, 32, 48)])
-def test_a_rank_sends_the_uint8_pixels_of_the_records_that_it_keeps(monkeypatch, shape):
-    sent: list[int] = []  # bytes of each object that goes to the other one of two ranks, which has drawn the same
+def test_ranks_tell_all_others_of_their_records_without_media_and_give_rank_0_those_that_it_shows(monkeypatch, shape):
+    told: list[int] = []  # bytes of each object that goes to the other one of two ranks, which has drawn the same
+    given: list[list] = []  # what each rank gives to rank 0 and to rank 1
 
     def all_gather_object(gathered, value, group=None):
         content = pickle.dumps(value)
-        sent.append(len(content))
+        told.append(len(content))
         gathered[:] = [pickle.loads(content) for _ in gathered]
 
+    def exchange_objects(outgoing):
+        given.append(outgoing)
+        return [pickle.loads(pickle.dumps(each[rank])) if rank < len(each) else [] for each in (outgoing, *given[:-1])]
+
     monkeypatch.setattr(collectives, "is_initialized", lambda: True)
-    for name, given in (("get_world_size", 2), ("get_rank", 0)):
-        monkeypatch.setattr(dist, name, lambda group=None, given=given: given)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    assert step(shape, save_trajectories=False)[0] == [] == sent
+    monkeypatch.setattr(recorder, "exchange_objects", exchange_objects)
+    rank = 1
+    torch.manual_seed(0)
+    assert step(shape, save_trajectories=False)[0] == [] == told
+    of_rank_1, _ = step(shape)
+    rank = 0
+    torch.manual_seed(0)
+    assert step(shape, save_trajectories=False)[0] == []
     found, media = step(shape)
-    assert len(sent) == 1 and sent[0] <= 1.1 * KEPT * media[0].numel()
-    assert len(found) == KEPT  # of both ranks
+    assert len(told) == 2 and max(told) < 2000
+    assert [len(own) for own in given[0]] == [len(given[0][0]), 0] and given[1][1] == []
+    assert len(given[0][0]) + len(given[1][0]) == len(found) == KEPT  # of both ranks
     kept = [(record.get("images") or record["videos"])[0] for record in found]
     assert all(each.size == media[0].numel() and each.dtype == "uint8" for each in kept)
+    for record, own in zip(found, kept):
+        whole = media[record["sample_id"]].mul(255).round().byte()
+        assert (torch.from_numpy(own) == (whole.movedim(0, 1) if whole.dim() == 4 else whole)).all()
+    blank = [{**record, kind: []} for record in found for kind in ("images", "videos") if record.get(kind)]
+    assert of_rank_1 == blank
 
 
 def test_samples_left_out_by_two_hooks_are_all_invalid():
