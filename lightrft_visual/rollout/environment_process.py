@@ -164,6 +164,8 @@ class EpisodeServer:
         seed = seed if isinstance(seed, int) else zlib.crc32(repr(seed).encode())
         random.seed(seed)
         np.random.seed(seed % 2**32)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(seed % 2**63)
         self._held = HeldEnvironment(self._make)
 
 

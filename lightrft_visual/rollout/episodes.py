@@ -9,10 +9,12 @@ one episode; its tokens of observations are holes of the action mask.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from PIL import Image
 
 from ..data.bad_rows import warn_once
 from ..data.rows import REFERENCE_PATHS
@@ -139,6 +141,7 @@ class _Round:
         self.left, self.active = set(range(len(self.conversations))), set[int]()  # not over, and begun of them
         self.changed = False  # whether an environment gave another beginning, or none
         self.made: dict[int, Rollout] = {}
+        self.begun: dict[int, tuple[Any, PromptFeatures]] = {}  # of prompts, the latest beginning that a reset gave
 
     # -- one after the other ---------------------------------------------------------------------------------------
 
@@ -244,11 +247,24 @@ class _Round:
             found = future.result()
             if found is not None:
                 self.changed = True
-                conversation.prompt = self.stage.renderer.begin(conversation.prompt, found)
+                conversation.prompt = self._begun(key // self.settings.n, conversation.prompt, found)
                 conversation.start = self.stage.data_processor.unexpanded(conversation.prompt)
         except EnvironmentFailure as error:
             self.changed = True
             self._failed(key, error)
+
+    def _begun(self, number: int, prompt: PromptFeatures, found: Observation) -> PromptFeatures:
+        """The prompt that begins so; of samples that begin alike it is prepared once, as where no reset says anything.
+        Compared is what was kept: an environment may paint over what it has shown. number: of the prompt."""
+        said, known = (found.messages, found.whole), self.begun.get(number)
+        alike = known is not None and known[0] == said and not found.videos
+        if alike and all(isinstance(each, Image.Image) for each in found.images):
+            kept = known[1].images
+            if kept[len(kept) - len(found.images) :] == found.images:
+                return known[1]
+        begun = self.stage.renderer.begin(prompt, found)
+        self.begun[number] = deepcopy(said), begun
+        return begun
 
     def _limit(self, conversation: Conversation) -> int:
         return self.stage.limits.max_tokens - len(conversation.token_ids)

@@ -11,9 +11,11 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from bad_environment import SECONDS, TOLD, Bad, kinds
 from episode_rig import batch_of, rig_of, stage_of
 from PIL import Image
@@ -312,6 +314,12 @@ def test_random_numbers_of_an_episode_depend_on_its_seed_alone_and_one_beyond_th
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         host.close()
+
+
+def test_torch_draws_by_the_seed_of_the_episode_where_its_environment_has_imported_it():
+    server = EpisodeServer(lambda: SimpleNamespace(reset=lambda row: str(torch.randint(2**60, ()))))
+    first, again, other = (server("reset", {"seed": seed}) for seed in (2**63 + 5, 2**63 + 5, 6))
+    assert first == again and "done" in first and first != other
 
 
 def test_process_of_environments_imports_no_torch():

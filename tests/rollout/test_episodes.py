@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engine_rig import Rig
@@ -335,6 +336,35 @@ def test_a_reset_may_begin_otherwise_within_the_limits_of_observations(rig):
         three = stage_of(rig, one_step(lambda row: [picture(each) for each in range(3)]), most_media={"images": most})
         for made in three.generate(seeing(1), SETTINGS):
             assert made.valid if most == 4 else "4 images" in made.episode.failure and not made.valid
+
+
+@pytest.mark.parametrize("what", ["text", "image", "array"])
+def test_samples_of_a_prompt_that_begin_alike_are_prepared_once(rig, what):
+    shown = {
+        "text": lambda: "and this",
+        "image": lambda: [picture(7), "and this"],
+        "array": lambda: np.asarray(picture(7)),
+    }
+    stage = stage_of(rig, one_step(lambda row: shown[what]()))
+    begin, begun = stage.renderer.begin, []
+    stage.renderer.begin = lambda *given: begun.append(given) or begin(*given)
+    rollouts = stage.generate(seeing(2), SETTINGS)
+    assert len(begun) == {"array": 6}.get(what, 2) and all(each.valid for each in rollouts)
+    for prompt in (rollouts[:3], rollouts[3:]):
+        assert len({each.prompt.text for each in prompt}) == 1
+        assert [len(each.prompt.images) for each in prompt] == [len(prompt[0].prompt.images)] * 3
+
+
+def test_samples_that_begin_with_one_image_that_was_painted_over_meanwhile_have_their_own_beginnings(rig):
+    screen, levels = Image.new("RGB", (56, 56)), iter(range(3))
+
+    def paints(row):
+        screen.paste((next(levels), 0, 0), (0, 0, 56, 56))
+        return [screen]
+
+    stage = stage_of(rig, one_step(paints), limits=EpisodeLimits(2, 40, environments=1))
+    rollouts = stage.generate(seeing(1), SETTINGS)
+    assert [each.prompt.images[-1].getpixel((0, 0))[0] for each in rollouts] == [0, 1, 2]
 
 
 def test_a_reset_may_give_the_messages_of_its_row_back_among_others(rig):

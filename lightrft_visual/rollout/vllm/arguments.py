@@ -40,6 +40,7 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that it draws at; lower ones it wou
 HOST_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of keys and values on a host without accelerator
 MOST_HOST_CACHE = 2**30  # bytes
 SCHEDULER = "lightrft_visual.rollout.vllm.scheduler.WholePromptScheduler"
+BOUNDED_IMAGES = ("qwen3_vl", "qwen3_5")  # how types of models begin whose bounds of pixels are of images alone
 LARGEST_BLOCK = 256  # tokens; a sequence takes whole blocks of the cache
 
 
@@ -58,9 +59,10 @@ class VLLMSettings:
     """What the engine is built from. `banned_ids` are never sampled; `max_model_len` counts prompt and response.
 
     max_num_batched_tokens: tokens of one forward at most, default 8192 or one whole sequence; extra: other engine
-    arguments by vLLM's names; own_ranks: tensor-parallel ranks are processes that vLLM starts on the devices that it
-    sees, not ranks of the run; tells_experts: completions say which experts each token went through; host_cache: bytes
-    of keys and values on a host without accelerator, all of them written at the start.
+    arguments by vLLM's names; images_alone: `processor_kwargs` say nothing of videos; own_ranks: tensor-parallel ranks
+    are processes that vLLM starts on the devices that it sees, not ranks of the run; tells_experts: completions say
+    which experts each token went through; host_cache: bytes of keys and values on a host without accelerator, all of
+    them written at the start.
     """
 
     model: str
@@ -84,6 +86,7 @@ class VLLMSettings:
     tells_experts: bool = False
     host_cache: int = MOST_HOST_CACHE
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    images_alone: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -115,6 +118,7 @@ class VLLMSettings:
             tells_experts=config.algorithm.routing_replay == "rollout",
             host_cache=host_cache(checkpoint.config.get_text_config(), width, sequences, length),
             processor_kwargs=checkpoint.family.processor_arguments(data.min_pixels, data.max_pixels),
+            images_alone=checkpoint.config.model_type.startswith(BOUNDED_IMAGES),
             extra=dict(rollout.engine_kwargs),
         )
 
@@ -174,6 +178,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
     """
     # Imported late: vLLM detects its platform and reads the environment at import.
     from vllm import EngineArgs
+    from vllm import __version_tuple__ as version
 
     s, known = settings, {each.name for each in fields(EngineArgs)}
     arguments: dict[str, Any] = {name: getattr(s, name) for name in SAME_NAMES} | {
@@ -198,7 +203,9 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = s.host_cache
     if s.vision:
         arguments["limit_mm_per_prompt"] = {"image": s.max_images, "video": s.max_videos}
-        arguments["mm_processor_kwargs"] = s.processor_kwargs or None
+        of_images = s.images_alone and version[:2] >= (0, 32)  # which takes them for bounds of all frames together too
+        bounds = {"images_kwargs": s.processor_kwargs} if of_images and s.processor_kwargs else s.processor_kwargs
+        arguments["mm_processor_kwargs"] = bounds or None
         if "mm_device_do_normalize" in known:
             # On, vLLM takes the image processor's mean and deviation for videos too, which may have others.
             arguments["mm_device_do_normalize"] = False

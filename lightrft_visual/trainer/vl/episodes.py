@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from ...rollout.conversation import ObservationRenderer
 from ...rollout.engine import RolloutStage
 from ...rollout.environment_pool import ProcessHost, runs_apart
 from ...rollout.environment_threads import ThreadHost
-from ...rollout.environments import EnvironmentHost, environment_factory, is_reusable
+from ...rollout.environments import EnvironmentHost, awaited_value, environment_factory, is_reusable
 from ...rollout.episodes import EpisodeLimits, EpisodeStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.tool_calls import parse_tool_calls, tool_call_format
@@ -35,9 +36,13 @@ def with_tools(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(
             "environments answer responses in text, and this model draws: leave environment and tools out"
         )
-    environment = environment_factory(config.episodes)()
-    again = environment if is_reusable(environment) else None
-    checkpoint = replace(checkpoint, tools=schemas_of(environment), environment=again)
+    environment: Any = environment_factory(config.episodes)()
+    checkpoint = replace(checkpoint, tools=schemas_of(environment))
+    if is_reusable(environment) and not (runs_apart(config.episodes) or config.distributed.split):
+        checkpoint = replace(checkpoint, environment=environment)
+    elif hasattr(environment, "close"):
+        with suppress(Exception):  # whatever an environment does that was never reset
+            awaited_value(environment.close())
     roles = [] if isinstance(environment, ToolEnvironment) else ["user"]
     roles += ["tool"] if checkpoint.tools else []
     _renderer(config, checkpoint, MultimodalDataProcessor(checkpoint.tokenizer, checkpoint.processor, 1), roles)

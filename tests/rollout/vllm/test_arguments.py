@@ -11,7 +11,9 @@ import pytest
 from claimed_cuda import accepted_of
 from engine_rig import environment_restored
 from forked import on_ranks
+from PIL import Image
 from tiny_models import checkpoint_of
+from transformers import AutoProcessor
 
 from lightrft_visual.config.algorithm import AlgorithmConfig
 from lightrft_visual.config.shared import DistributedConfig
@@ -67,6 +69,25 @@ def test_settings_reach_vllm(root):
     assert "enable_chunked_prefill" not in arguments
     usual = engine_arguments(VLLMSettings.from_config(run_with(), checkpoint_of(root, "qwen2")), on_cpu=False)
     assert (usual["max_num_seqs"], usual["max_num_batched_tokens"], usual["enforce_eager"]) == (256, 8192, False)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_bounds_of_pixels_hold_for_images_and_videos_as_the_trainer_has_them(root, kind):
+    from vllm import EngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    config, checkpoint = run_with(), checkpoint_of(root, kind)
+    config.data.max_pixels = 56 * 56
+    ours = AutoProcessor.from_pretrained(checkpoint.path, max_pixels=56 * 56)
+    arguments = engine_arguments(VLLMSettings.from_config(config, checkpoint), on_cpu=True)
+    theirs = MULTIMODAL_REGISTRY.create_processor(EngineArgs(**arguments).create_engine_config().model_config).info
+    held = theirs.get_hf_processor()
+    shown = {"image_width": 224, "image_height": 224, "mm_kwargs": {}}
+    image = theirs.get_num_image_tokens(image_processor=held.image_processor, **shown)
+    video = theirs.get_num_video_tokens(num_frames=4, image_processor=held.video_processor, **shown)
+    grids = ours.image_processor([Image.new("RGB", (224, 224))])["image_grid_thw"]
+    films = ours.video_processor([np.zeros((4, 224, 224, 3), np.uint8)], do_sample_frames=False)["video_grid_thw"]
+    assert [image, video] == [int(np.prod(np.asarray(each[0]))) // 4 for each in (grids, films)]
 
 
 def test_a_large_seed_is_one_that_vllm_can_set(root):

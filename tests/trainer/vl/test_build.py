@@ -18,9 +18,11 @@ from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.vl import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import ScoringRule
+from lightrft_visual.given import give
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.runtime import collectives
+from lightrft_visual.runtime.usercode.loading import load_reward_fn
 from lightrft_visual.trainer.vl import build
 from lightrft_visual.trainer.vl.build import (
     _actor_optimizer,
@@ -301,6 +303,35 @@ def test_a_template_that_drops_thoughts_before_a_users_message_alone_holds_tools
         config.episodes.environment = f"{tmp_path}/own.py:{name}"
         with pytest.raises(ConfigError, match="once a message of role 'user' follows it"):
             with_tools(config, checkpoint)
+
+
+CLOSES = """
+from pathlib import Path
+from lightrft_visual.rollout.environments import Environment
+
+
+class Closes(Environment):
+    reusable = REUSABLE
+
+    async def close(self):
+        with Path(__file__).with_name("closed").open("a") as file:
+            file.write("x")
+        raise ValueError("there was no episode")
+"""
+
+
+@pytest.mark.parametrize(("reusable", "of_a_file", "times"), [(False, True, 1), (True, True, 1), (True, False, 0)])
+def test_an_environment_that_was_made_to_be_asked_for_its_tools_is_closed_unless_an_episode_begins_in_it(
+    tmp_path, reusable, of_a_file, times
+):
+    config, file = RunConfig(), tmp_path / "own.py"
+    file.write_text(CLOSES.replace("REUSABLE", str(reusable)))
+    config.episodes.environment = f"{file}:Closes"
+    if not of_a_file:
+        config.episodes.environment = give("closes", load_reward_fn(f"{file}:Closes", "environment"))
+    found = with_tools(config, checkpoint_of(tmp_path, "qwen2_vl"))
+    assert (found.environment is not None) == (times == 0)
+    assert len((tmp_path / "closed").read_text() if times else "") == times
 
 
 def test_quantized_weights_are_not_trained(tmp_path):
