@@ -274,14 +274,16 @@ class Hooks:
         return _together(found) if found else None
 
     def state_dict(self) -> dict[str, Any]:
-        """By the name of each hook; their dicts and lists are copied, as they may change until it is saved."""
-        return {name: _copied(hook.state_dict()) for name, hook in self._named() if hasattr(hook, "state_dict")}
+        """By the name of each hook; dicts and lists of a user's are copied, as they may change until it is saved."""
+        states = {name: (hook, hook.state_dict()) for name, hook in self._named() if hasattr(hook, "state_dict")}
+        return {name: state if _shipped(hook) else _copied(state) for name, (hook, state) in states.items()}
 
     def check_states(self) -> None:
         """Raise ConfigError for a hook whose state no checkpoint can keep."""
-        for name, state in self.state_dict().items():
+        for name, hook in self._named():
             try:
-                Encoder().encode(state, f"state_dict of hook {name}")
+                if hasattr(hook, "state_dict") and not _shipped(hook):  # whose states may be large
+                    Encoder().encode(hook.state_dict(), f"state_dict of hook {name}")
             except CheckpointError as error:
                 raise ConfigError(str(error)) from error
 
@@ -329,6 +331,10 @@ class Hooks:
         default = getattr(StepHook, name)
         found = [getattr(hook, name, default) for hook in self._hooks]
         return [each for each in found if getattr(each, "__func__", each) is not default]
+
+
+def _shipped(hook: Any) -> bool:
+    return type(hook).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _copied(state: Any) -> Any:
