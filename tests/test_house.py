@@ -25,7 +25,7 @@ ENTRIES = (".families.", ".functions.", ".builtin.", "algorithms.diffusion.")
 LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
-    "": 2560, "experience": 3170, "config": 4986, "runtime": 5923, "data": 3686,
+    "": 2560, "experience": 3170, "config": 4986, "runtime": 5923, "data": 3687,
     "models": 5904, "rollout": 5467, "rewards": 4413, "algorithms": 1835, "trainer": 7568, "observe": 3578,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
