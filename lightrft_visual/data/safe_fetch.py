@@ -142,6 +142,7 @@ def _connect(address: str, port: int, tls_name: str | None, deadline: float) -> 
     if tls_name is None:
         return plain
     try:
+        plain.settimeout(_left(deadline))
         return ssl.create_default_context().wrap_socket(plain, server_hostname=tls_name)
     except BaseException:
         plain.close()

@@ -3,6 +3,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +169,16 @@ def test_a_server_that_drips_is_cut_at_the_time_limit_which_is_told(public):
     with pytest.raises(DataError, match="/drip cannot be fetched: it took longer than 0.5 seconds"):
         fetch_bytes(f"{public}/drip", allow_remote=True, max_bytes=1000, timeout=0.5)
     assert time.monotonic() - started < 10
+
+
+def test_the_handshake_has_what_the_connection_left_of_the_time(server, monkeypatch):
+    """Which bounds it as a whole, however slowly its bytes come."""
+    left, given = iter((3.0, 1.25)), []
+    context = SimpleNamespace(wrap_socket=lambda plain, server_hostname: given.append(plain.gettimeout()) or plain)
+    monkeypatch.setattr(safe_fetch, "_left", lambda deadline: next(left))
+    monkeypatch.setattr(safe_fetch.ssl, "create_default_context", lambda: context)
+    safe_fetch._connect(*server.server_address, "example.test", 0.0).close()
+    assert given == [1.25]
 
 
 def test_a_name_with_one_private_address_is_refused(monkeypatch):
