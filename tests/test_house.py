@@ -26,7 +26,7 @@ LARGEST_ENTRY = 200
 # Over their budgets: today's lines. A number is raised only in a commit that says what for.
 SHRINKING = {
     "": 2600, "experience": 3177, "config": 4989, "runtime": 5934, "data": 3687,
-    "models": 5930, "rollout": 5467, "rewards": 4463, "algorithms": 1835, "trainer": 7661, "observe": 3590,
+    "models": 5930, "rollout": 5467, "rewards": 4463, "algorithms": 1835, "trainer": 7673, "observe": 3590,
 }  # fmt: skip
 LONGER_ENTRIES: dict[str, int] = {}
 

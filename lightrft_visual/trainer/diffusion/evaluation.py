@@ -1,5 +1,6 @@
 """The fixed evaluation of diffusion runs: held-out prompts and noise, an ODE; the same on any rank count."""
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class DiffusionEvaluation:
 
     records_to_keep: of so many first prompts records are made; trajectories: of them are stored as rollouts. gold: a
     judgement that training never sees, where there is one. base: thumbnails (N, 3, S, S) of what the weights before
-    training drew.
+    training drew, and `identity` then; None of a checkpoint that has none.
     """
 
     sampling: DiffusionSampling
@@ -84,10 +85,19 @@ class DiffusionEvaluation:
     trajectories: int
     gold: DrawingGold | None = None
     base: T | None = None
+    base_identity: str | None = None
     labels: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.labels = sorted(measured_labels([each.label for each in self.prompts.rows]))
+
+    @property
+    def identity(self) -> str:
+        """A hash of what is drawn, whatever the weights are: prompts, noise, sizes and steps."""
+        own, sampling = self.sampling.settings, self.sampling
+        size = own.height, own.width, own.num_frames, own.guidance_scale, own.negative_prompt
+        prompts = [row.prompt for row in self.prompts.rows]
+        return hashlib.sha256(repr((prompts, sampling.run_seed, sampling.sampler.config, size)).encode()).hexdigest()
 
     def run(self, step: int) -> Evaluated:
         """`eval_reward`, for each of `labels` `eval_reward_<label>`, and `eval_reward_label_mean`, in which all
@@ -154,7 +164,7 @@ class DiffusionEvaluation:
         if varied == varied:
             found["eval_image_diversity"] = varied
         if as_base:
-            self.base = thumbs
-        elif self.base is not None and self.base.shape == thumbs.shape:
+            self.base, self.base_identity = thumbs, self.identity
+        elif self.base is not None and self.base_identity in (None, self.identity) and self.base.shape == thumbs.shape:
             found["eval_drift"] = drift(thumbs, self.base)
         return found

@@ -125,6 +125,7 @@ class DiffusionTrainer(PolicyTrainer):
             "pairs": self.prompts.pairs_before(self.step),
             "old": old.state_dict() if old is not None else None,
             "base_images": evaluation.base if evaluation is not None else None,
+            "base_identity": evaluation.base_identity if evaluation is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -139,6 +140,7 @@ class DiffusionTrainer(PolicyTrainer):
             self.parts.old.resume(state["old"])
         if self.parts.evaluation is not None:
             self.parts.evaluation.base = state["base_images"]
+            self.parts.evaluation.base_identity = state.get("base_identity")  # earlier versions kept none
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         old = [state["old"] for state in states]

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, prompts_for, rollouts_of, text_prompts
+from transformers import Glm4vImageProcessor
 
 from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
@@ -12,6 +14,7 @@ from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule
 from lightrft_visual.models.loading import open_checkpoint
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_processor
+from lightrft_visual.models.vlm.families.glm import Glm
 from lightrft_visual.models.vlm.families.internvl import InternVL
 from lightrft_visual.models.vlm.families.qwen import QwenVL
 from lightrft_visual.models.vlm.families.text import TextOnly
@@ -25,6 +28,14 @@ INTERNVL_IMAGE = "<IMG_CONTEXT>"
 def test_a_checkpoint_and_its_processor_find_their_family(root, kind, family):
     checkpoint = checkpoint_of(root, kind)
     assert type(checkpoint.family) is family and family_of_processor(checkpoint.processor) is family
+
+
+def test_bounds_of_pixels_hold_for_glms_images():
+    """Its processors take an area for `size`, and pass over the names that Qwen's have."""
+    image = Image.new("RGB", (224, 224))
+    for bounds, patches in (((None, None), 256), ((None, 56 * 56), 16), ((448 * 448, None), 1024)):
+        processor = Glm4vImageProcessor(**Glm.processor_arguments(*bounds))
+        assert int(processor([image])["image_grid_thw"].prod()) == patches
 
 
 def test_a_family_from_outside_is_one_class_and_one_entry():

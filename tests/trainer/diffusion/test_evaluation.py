@@ -8,6 +8,7 @@ import torch
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from lightrft_visual.data.prompts import PromptRow
+from lightrft_visual.experience.diffusion_sampling import SamplingConfig
 from lightrft_visual.observe import metrics
 from lightrft_visual.observe.images import SHEET_IMAGES
 from lightrft_visual.rewards.batch import RewardOutput
@@ -43,6 +44,25 @@ def test_an_evaluation_draws_each_prompt_from_noise_of_its_own_as_that_of_an_exp
     config = DiffusionRunConfig(sampling=DiffusionSamplingConfig(same_latent=True))
     found = build._evaluation(config, SimpleNamespace(policy=policy), Rows(), None, None)
     assert found.sampling.batch(requests, {}, 0, "eval").latents is None and config.sampling.same_latent
+
+
+def test_drift_is_told_against_what_the_base_drew_for_the_same_prompts_noise_and_sizes():
+    def drawn(requests, step, purpose):
+        return [Sampled(None, {}, torch.full((2, 3, 8, 8), 0.5 * step), 0)]
+
+    rewards = SimpleNamespace(score_media=lambda *asked, **more: RewardOutput(torch.ones(2), {}, torch.ones(2).bool()))
+    settings, sampler = DiffusionSamplingConfig(), SimpleNamespace(config=SamplingConfig(4))
+    sampling = SimpleNamespace(draw=drawn, settings=settings, sampler=sampler, run_seed=1)
+    first = evaluation.DiffusionEvaluation(sampling, Rows([PromptRow("a", []), PromptRow("b", [])]), rewards, 0, 0)
+    first.run(0)
+    for prompts, identity, compared in (
+        ("ab", first.base_identity, True),
+        ("ac", first.base_identity, False),
+        ("ac", None, True),
+    ):
+        resumed = evaluation.DiffusionEvaluation(sampling, Rows(PromptRow(each, []) for each in prompts), rewards, 0, 0)
+        resumed.base, resumed.base_identity = first.base, identity
+        assert ("eval_drift" in resumed.run(1)) is compared
 
 
 @pytest.mark.parametrize(("own", "plays_at", "told"), [(30.0, 16.0, 30.0), (None, 16.0, 16.0), (None, None, None)])
