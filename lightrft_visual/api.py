@@ -16,6 +16,7 @@ import inspect
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import (
+    SAVING_LIMIT,
     check_kinds,
     data_of,
     data_settings,
@@ -43,6 +45,7 @@ from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
 from .errors import ConfigError
 from .given import forget, give, given, is_given, names_given, source_of
+from .runtime.presence import ranks_on_host
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -201,16 +204,19 @@ class _Trainer:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Copy `Result.checkpoint` to a folder: what `fit` trained, for other programs; of a run that was stopped what
-        it is resumed from. Returns it. On every rank. Raises ConfigError before `fit`, and for a folder that is there
-        already, CheckpointError where it cannot be copied."""
-        from .runtime.checkpoint.manager import on_rank_0
-
-        checkpoint = self._result and self._result.checkpoint
+        it is resumed from. Returns it. Of several ranks the first copies, and others of its host that call it wait.
+        Raises ConfigError before `fit`, and for a folder that is there already."""
+        checkpoint, path, rank = self._result and self._result.checkpoint, Path(path), int(os.environ.get("RANK") or 0)
         if checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
-        if on_rank_0(f"looking for {path}", lambda: os.path.exists(path)):
-            raise ConfigError(f"{path} is there already")
-        return Path(on_rank_0(f"saving {path}", lambda: shutil.copytree(checkpoint, path)))
+        if rank == 0:
+            if path.exists():
+                raise ConfigError(f"{path} is there already")
+            os.replace(shutil.copytree(checkpoint, path.with_name(f".{path.name}.{os.getpid()}")), path)
+        ends = time.monotonic() + SAVING_LIMIT
+        while rank < ranks_on_host() and not path.is_dir() and time.monotonic() < ends:
+            time.sleep(0.1)
+        return path
 
     def close(self) -> None:
         """Let go of the model, the functions and the data that it was given; it cannot train afterwards."""

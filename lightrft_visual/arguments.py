@@ -263,6 +263,9 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
 # -- loaded models ---------------------------------------------------------------------------------------------------
 
 
+_LENT: set[Path] = set()  # folders of `saved` that this process holds
+
+
 @contextmanager
 def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     """Inside, a loaded model or pipeline lies in a folder of the cache that what it is names; it is removed afterwards.
@@ -287,8 +290,11 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     # Neither another run nor another host, with which the cache may be shared, removes it.
     own = cache_root() / "given" / f"{_digest(model, processor)}-{socket.gethostname()}-{run}"
     folder, first = own / "model", ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+    first = first and own not in _LENT  # by this process, as to a run whose callback evaluates the same model
     lock = FolderLock.take(own, "model copy") if first else None
     try:
+        if first:
+            _LENT.add(own)
         if lock is not None:
             _remove_left(own)
         if first and not folder.is_dir():
@@ -304,6 +310,7 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
     finally:
         if first:
             shutil.rmtree(own, ignore_errors=True)
+            _LENT.discard(own)
         if lock is not None:
             lock.release()
 

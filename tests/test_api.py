@@ -257,11 +257,14 @@ def test_evaluate_looks_for_no_checkpoint_before_fit_and_after_it_where_the_run_
 
 
 @pytest.mark.plugin("embedded")
-def test_save_copies_the_checkpoint_into_a_folder_that_is_not_there(tmp_path):
+def test_save_of_several_ranks_is_the_first_ones_also_where_another_comes_late(monkeypatch, tmp_path):
     trainer = GRPOTrainer("embedded", output_dir=tmp_path / "out")
     (tmp_path / "trained").mkdir()
     trainer._result = api.Result({}, [], [], tmp_path / "out", tmp_path / "trained", None)
-    assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert trainer.save(tmp_path / "copy") == tmp_path / "copy" and (tmp_path / "copy").is_dir()
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="is there already"):
         trainer.save(tmp_path / "copy")
 
@@ -540,6 +543,17 @@ def test_other_ranks_of_a_host_wait_for_a_loaded_model_and_write_none_also_witho
     with saved(model, model) as again:
         assert again == folder and again.is_dir()
     assert folder.is_dir() and len(written) == 2
+
+
+def test_a_loaded_model_that_a_callback_evaluates_within_its_own_run_is_not_written_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTRFT_CACHE", str(tmp_path))
+    model = torch.nn.Linear(1, 1)
+    model.save_pretrained = lambda folder: (folder / "weights").touch()
+    with saved(model, model) as outer:
+        with saved(model, model) as inner:
+            assert inner == outer
+        assert (outer / "weights").is_file()
+    assert not outer.exists()
 
 
 def of_another_run(monkeypatch):

@@ -1,21 +1,13 @@
-"""Whole runs from Python, several in one process; notebooks: tests/examples; two ranks: trainer/vl/test_sft_runs.py.
-
-`save` on two ranks stands here too.
-"""
+"""Whole runs from Python, several in one process; notebooks: tests/examples; two ranks: trainer/vl/test_sft_runs.py."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from forked import on_ranks, run_alone
+from forked import run_alone
 
-from lightrft_visual import GRPOTrainer, api
-from lightrft_visual.config.shared import DistributedConfig
-from lightrft_visual.errors import LightRFTVisualError
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
-from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -148,28 +140,3 @@ def test_a_command_says_at_most_12_lines_before_its_first_step_and_a_summary_at_
     lines = done.stdout.decode().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1/1"))
     assert first <= 12 and lines[-1].startswith("done: 1 steps in"), lines
-
-
-def copies(out: str) -> list[str]:
-    """What each call of `save` came to on this rank."""
-    DeepspeedStrategy(DistributedConfig()).setup_distributed()
-    folder = Path(out)
-    trainer, told = GRPOTrainer("embedded", output_dir=folder / "run"), []
-    for checkpoint, path in (("trained", "copy"), ("trained", "copy"), ("gone", "other")):
-        trainer._result = api.Result({}, [], [], folder / "run", folder / checkpoint, None)
-        try:
-            told.append((trainer.save(folder / path) / "last").read_text())
-        except LightRFTVisualError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-@pytest.mark.plugin("embedded")
-def test_save_on_two_ranks_returns_a_whole_copy_and_raises_alike(tmp_path):
-    (tmp_path / "trained").mkdir()
-    for name in ("first", "last"):
-        (tmp_path / "trained" / name).write_text(name * 10**6)
-    first, second = on_ranks(copies, str(tmp_path))
-    assert first == second and first[0] == "last" * 10**6
-    assert first[1] == f"ConfigError: {tmp_path}/copy is there already"
-    assert first[2].startswith(f"CheckpointError: saving {tmp_path}/other failed on rank 0: ") and "gone" in first[2]

@@ -70,8 +70,9 @@ class JsonlSource:
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         with open(self._place, "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._opened.st_ino or found.st_size < self._opened.st_size:
+            found, known = os.fstat(file.fileno()), self._opened
+            another = found.st_ino != known.st_ino and found.st_mtime_ns != known.st_mtime_ns  # some mounts number anew
+            if another or found.st_size < known.st_size:
                 raise DataError(f"{self.name(row)}: {_ANOTHER}", "file replaced")
             file.seek(self._offsets[row])
             line = file.readline(MAX_ROW_BYTES + 1)

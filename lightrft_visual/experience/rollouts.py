@@ -408,7 +408,8 @@ class Rollouts(list[Rollout]):
         """What a hook that made these did not say is as of those that it was given."""
         if self.sampling == SamplingSettings():
             self.sampling = earlier.sampling
-        self.counts, self.scored = earlier.counts | self.counts, self.scored or earlier.scored
+        self.counts = earlier.counts | self.counts
+        self.scored = self.scored or (earlier.scored and all(each.reward is not None for each in self))
         self.pending = None if self.scored else self.pending or earlier.pending
 
     @property

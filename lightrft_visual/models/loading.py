@@ -30,6 +30,7 @@ from ..errors import ConfigError, did_you_mean, reason_of, refused_as
 from ..experience.types import ModelInputs
 from ..runtime.hub import fetch_model, looked_at
 from .checkpointed import checkpoint_blocks
+from .routing import count_experts
 from .vlm.actor import Backbone
 from .vlm.families import VLMFamily, family_of
 from .weight_files import HEAD, check_size, load_whole
@@ -260,6 +261,7 @@ def add_lora(transformer: PreTrainedModel, model: ModelConfig):
         if not any(f".{each}".endswith(f".{name}") for each, _ in transformer.named_modules()):
             linear = (each for each, module in transformer.named_modules() if isinstance(module, nn.Linear))
             hint = did_you_mean(name, (each.rpartition(".")[2] for each in linear))
+            hint += " (target_parameters names weights of experts)" if count_experts(transformer.config) else ""
             raise ConfigError(f"target_modules names {name!r}, and this model has no such module{hint}")
     lora = lora_config(
         model.lora_rank,

@@ -128,9 +128,11 @@ def load_data_set(name: str, split: str) -> Any:
             # Into a cache of its own: else what was fetched before would be the answer.
             asked = {"repo_type": "dataset", "revision": revision or None, "cache_dir": nothing_yet}
             why = "" if offline() else _unanswered(plain, allow_patterns=["README.md"], **asked)
+            if revision and (why or offline()):
+                logger.warning("%s: without the hub nothing says of which revision the cache's is", name)
             if not why:
                 return datasets.load_dataset(plain, split=split, **({"revision": revision} if revision else {}))
-            if revision or (found := _prepared(plain, split)) is None:  # nothing says of which revision that is
+            if (found := _prepared(plain, split)) is None:
                 raise ConnectionError(f"it did not answer: {why}")
             logger.warning("the hub does not answer for %s (%s): what the cache has of it is taken", plain, why)
             return found

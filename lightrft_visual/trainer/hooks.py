@@ -176,7 +176,7 @@ def _through(name: str, waits: bool = False) -> Any:
     def call_all(hooks: Hooks, value: V, waits: bool = waits) -> V:
         begun_by = next(filter(None, (getattr(hook, f"before_{name}", "") for hook in hooks)), "")
         for call in hooks.calls(name):
-            given, before = value, parts_of(value) if begun_by else []
+            given, before = value, _parts(value) if begun_by else []
             try:
                 value = call(given)
             except StopRun as stop:
@@ -188,7 +188,7 @@ def _through(name: str, waits: bool = False) -> Any:
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
             if isinstance(value, Rollouts) and value is not given:
                 value.follow(given)
-            if begun_by and [*map(id, before)] != [*map(id, parts_of(value))]:
+            if begun_by and [*map(id, before)] != [*map(id, _parts(value))]:
                 told = "the engine has begun on the prompts already: leave one of them out"
                 raise ConfigError(f"{call.__qualname__} changes prompts, and with {begun_by} {told}")
         return value
@@ -196,7 +196,7 @@ def _through(name: str, waits: bool = False) -> Any:
     return call_all
 
 
-def parts_of(requests: Any) -> list[Any]:
+def _parts(requests: Any) -> list[Any]:
     """Of requests for engines: each, and what it holds."""
     each = requests if isinstance(requests, list) else [requests]
     return [part for one in each for part in (one, *vars(one).values())]

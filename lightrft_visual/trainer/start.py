@@ -26,6 +26,7 @@ from ..observe.environment import CHECKPOINTS, OWN, holds_results, set_aside
 from ..observe.recorder import ROLLOUTS, RunRecorder
 from ..observe.report.data import flat_config, read_config
 from ..runtime import collectives
+from ..runtime.checkpoint.manifest import MANIFEST
 from ..runtime.deepspeed import DeepspeedStrategy
 from ..runtime.files import FolderLock
 from ..runtime.phase_timer import PhaseTimer
@@ -127,8 +128,10 @@ def open_run(config: AnyConfig, loop: LoopSettings, locks: Sequence[FolderLock],
         told = "the run writes and removes files there; name another output_dir, or move what it reads"
         raise ConfigError(f"{', '.join(inside)}: {told}")
     if collectives.is_rank_0() and not resumed:
-        for folder, names in ((output.output_dir, OWN), (output.ckpt_path or output.output_dir, CHECKPOINTS)):
-            aside = set_aside(Path(folder), read, names)
+        saved = Path(output.ckpt_path or output.output_dir)
+        others = [path for path in saved.glob("checkpoint-*") if not (path / MANIFEST).exists()]
+        for folder, left, names in ((Path(output.output_dir), read, OWN), (saved, [*read, *others], CHECKPOINTS)):
+            aside = set_aside(folder, left, names)
             if aside is not None:
                 logger.warning("%s held an earlier run; its files are in %s now", folder, aside)
         (Path(output.output_dir) / crash_log.FILE_NAME).unlink(missing_ok=True)  # of a start that came to nothing
@@ -153,14 +156,16 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 def paths_read(config: AnyConfig) -> list[Path]:
     """What the configuration names outside `output` and may be a path to read; lists and name=path taken apart."""
-    texts = [
-        value
-        for section, settings in asdict(config).items()
-        if section != "output" and isinstance(settings, dict)
-        for value in settings.values()
-        if isinstance(value, str)
-    ]
+    texts = [text for section, settings in asdict(config).items() if section != "output" for text in _texts(settings)]
     return [Path(part.rpartition("=")[2].strip()) for text in texts for part in text.split(",") if part.strip()]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for each in inner:
+        yield from _texts(each)
 
 
 def check_update(train: Any, parts: int, allowed: Iterable[int]) -> None:

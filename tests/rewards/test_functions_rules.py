@@ -95,6 +95,9 @@ def test_numeric():
         ("The correct answer is B. Option D shows a square.", "B"),
         ("The answer is B, because option A is too small.", "B"),
         ("Option A is too small, so I take option C.", "C"),
+        ("The answer is $B = 2\\pi r$, so (D)", "D"),
+        ("Answer: $E = mc^2$ (B)", "B"),
+        ("Is the answer A? No. So option B.", "B"),
     ],
 )
 def test_choice_letter(response, wanted):

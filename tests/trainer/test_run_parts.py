@@ -142,6 +142,9 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     saved, output = tmp_path / apart, OutputConfig(output_dir=str(tmp_path / "run"), ckpt_path=str(tmp_path / apart))
     for name in ("checkpoint-000020", "checkpoint-best", "checkpoint-final", "of others"):
         (saved / name).mkdir(parents=True)
+        (saved / name / "manifest.json").touch()
+    if apart != "run":
+        (saved / "checkpoint-500").mkdir()  # of another program
     (saved / "latest").write_text("checkpoint-000020\n")
     config = RunConfig(model=ModelConfig(pretrain=str(saved / "checkpoint-final")), output=output)
     loop = LoopSettings(1, output, saved / "checkpoint-000020" if resumed else None)
@@ -149,6 +152,7 @@ def test_a_fresh_run_sets_checkpoints_in_its_ckpt_path_aside_and_one_that_goes_o
     moved = {path.name for path in saved.glob("earlier_runs/run/*")}
     assert moved == (set() if resumed else {"checkpoint-000020", "checkpoint-best", "latest"})
     assert (saved / "checkpoint-final").is_dir() and (saved / "of others").is_dir()
+    assert apart == "run" or (saved / "checkpoint-500").is_dir()
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ConfigError
 from ...rollout.diffusion_sampler import Step
+from ..policy_losses import MAX_LOG_RATIO
 from .context import LossContext, weighted_mean
 from .denoising_batch import DenoisingBatch
 from .flow_grpo import FlowGRPO, gaussian_kl, ratio_means
@@ -31,7 +32,7 @@ class FlowDPPO(FlowGRPO):
         dt = batch.sigma_next - batch.sigma
         divergence = gaussian_kl(step.mean.detach(), batch.rollout_means, step.std.detach(), dt)
         masked = (divergence >= self.threshold) & (raw.detach() * batch.advantages > 0)
-        losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * raw.exp())
+        losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * raw.clamp(max=MAX_LOG_RATIO).exp())
         means = ratio_means(raw.detach(), raw.detach(), batch.valid, masked)
         means["kl_to_rollout"] = weighted_mean(divergence, batch.valid)
         return losses, means

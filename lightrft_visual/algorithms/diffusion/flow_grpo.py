@@ -95,8 +95,7 @@ class FlowGRPO(DiffusionLoss):
         step = self.step(context, batch)
         drift = log_ratio(step.log_prob, batch.log_probs)
         # Other batch sizes than the rollout's round differently, in bf16 by more than a clip range of 1e-4.
-        on_policy = step.log_prob.float() - step.log_prob.float().detach()
-        raw = on_policy if context.on_policy else drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # sums of pixels overflow
+        raw = step.log_prob.float() - step.log_prob.float().detach() if context.on_policy else drift
         losses, means = self.surrogate(context, raw, step, batch)
         maxima = {"logp_diff_max": largest_drift(drift.detach(), batch.valid)}
         losses, kl = losses * self.step_weights(batch), self.kl(context, batch, step)
@@ -112,6 +111,7 @@ class FlowGRPO(DiffusionLoss):
             batch: M samples, each at one step.
         """
         ratios = self.guarded(raw, step, batch) if self.guard else raw
+        ratios = ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # log ratios of sums over pixels may overflow
         found = clipped_surrogate(ratios.exp(), batch.advantages, self.clip_range, self.clip_range)
         losses = found.values / (batch.sigma - batch.sigma_next) if self.guard else found.values
         return losses, ratio_means(raw.detach(), ratios.detach(), batch.valid, found.clipped)

@@ -121,6 +121,7 @@ class Numeric:
 
 
 LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+LATEX_LETTER = re.compile(r"\$\s*\(?([A-Za-z])\)?\s*\$")
 
 
 class Choice:
@@ -137,9 +138,9 @@ class Choice:
         if not letters.isalpha():
             raise ConfigError(f"choice: letters is {letters!r}; give the option letters, such as ABCD")
         upper, both = f"[{letters.upper()}]", f"[{letters.upper()}{letters.lower()}]"
-        named = rf"(?i:\s+is)?\s*[:=]?[\s(\[*$]*({upper}(?![\w'])|{both}(?=[\s)\].*$]*$))"
+        named = rf"(?i:\s+is)?\s*[:=]?[\s(\[*]*({upper}(?![\w'?])|{both}(?=[\s)\].*]*$))"
         self._forms = [
-            re.compile(rf"^[\s(\[*$]*({both})[\s)\].:*$]*$"),
+            re.compile(rf"^[\s(\[*]*({both})[\s)\].:*]*$"),
             re.compile(rf"(?i:answer){named}"),
             re.compile(rf"(?i:choice|option){named}"),
             re.compile(rf"[(\[]({both})[)\]]"),
@@ -148,7 +149,7 @@ class Choice:
 
     def letter(self, text: str) -> str | None:
         """The chosen letter in upper case, or None."""
-        text = LATEX_TEXT.sub(r"\1", text)
+        text = LATEX_LETTER.sub(r"\1", LATEX_TEXT.sub(r"\1", text))
         for form in self._forms:
             found = form.findall(text)
             if found:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class MultiScorer(Source):
         reward_config: RewardConfig | None = None,
     ) -> None:
         recipe = recipe_from_components(components, kwargs)
-        self._catalogue = Catalogue(reward_config or RewardConfig())
+        self._catalogue = Catalogue(replace(reward_config or RewardConfig(), reward_transport="inprocess"))
         entries = [entry for entry in recipe.entries[ANY_LABEL] if entry.weight != 0]
         if not entries:
             raise ConfigError("multi: every component has weight 0")

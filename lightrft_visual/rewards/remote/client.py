@@ -197,8 +197,8 @@ class RemoteClient:
                 exchange.start(self.config.reward_timeout, self.config.reward_concurrency)
                 left = (exchange.deadline - time.monotonic()) / (len(order) - position)
                 if left <= 0:  # while it waited for the slot: not asked, and so no news of the server
-                    told = f"{shown_url(url)}: the time limit passed before its turn"
-                    failures.append(RequestFailed(told, retry=False))
+                    told = RequestFailed(f"{shown_url(url)}: the time limit passed before its turn", retry=False)
+                    failures = failures or [told]
                     break
                 try:
                     result = await self._attempt(url, exchange, content, left)

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...experience.rollouts import PromptFeatures, Rollouts
 from ...runtime import collectives
-from ..hooks import StepHook, parts_of
+from ..hooks import StepHook
 
 NEW = 0.3  # weight of a step's mean length in the running one
 
@@ -30,6 +30,12 @@ def deal(costs: Sequence[Sequence[float]]) -> list[list[tuple[int, int]]]:
     return taken
 
 
+def _continued(prompts: Sequence[PromptFeatures]) -> list[Any]:
+    """What of prompts makes the answers to them theirs; other limits, seeds and variants do not."""
+    told = ((each.group_id, each.text, each.token_ids, each.images, each.videos, each.vision) for each in prompts)
+    return [part for each in told for part in each]
+
+
 class BalancedRolloutsHook(StepHook):
     """Sends prompts to other ranks before generation, and their responses back. longest: most tokens of a response."""
 
@@ -40,7 +46,7 @@ class BalancedRolloutsHook(StepHook):
         self.means: dict[str | None, float] = {}  # alike on all ranks
         self._seen: dict[str | None, tuple[int, int]] = {}  # tokens and responses of this rank's last step, by label
         self._own: list[PromptFeatures] = []
-        self._asked: list[Any] = []  # what this rank generates for, to its parts
+        self._asked: list[Any] = []  # what this rank generates for
         self._dealt: list[list[tuple[int, int]]] = []
 
     def on_prompts(self, requests: list[PromptFeatures]) -> list[PromptFeatures]:
@@ -54,7 +60,7 @@ class BalancedRolloutsHook(StepHook):
         outgoing = [[sent[i] for home, i in each if home == collectives.rank()] for each in self._dealt]
         arrived = [iter(each) for each in collectives.exchange_objects(outgoing)]
         taken = [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
-        self._asked = parts_of(taken)
+        self._asked = _continued(taken)
         return taken
 
     def on_rollouts(self, rollouts: Rollouts) -> Rollouts:
@@ -62,7 +68,7 @@ class BalancedRolloutsHook(StepHook):
         where a hook that came later has other prompts continued on one."""
         outgoing: list[list[tuple[int, list]]] = [[] for _ in self._dealt]
         n = rollouts.sampling.n
-        continued = parts_of([each.prompt for each in rollouts[::n]])
+        continued = _continued([each.prompt for each in rollouts[::n]])
         changed = [*map(id, continued)] != [*map(id, self._asked)]
         for number, (home, index) in enumerate(self._dealt[collectives.rank()]):
             group = rollouts[n * number : n * (number + 1)]

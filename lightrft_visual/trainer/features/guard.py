@@ -42,6 +42,7 @@ class GuardHook(StepHook):
         self.guard.paying = paying
         self.scores: Any = None
         self.paired_scores: PairedScores | None = None
+        self.resumed = False  # without the best checkpoint of before
 
     def on_scores(self, rollouts: Any) -> Any:
         """Gold comes before media are released."""
@@ -81,6 +82,8 @@ class GuardHook(StepHook):
             self._tell(alarms, None if best is None else self.guard.best)
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        if self.guard.best is None and self.resumed:  # whose few held-out prompts may have no valid gold this time
+            return
         if self.guard.best is None:
             raise ConfigError(
                 "guard.keep_best (and policy rollback) keeps the checkpoint of the best eval_gold, and this evaluation "
@@ -110,7 +113,7 @@ class GuardHook(StepHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.guard.load_state_dict(state)
         if self.config.keeps_best and self.guard.best != self.context.state.best_kept():
-            self.guard.best = None
+            self.guard.best, self.resumed = None, True
             self.context.console.message(
                 "checkpoint-best is not of this run up to here: the next evaluation is kept as it"
             )

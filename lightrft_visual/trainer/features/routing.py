@@ -8,7 +8,7 @@ the engine, for the old log-probs too. References, teachers and critics choose f
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import RolloutError
+from ...errors import ConfigError, RolloutError
 from ...experience.rollouts import Rollouts
 from ...models.routing import Routers
 from ..hooks import StepHook
@@ -40,7 +40,9 @@ class RoutingHook(StepHook):
 
 
 def build(parts: Any) -> RoutingHook | None:
-    """For a mixture of experts."""
+    """For a mixture of experts. ConfigError where its blocks are not built as those that are known."""
     algorithm, routers = parts.config.algorithm, parts.actor.module.backbone.routers
     mode, balances = algorithm.routing_replay, algorithm.router_aux_loss_coef > 0
+    if routers is None and (mode != "off" or balances):
+        raise ConfigError("routing_replay and router_aux_loss_coef: this model's routers are not known; leave them out")
     return None if routers is None else RoutingHook(routers, mode, balances)

@@ -67,7 +67,8 @@ class TrainBatch:
 
     def counted(self, part: LossPart, index: int) -> T:
         """(B, A) bool: a part's tokens of a micro-batch, without those that a hook took out of `token_masks`."""
-        return part.token_masks[index] & self.token_masks[index]
+        own = part.token_masks[index]
+        return own & self.token_masks[index].to(own)
 
 
 def parts_of_loss(config: AlgorithmConfig, max_tokens: int, image_tokens: int | None = None) -> list[PartSettings]:

@@ -200,8 +200,33 @@ def test_log_ratios_that_an_exponential_cannot_hold_leave_losses_finite():
     """Sums over pixels: a mean drift of .0014 over 65,000 of them is one of 90."""
     rows, v, _ = flow_rows([1.0, -1.0, 0.0], 0.3)
     rows.log_probs = rows.log_probs - 100
-    found = FlowGRPO(clip_range=1e-4, beta=0.1).loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 3.0)
-    assert math.isfinite(found.loss) and float(found.maxima["logp_diff_max"]) > 90
+    context = LossContext(StandingStill(v, v), StandingStill(v, v))
+    for loss in (FlowGRPO(clip_range=1e-4, beta=0.1), FlowDPPO(clip_range=1e-4, beta=0.1)):
+        found = loss.loss(context, rows, 3.0)
+        assert math.isfinite(found.loss) and float(found.maxima["logp_diff_max"]) > 90
+
+
+def test_guarded_log_ratios_of_sums_are_those_of_the_whole_ones():
+    """The guard adds what the sum of squares takes away: bounded before, nothing of the ratio would be left."""
+    generator = torch.Generator().manual_seed(0)
+    x, v = (torch.randn(2, 65536, generator=generator) for _ in range(2))
+    sigma, following = torch.full((2,), 0.6), torch.full((2,), 0.5)
+    old = sde_step(
+        x, v + 0.08, sigma, following, 0.7, reduction="sum", noise=torch.randn(2, 65536, generator=generator)
+    )
+    rows = SimpleNamespace(
+        x=x, x_next=old.prev, timesteps=600 * torch.ones(2), sigma=sigma, sigma_next=following, conditions={},
+        advantages=torch.tensor([1.0, -1.0]), log_probs=old.log_prob, rollout_means=old.mean, valid=torch.ones(2),
+        steps=torch.full((2,), 2), schedule=torch.tensor([1.0, 0.9, 0.6, 0.5, 0.0]).expand(2, -1), kept=None,
+    )  # fmt: skip
+    loss = FlowGRPO(clip_range=1e6, guard=True, log_prob="sum")
+    step = loss.replay(lambda *inputs: v, rows)
+    raw = log_ratio(step.log_prob, rows.log_probs)
+    assert (raw < -20).all()
+    ratios = guarded_log_ratio(raw, step.mean, old.mean, step.std, "sum").clamp(-20, 20).exp()
+    found = loss.loss(LossContext(StandingStill(v, v), StandingStill(v, v)), rows, 2.0).loss
+    weights = 1 / (sigma - following)
+    assert float(found) == pytest.approx(float((-rows.advantages * ratios * weights).sum() / 2), rel=1e-4)
 
 
 def test_the_kl_of_cps_steps_is_the_squared_distance_of_their_means():
