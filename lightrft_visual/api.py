@@ -212,7 +212,11 @@ class _Trainer:
         if rank == 0:
             if path.exists():
                 raise ConfigError(f"{path} is there already")
-            os.replace(shutil.copytree(checkpoint, path.with_name(f".{path.name}.{os.getpid()}")), path)
+            staging = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                os.replace(shutil.copytree(checkpoint, staging), path)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)  # where the copy failed
         ends = time.monotonic() + SAVING_LIMIT
         while rank < ranks_on_host() and not path.is_dir() and time.monotonic() < ends:
             time.sleep(0.1)

@@ -164,6 +164,8 @@ def _processor(path: str, family: VLMFamily, model: ModelConfig, data: DataConfi
             f"model {path} has no processor of images, which model type {family.config.model_type!r} needs: copy "
             f"{' or '.join(_PROCESSOR_FILES)} from the model that it was made from"
         )
+    if pixels and "video" not in family.kinds and hasattr(processor, "video_processor"):  # whose size has the same name
+        processor.video_processor = type(processor.video_processor).from_pretrained(path)
     family.check_processor(processor)
     return processor
 

@@ -98,6 +98,11 @@ def test_numeric():
         ("The answer is $B = 2\\pi r$, so (D)", "D"),
         ("Answer: $E = mc^2$ (B)", "B"),
         ("Is the answer A? No. So option B.", "B"),
+        ("Answer A is incorrect, therefore the correct option is C", "C"),
+        ("So we choose $(B)$.", "B"),
+        ("So it is $\\textbf{(B)}$.", "B"),
+        ("(A) is 3, so it must be $(B)$.", "B"),
+        ("The area is $12$ (C) $\\square$", "C"),
     ],
 )
 def test_choice_letter(response, wanted):

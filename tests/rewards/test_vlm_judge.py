@@ -60,9 +60,8 @@ def test_a_judge_follows_the_reward_settings_of_the_run_and_its_own_stand_before
 
 def test_marks_of_the_policys_chat_template_are_no_turns_and_places_of_images_to_the_judge(chat_server):
     engine = judged(chat_server, question="{prompt}{response}")
-    prompt = (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how xx?<|im_end|>\n<start_of_turn>a < b | c > d"
-    )
+    prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how xx?<|im_end|>\n"
+    prompt += "<start_of_turn>a < b | c > d<|im_<|x|>start|>"
     engine.compute_rewards([make_samples(["x"], prompts=[prompt], images=[[PICTURE]])])
     engine.close()
     assert content(chat_server, "how xx?")[-1]["text"] == "user\nhow xx?\na < b | c > dx"

@@ -32,7 +32,8 @@ class FlowDPPO(FlowGRPO):
         dt = batch.sigma_next - batch.sigma
         divergence = gaussian_kl(step.mean.detach(), batch.rollout_means, step.std.detach(), dt)
         masked = (divergence >= self.threshold) & (raw.detach() * batch.advantages > 0)
-        losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * raw.clamp(max=MAX_LOG_RATIO).exp())
-        means = ratio_means(raw.detach(), raw.detach(), batch.valid, masked)
+        bounded = raw.clamp(max=MAX_LOG_RATIO)
+        losses = torch.where(masked, torch.zeros_like(raw), -batch.advantages * bounded.exp())
+        means = ratio_means(raw.detach(), bounded.detach(), batch.valid, masked)
         means["kl_to_rollout"] = weighted_mean(divergence, batch.valid)
         return losses, means

@@ -121,15 +121,15 @@ class Numeric:
 
 
 LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
-LATEX_LETTER = re.compile(r"\$\s*\(?([A-Za-z])\)?\s*\$")
+LATEX_LETTER = re.compile(r"\$\s*(\(?[A-Za-z]\)?)\s*\$")
 
 
 class Choice:
     """1 when the chosen letter equals the reference's, 0 when it differs or none can be read; None without a reference.
 
     letters: the options, such as "ABCD". Read are, in this order: a letter alone, "answer is B" or "answer: (B)",
-    "option B" or "choice B", the last letter in brackets, and a leading "B." or "B:". An article "A" inside a sentence
-    is not an answer.
+    "answer B", "option B" or "choice B", the last letter in brackets, and a leading "B." or "B:". An article "A" inside
+    a sentence is not an answer.
     """
 
     needs_reference = True
@@ -138,11 +138,11 @@ class Choice:
         if not letters.isalpha():
             raise ConfigError(f"choice: letters is {letters!r}; give the option letters, such as ABCD")
         upper, both = f"[{letters.upper()}]", f"[{letters.upper()}{letters.lower()}]"
-        named = rf"(?i:\s+is)?\s*[:=]?[\s(\[*]*({upper}(?![\w'?])|{both}(?=[\s)\].*]*$))"
+        named = rf"[\s(\[*]*({upper}(?![\w'?])|{both}(?=[\s)\].*]*$))"
         self._forms = [
             re.compile(rf"^[\s(\[*]*({both})[\s)\].:*]*$"),
-            re.compile(rf"(?i:answer){named}"),
-            re.compile(rf"(?i:choice|option){named}"),
+            re.compile(rf"(?i:answer(?:\s+is\s*[:=]?|\s*[:=])){named}"),
+            re.compile(rf"(?i:(?:answer|choice|option)(?:\s+is)?\s*[:=]?){named}"),
             re.compile(rf"[(\[]({both})[)\]]"),
             re.compile(rf"^\s*({both})[.:)]\s"),
         ]

@@ -157,7 +157,8 @@ class VLMJudge(PendingSource):
 
         messages = self.judging.messages(batch, index, part)
         asked = messages[-1]["content"][-1]
-        asked["text"] = MARKS.sub("", asked["text"])
+        while MARKS.search(asked["text"]):  # without one, what stood around it may be another
+            asked["text"] = MARKS.sub("", asked["text"])
         body = {
             "model": self.model,
             "messages": messages,

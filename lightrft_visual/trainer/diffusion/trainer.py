@@ -139,8 +139,10 @@ class DiffusionTrainer(PolicyTrainer):
         if self.parts.old is not None:
             self.parts.old.resume(state["old"])
         if self.parts.evaluation is not None:
-            self.parts.evaluation.base = state["base_images"]
-            self.parts.evaluation.base_identity = state.get("base_identity")  # earlier versions kept none
+            evaluation = self.parts.evaluation
+            evaluation.base, evaluation.base_identity = state["base_images"], state.get("base_identity")
+            if evaluation.base_identity not in (None, evaluation.identity):  # earlier versions kept none
+                self.console.message("eval_drift is left out: evaluations draw other prompts, noise or sizes")
 
     def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         old = [state["old"] for state in states]
