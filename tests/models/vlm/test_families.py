@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from stock_families import STOCK
 from tiny_models import actor_of, checkpoint_of, inputs_of, mixed_prompts, prompts_for, rollouts_of, text_prompts
 from transformers import Glm4vImageProcessor
 
@@ -12,7 +13,7 @@ from lightrft_visual.config.registry import vlm_families
 from lightrft_visual.config.vl import DataConfig, ModelConfig
 from lightrft_visual.errors import ConfigError, DataError
 from lightrft_visual.experience.rollouts import PromptBatch, ScoringRule
-from lightrft_visual.models.loading import open_checkpoint
+from lightrft_visual.models.loading import _processor, open_checkpoint
 from lightrft_visual.models.vlm.families import VLMFamily, family_of, family_of_processor
 from lightrft_visual.models.vlm.families.glm import Glm
 from lightrft_visual.models.vlm.families.internvl import InternVL
@@ -36,6 +37,14 @@ def test_bounds_of_pixels_hold_for_glms_images():
     for bounds, patches in (((None, None), 256), ((None, 56 * 56), 16), ((448 * 448, None), 1024)):
         processor = Glm4vImageProcessor(**Glm.processor_arguments(*bounds))
         assert int(processor([image])["image_grid_thw"].prod()) == patches
+
+
+def test_bounds_of_glms_images_leave_its_videos_as_they_are(tmp_path):
+    config, processor, _ = STOCK["glm4v"]()
+    processor.save_pretrained(tmp_path)
+    found = _processor(str(tmp_path), family_of(config), ModelConfig(), DataConfig(max_pixels=56 * 56))
+    assert found.image_processor.size["longest_edge"] == 2 * 56 * 56
+    assert found.video_processor.size == processor.video_processor.size
 
 
 def test_a_family_from_outside_is_one_class_and_one_entry():
