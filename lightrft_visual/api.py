@@ -43,7 +43,7 @@ from .config.given_files import missing_files
 from .config.leaves import names_of
 from .config.load import parse_run
 from .config.spellings import ALGORITHMS, Root
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .given import forget, give, given, is_given, names_given, source_of
 from .runtime.presence import ranks_on_host
 
@@ -205,7 +205,7 @@ class _Trainer:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Copy `Result.checkpoint` to a folder: what `fit` trained, for other programs; of a run that was stopped what
         it is resumed from. Returns it. Of several ranks the first copies, and others of its host that call it wait.
-        Raises ConfigError before `fit`, and for a folder that is there already."""
+        Raises ConfigError before `fit`, and for a folder that is there already; CheckpointError where none came."""
         checkpoint, path, rank = self._result and self._result.checkpoint, Path(path), int(os.environ.get("RANK") or 0)
         if checkpoint is None:
             raise ConfigError("nothing is trained yet: call fit before save")
@@ -220,6 +220,8 @@ class _Trainer:
         ends = time.monotonic() + SAVING_LIMIT
         while rank < ranks_on_host() and not path.is_dir() and time.monotonic() < ends:
             time.sleep(0.1)
+        if rank < ranks_on_host() and not path.is_dir():
+            raise CheckpointError(f"{path} is not there: the first rank has not saved it")
         return path
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from ..config.placement import ResourcesConfig
 from ..config.shared import RewardConfig
 from ..errors import ConfigError, did_you_mean
 from ..given import given, is_given, unique_name
+from ..runtime.packages import is_shipped
 from ..runtime.usercode.calls import LoadedFunction
 from ..runtime.usercode.loading import callable_name, load_reward_fn
 from .batch import Source
@@ -57,14 +58,9 @@ def check_scorer(name: str, settings: Mapping[str, Any]) -> tuple[Callable[..., 
     for key in settings:
         if key not in parameters and not takes_all:
             raise ConfigError(f"scorer {name!r} has no setting {key!r}{did_you_mean(key, parameters)}")
-    if settings and ours(target):
+    if settings and is_shipped(target):
         return target, _typed(name, target, settings)
     return target, settings
-
-
-def ours(target: Callable[..., Any]) -> bool:
-    """Whether a scorer is one of this package."""
-    return target.__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _typed(name: str, target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +102,7 @@ def build_scorer(
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}
     if reward_config is not None:
         of_run: dict[str, Any] = {"reward_config": reward_config}
-        if ours(target):
+        if is_shipped(target):
             of_run["offload"] = reward_config.reward_cpu_offload
         settings = {key: value for key, value in of_run.items() if key in parameters} | settings
     for each in parameters.values():
@@ -378,7 +374,7 @@ class Catalogue:
         if isinstance(scorer, Source):
             return scorer
         bound = scorer.keywords if isinstance(scorer, partial) else {}  # no column takes the place of a setting
-        copies = not ours(find_scorer(entry.key))  # built-in ones only read
+        copies = not is_shipped(find_scorer(entry.key))  # built-in ones only read
         return CallableSource(scorer, entry.name, bound, lenient=self.lenient, copies=copies)
 
     def _on_actors(self, entry: RecipeEntry) -> bool:

@@ -1,8 +1,9 @@
-"""Packages that only some runs need: what for, and the line that installs them."""
+"""Packages that only some runs need: what for, and the line that installs them; and what is of this one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -60,3 +61,8 @@ def needed(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise missing(name) from error
+
+
+def is_shipped(code: Any) -> bool:
+    """Whether a class or function is of this package, and no user's."""
+    return code.__module__.startswith(f"{__name__.partition('.')[0]}.")

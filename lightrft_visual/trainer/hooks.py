@@ -23,6 +23,7 @@ from ..experience.rollouts import Rollouts
 from ..observe.metrics import MetricsAccumulator
 from ..observe.recorder import Record
 from ..runtime.checkpoint.state import Encoder
+from ..runtime.packages import is_shipped
 
 if TYPE_CHECKING:
     from .run_state import RunState
@@ -276,13 +277,13 @@ class Hooks:
     def state_dict(self) -> dict[str, Any]:
         """By the name of each hook; dicts and lists of a user's are copied, as they may change until it is saved."""
         states = {name: (hook, hook.state_dict()) for name, hook in self._named() if hasattr(hook, "state_dict")}
-        return {name: state if _shipped(hook) else _copied(state) for name, (hook, state) in states.items()}
+        return {name: state if is_shipped(type(hook)) else _copied(state) for name, (hook, state) in states.items()}
 
     def check_states(self) -> None:
         """Raise ConfigError for a hook whose state no checkpoint can keep."""
         for name, hook in self._named():
             try:
-                if hasattr(hook, "state_dict") and not _shipped(hook):  # whose states may be large
+                if hasattr(hook, "state_dict") and not is_shipped(type(hook)):  # whose states may be large
                     Encoder().encode(hook.state_dict(), f"state_dict of hook {name}")
             except CheckpointError as error:
                 raise ConfigError(str(error)) from error
@@ -331,10 +332,6 @@ class Hooks:
         default = getattr(StepHook, name)
         found = [getattr(hook, name, default) for hook in self._hooks]
         return [each for each in found if getattr(each, "__func__", each) is not default]
-
-
-def _shipped(hook: Any) -> bool:
-    return type(hook).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def _copied(state: Any) -> Any:
