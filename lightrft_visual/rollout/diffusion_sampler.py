@@ -276,7 +276,9 @@ class DiffusionSampler:
             timesteps = sigmas * TRAIN_TIMESTEPS if config.timesteps is None else torch.tensor(config.timesteps)
             return timesteps.float(), sigmas.float()
         if config.scheduler != "model_default":
-            shift = model.family.flow_shift(latent_shape) if config.flow_shift is None else config.flow_shift
+            shift = config.flow_shift
+            if shift is None:
+                shift = model.family.flow_shift(latent_shape, config.num_steps)
             steps = flow_match_schedule if config.scheduler == "flow_match_euler" else stock_flow_match_schedule
             return steps(config.num_steps, shift)
         return model.family.default_schedule(config.num_steps, latent_shape, config.flow_shift)

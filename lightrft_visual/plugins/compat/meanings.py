@@ -66,7 +66,7 @@ def meant(system: str, verb: str, found: Found, left_out: dict[str, str], whole:
     if verb != "sft" and system in ("verl", "easyr1"):
         if system == "easyr1" and found.keys() & {*OLDER_KL}:
             _kl_of_older_easyr1(found, left_out, whole)
-        if whole or found.keys() & {*KL_SWITCHES}:
+        if whole or found.keys() & {*KL_SWITCHES, *KL_OF_LOSS}:  # without a switch, verl's default is off
             _kl_of_verl(found, left_out, whole, reward=system == "easyr1")
     elif system == "verl":
         _columns_of_verl(found)
@@ -99,7 +99,8 @@ def _drop(found: Found, left_out: dict[str, str], names: Names, why: str) -> Non
 # -- verl and EasyR1 -------------------------------------------------------------------------------------------------
 
 ACTOR = "actor_rollout_ref.actor."
-KL_SWITCHES = ("algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss")
+KL_OF_LOSS = (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type")
+KL_SWITCHES = {"algorithm.disable_kl", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss"}
 OLDER_KL = tuple(f"worker.actor.{end}" for end in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))  # of older EasyR1
 # Losses that average in a way of their own, whatever loss_agg_mode says.
 AVERAGED_BY = dict.fromkeys(("gspo", "sapo", "geo_mean"), "seq-mean-token-mean")
@@ -172,7 +173,6 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: boo
     there = "algorithm.use_kl_loss" if reward else f"{ACTOR}use_kl_loss"
     in_loss = _is(found, there, "true") and not off
     in_reward = (reward and not in_loss or _is(found, "algorithm.use_kl_in_reward", "true")) and not off
-    of_loss = (f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type")
     of_reward = ("algorithm.kl_ctrl.kl_coef",) if reward else ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     if in_loss and in_reward:
         told = "a run here has one KL: that of the loss is taken; for this one leave --use_kl_loss out"
@@ -183,7 +183,7 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: boo
         names = ("algorithm.kl_coef", "algorithm.kl_penalty")
         _drop(found, left_out, names, "disable_kl says that it does not count there")
     if not in_loss:
-        _drop(found, left_out, of_loss, "use_kl_loss says that it does not count there")
+        _drop(found, left_out, KL_OF_LOSS, "use_kl_loss says that it does not count there")
     for name in ("algorithm.disable_kl", "algorithm.use_kl_in_reward", there):
         if _is(found, name, "true", "false"):
             del found[name]
@@ -191,8 +191,8 @@ def _kl_of_verl(found: Found, left_out: dict[str, str], whole: bool, reward: boo
         found["init_kl_coef"] = 0
         return
     found["use_kl_loss"] = in_loss
-    weight = "algorithm.kl_coef" if reward else of_loss[0] if in_loss else of_reward[0]
-    form = "algorithm.kl_penalty" if reward or not in_loss else of_loss[1]
+    weight = "algorithm.kl_coef" if reward else KL_OF_LOSS[0] if in_loss else of_reward[0]
+    form = "algorithm.kl_penalty" if reward or not in_loss else KL_OF_LOSS[1]
     if whole:
         found.setdefault(weight, 0.001)
         found.setdefault(form, "low_var_kl" if in_loss and not reward else "kl")

@@ -43,7 +43,7 @@ CASES = {name: (IMAGE, 3.0) for name in tiny_families.FAMILIES if name != "ltx23
     "qwen_image21": ((64, 64, 1), 3.0),
 }
 VIDEOS = ("wan", "wan_i2v", "wan_two_experts", "hunyuan_video15", "ltx2")
-OF_THEIR_OWN = ("qwen_image21", "qwen_image_edit", "qwen_image_edit_plus")
+OF_THEIR_OWN = ("qwen_image21", "qwen_image_edit", "qwen_image_edit_plus", "sd15")
 TEXT_LENGTHS = {"hunyuan_video15": 400, "ltx2": 32, "ltx23": 32} | dict.fromkeys(OF_THEIR_OWN)  # others: 5
 
 
@@ -63,6 +63,30 @@ def test_every_block_that_attends_has_adapters(name):
             type(block).__name__ for block in blocks if not any("lora_" in n for n, _ in block.named_parameters())
         ]
         assert blocks and not without
+        half = [
+            name
+            for name, each in denoiser.named_modules()
+            if type(getattr(each, "to_out", None)) is torch.nn.Linear and "lora_" in str([*each.state_dict()])
+        ]
+        assert not half
+
+
+def test_a_text_length_where_the_model_has_its_own_is_refused():
+    with pytest.raises(ConfigError, match="StableDiffusionPipeline reads 77 tokens: leave max_sequence_length out"):
+        policy_of("sd15", length=5)
+    assert policy_of("sd15", length=77).family.text_length == 77  # as exported folders have it
+    with pytest.raises(ConfigError, match="reads texts of any length"):
+        policy_of("qwen_image_edit", length=5)
+
+
+def test_flow_match_euler_shifts_as_the_pipeline_does_for_this_number_of_steps():
+    policy = policy_of("flux2")
+    shape = policy.family.latent_shape(*IMAGE)
+    own, plain = (
+        DiffusionSampler(SamplingConfig(num_steps=4, scheduler=name)).schedule(policy, shape)[1]
+        for name in ("model_default", "flow_match_euler")
+    )
+    torch.testing.assert_close(own, plain)
 
 
 def test_texts_that_are_longer_than_what_the_encoder_reads_are_said_once(caplog):

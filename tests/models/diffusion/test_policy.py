@@ -174,7 +174,7 @@ def test_a_given_shift_is_the_stock_schedule_of_that_shift_by_whatever_name_and_
     sigmas = sigmas_of(family, 3.0)
     torch.testing.assert_close(sigmas, stock.sigmas[:-1])
     assert sigmas[-1].item() == pytest.approx(0.0089, abs=1e-4)
-    assert family.flow_shift((8, 8, 8)) == 1.0 and family_with(stock).flow_shift((8,)) == 3.0
+    assert family.flow_shift((8, 8, 8), 4) == 1.0 and family_with(stock).flow_shift((8,), 4) == 3.0
     kind = partial(UniPCMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction")
     one, five = family_with(kind(flow_shift=1.0)), family_with(kind(flow_shift=5.0))
     torch.testing.assert_close(sigmas_of(one, 5.0), sigmas_of(five))

@@ -83,6 +83,9 @@ GRPOTrainer(model=model, args=args, peft_config=LoraConfig(r=16, target_modules=
 python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \\
     algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.002
 """, "algorithm.init_kl_coef=0", {"algorithm.kl_ctrl.kl_coef": "", "actor_rollout_ref.actor.kl_loss_coef": ""}),
+    "a weight of a KL that verl has off unless told": ("verl", "run.sh",
+     "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=0.001\n",
+     "algorithm.init_kl_coef=0", {"actor_rollout_ref.actor.kl_loss_coef": "use_kl_loss says"}),
     "KL of EasyR1 goes with its loss": ("easyr1", "c.yaml",
      "algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}\n",
      "algorithm.use_kl_loss=true algorithm.kl_estimator=k3 algorithm.init_kl_coef=0.01", None),

@@ -79,6 +79,7 @@ class DiffusionFamily(ABC):
     names_sigmas = False  # whether the pipeline always names the sigmas before their shift itself
     left_out = ""  # regular expression of the denoisers' modules and weights that no forward reads: they do not train
     default_text_length: int | None = 256
+    takes_text_length = True  # whether another length than the family's own may be asked for
     text_length_at = ""  # attribute of the pipeline that holds it, where no argument of its call does
     texts_at_once = 1
     takes_first_frame = False
@@ -91,6 +92,9 @@ class DiffusionFamily(ABC):
     uses_negative = True  # whether classifier-free guidance runs a second, unguided forward
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
+        if text_length not in (None, self.default_text_length) and not self.takes_text_length:
+            own = "texts of any length" if self.default_text_length is None else f"{self.default_text_length} tokens"
+            raise ConfigError(f"{type(pipeline).__name__} reads {own}: leave max_sequence_length out")
         self.pipeline = pipeline
         self.text_length = text_length or self.default_text_length
         self.detach_guidance = False  # whether the unguided branch carries no gradient
@@ -271,7 +275,7 @@ class DiffusionFamily(ABC):
             flow_shift: takes the place of the scheduler's shift, in the same schedule; None leaves that.
         """
         if self.evenly_spaced:
-            return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape))
+            return flow_match_schedule(num_steps, flow_shift or self.flow_shift(latent_shape, num_steps))
         scheduler, shifted = self.pipeline.scheduler, {}
         if scheduler.config.get("use_dynamic_shifting"):
             linear = scheduler.config.get("time_shift_type") == "linear"
@@ -292,20 +296,20 @@ class DiffusionFamily(ABC):
             raise ConfigError(f"{other} begins at sigma {first:.3g} > 1")
         return scheduler.timesteps.clone().float(), scheduler.sigmas[:-1].clone().float()
 
-    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+    def flow_shift(self, latent_shape: tuple[int, ...], num_steps: int) -> float:
         """The shift s of sigma -> s sigma / (1 + (s - 1) sigma) that the pipeline's scheduler applies at this size."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return config.get("flow_shift") or config.get("shift") or 1.0
-        mu = self._dynamic_shift(latent_shape)
+        mu = self._dynamic_shift(latent_shape, num_steps)
         return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
 
     def starting_scale(self, sigma: float) -> float:
         """What unit noise is multiplied by to be the latents at the first sigma of a schedule."""
         return 1.0
 
-    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int | None = None) -> float:
-        """num_steps: None for as many as is usual; most schedulers shift alike for all numbers."""
+    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int) -> float:
+        """num_steps: most schedulers shift alike for all numbers."""
         config = self.pipeline.scheduler.config
         return calculate_shift(
             self.image_tokens(latent_shape), config.get("base_image_seq_len", 256),

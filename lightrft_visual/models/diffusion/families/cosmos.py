@@ -72,7 +72,7 @@ class CosmosPredict2(DiffusionFamily):
         sigmas = (edm / (1 + edm)).float()
         return sigmas * 1000, sigmas
 
-    def flow_shift(self, latent_shape: tuple[int, ...]) -> float:
+    def flow_shift(self, latent_shape: tuple[int, ...], num_steps: int) -> float:
         """1: the EDM schedule has none."""
         return 1.0
 

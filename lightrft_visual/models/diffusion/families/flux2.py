@@ -13,7 +13,6 @@ from .base import ATTENTION_TARGETS, DiffusionFamily, decoded, encoded_mean, in_
 
 logger = logging.getLogger(__name__)
 T = torch.Tensor
-USUAL_STEPS = 50  # of the pipeline; its shift depends on them
 
 
 class Flux2Klein(DiffusionFamily):
@@ -29,6 +28,9 @@ class Flux2Klein(DiffusionFamily):
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
         super().__init__(pipeline, text_length)
         self.uses_negative = self.uses_negative and not pipeline.config.get("is_distilled")
+        # By their whole names: a double-stream block's attn.to_out is a list.
+        single = range(len(pipeline.transformer.single_transformer_blocks))
+        self.lora_targets += tuple(f"single_transformer_blocks.{index}.attn.to_out" for index in single)
 
     @in_whole_batches
     def encode_prompts(self, prompts: list[str]) -> Conditions:
@@ -55,8 +57,8 @@ class Flux2Klein(DiffusionFamily):
             logger.warning("%s has an empty negative prompt; the run's was %r", type(pipeline).__name__, negative)
         return super().stock_guidance(pipeline, scale, negative)
 
-    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int | None = None) -> float:
-        return compute_empirical_mu(self.image_tokens(latent_shape), num_steps or USUAL_STEPS)
+    def _dynamic_shift(self, latent_shape: tuple[int, ...], num_steps: int) -> float:
+        return compute_empirical_mu(self.image_tokens(latent_shape), num_steps)
 
     def decode(self, latents: T) -> T:
         """(B, 4 C, h / 2, w / 2) to (B, 3, H, W)."""

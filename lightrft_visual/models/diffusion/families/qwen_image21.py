@@ -19,14 +19,13 @@ class QwenImage21(QwenImage):
     forward takes samples of one text length, so that a sample is what it is alone. Images to edit are not read."""
 
     default_text_length = None
+    takes_text_length = False
     token_area = 1
 
     def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
-        if text_length is not None:
-            raise ConfigError("Qwen-Image 2.1 reads texts at any length: leave max_sequence_length out")
         if pipeline.config.get("sample_sigmas"):
             raise ConfigError("this Qwen-Image 2.1 has sigmas of its own (sample_sigmas), which is not built")
-        super().__init__(pipeline)
+        super().__init__(pipeline, text_length)
 
     @classmethod
     def check(cls, config: DiffusionRunConfig) -> None:

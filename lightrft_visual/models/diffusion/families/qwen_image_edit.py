@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
-from ....errors import ConfigError, DataError
+from ....errors import DataError
 from ....experience.vision import MASK, Conditions
 from .qwen_image import QwenImage
 from .source_tokens import SOURCE_PIXELS, SourceTokens
@@ -24,13 +23,9 @@ class QwenImageEdit(SourceTokens, QwenImage):
     """
 
     default_text_length = None
+    takes_text_length = False
     most_source_images = 1
     read_pixels = SOURCE_PIXELS  # largest area of the images that the text encoder reads
-
-    def __init__(self, pipeline: DiffusionPipeline, text_length: int | None = None) -> None:
-        if text_length is not None:
-            raise ConfigError(f"{type(pipeline).__name__} reads texts at any length: leave max_sequence_length out")
-        super().__init__(pipeline)
 
     def encode_edit(self, prompt: str, images: list[Any]) -> Conditions:
         """context (1, L, D) and mask (1, L) of the text with its images."""

@@ -21,6 +21,7 @@ class StableDiffusion15(DiffusionFamily):
     denoiser_names = ("unet",)
     lora_targets = ATTENTION
     default_text_length = 77
+    takes_text_length = False
     texts_at_once = 8
 
     @in_whole_batches
