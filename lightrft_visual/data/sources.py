@@ -72,9 +72,11 @@ class JsonlSource:
         with open(self._place, "rb") as file:
             found, known = os.fstat(file.fileno()), self._opened
             another = found.st_ino != known.st_ino and found.st_mtime_ns != known.st_mtime_ns  # some mounts number anew
-            if another or found.st_size < known.st_size:
+            offset = self._offsets[row]
+            file.seek(max(offset - 1, 0))
+            moved = offset and file.read(1) != b"\n"  # written anew in place
+            if another or moved or found.st_size < known.st_size:
                 raise DataError(f"{self.name(row)}: {_ANOTHER}", "file replaced")
-            file.seek(self._offsets[row])
             line = file.readline(MAX_ROW_BYTES + 1)
         if len(line) > MAX_ROW_BYTES:
             raise DataError(f"{self.name(row)}: the line is longer than {MAX_ROW_BYTES} bytes", "row too large")

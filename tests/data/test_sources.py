@@ -224,6 +224,14 @@ def test_a_jsonl_file_that_is_another_one_meanwhile_gives_bad_rows_and_one_that_
         source[0]
 
 
+def test_a_jsonl_file_written_anew_in_place_with_longer_lines_gives_bad_rows(tmp_path):
+    path = written(tmp_path, "rows.jsonl", '{"prompt": "a dog"}\n{"prompt": "a cat"}\n')
+    source = open_source(path, "train")
+    path.write_text('{"prompt": "a dog or 2"}\n{"prompt": "a cat"}\n')
+    with pytest.raises(DataError, match="the file is another one than when it was opened"):
+        source[1]
+
+
 def test_groups_of_files_that_are_gone_take_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_free_share", lambda: 0)
     monkeypatch.setattr(sources, "CACHE_BYTES", 120_000)  # two groups
