@@ -63,8 +63,8 @@ def users_reward(function: LoadedFunction) -> PixelReward:
 
 
 def check_scores(found: Any, count: int, name: str) -> tuple[T, T]:
-    """(scores (B), valid (B) bool); of scores alone all are valid. Raises RewardError unless there is one finite score
-    for each valid sample, with a gradient.
+    """(scores (B), valid (B) bool); of scores alone all are valid. Raises RewardError unless there is one score for
+    each sample, with a gradient. Whether they are finite is left to who reads them: the device is not waited for.
 
     Args:
         found: what a `PixelReward` returned.
@@ -81,8 +81,17 @@ def check_scores(found: Any, count: int, name: str) -> tuple[T, T]:
     scores, valid = pair[0], pair[1].bool()
     if scores.shape != (count,) or valid.shape != (count,):
         raise RewardError(f"{name}: {tuple(scores.shape)} scores and {tuple(valid.shape)} marks for {count} samples")
-    if not bool(torch.isfinite(scores.detach()[valid]).all()):
-        raise RewardError(f"{name}: a score that is marked valid is not finite")
-    if bool(valid.any()) and not scores.requires_grad:
+    if not scores.requires_grad and bool(valid.any()):
         raise RewardError(f"{name}: its scores carry no gradient, so there is nothing to learn from")
     return scores, valid
+
+
+def check_finite(scores: T, valid: T, name: str) -> None:
+    """Raise RewardError for a valid score that is not finite.
+
+    Args:
+        scores, valid: (B) each; better on the host, as they are read.
+        name: of the reward, for the error.
+    """
+    if not torch.isfinite(scores[valid]).all():
+        raise RewardError(f"{name}: a score that is marked valid is not finite")

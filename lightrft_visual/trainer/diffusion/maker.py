@@ -23,7 +23,7 @@ from ...experience.rollouts import PromptBatch
 from ...experience.types import ExperienceDiffusion
 from ...models.weight_copies import WeightCopy
 from ...rewards.batch import RewardBatch, RewardOutput, batch_from_media
-from ...rewards.differentiable import PixelReward, check_scores, load_differentiable, with_gradient
+from ...rewards.differentiable import PixelReward, check_finite, check_scores, load_differentiable, with_gradient
 from ...rewards.engine import RewardComputationEngine
 from ...runtime.phase_timer import PhaseTimer
 from ..hooks import Hooks, StepData
@@ -319,7 +319,7 @@ class TrainingReward:
         """
         media = torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
         try:
-            self(media, drawing_batch([sample], [0], first=0))
+            check_finite(*self(media, drawing_batch([sample], [0], first=0)), self.name)
         except RewardError as error:
             raise RewardError(f"{error}\nit was given noise before any model is loaded. {with_gradient()}") from error
 

@@ -30,9 +30,10 @@ from ...experience.buffer import NaiveReplayBuffer
 from ...experience.types import ExperienceDiffusion
 from ...observe.metrics import MetricsAccumulator
 from ...rewards.batch import RewardOutput
+from ...rewards.differentiable import check_finite
 from ...rollout.diffusion_sampler import draw_noise, sample_generators
 from ...runtime import collectives
-from ...runtime.host_copies import to_device
+from ...runtime.host_copies import HostCopies, to_device
 from ...runtime.train_engine import StepResult, TrainEngine
 from .maker import Drawn
 from .stages import DiffusionSampling, DrawingBatch, Graphed
@@ -246,7 +247,7 @@ class RewardUpdate:
             epoch: pass over the step's samples; each draws noise of its own.
             metrics: what those of the loss are added to.
         """
-        drawn: list[tuple[T, T, T]] = []  # media (B, 3, …), scores (B), valid (B) bool
+        drawn, host = [], HostCopies()  # media (B, 3, …) and scores (B) on the host, valid (B) bool where it is
         self.sampling.remember(requests)
         total, purpose = float(len(requests) * collectives.world_size()), f"noise/{epoch}" if epoch else "noise"
         for start in range(0, len(requests), self.micro_batch_size):
@@ -255,12 +256,14 @@ class RewardUpdate:
             schedule = self.sampling.sampler.schedule(self.sampling.model, self.sampling.latent_shape)
             noise = self._starting_noise(part, conditions, step, purpose)
             noise = noise * self.sampling.model.family.starting_scale(float(schedule[1][0]))
-            reward = partial(self._differentiable, part, drawn)
+            reward = partial(self._differentiable, part, drawn, host)
             outputs = self.loss.loss(context, noise, conditions, schedule, reward, total)
             last = start + self.micro_batch_size >= len(requests)
             _add_loss(metrics, outputs, drawn[-1][2].sum(), last, first=True)
             self.engine.accumulate(outputs.loss, last)
-        media, scores, valid = (torch.cat(parts) for parts in zip(*drawn))
+        host.wait()
+        media, scores, valid = (torch.cat(parts).cpu() for parts in zip(*drawn))
+        check_finite(scores, valid, "the differentiable reward")
         return self.engine.step(), Drawn(requests, [], media, RewardOutput(scores, {}, valid), policy_version=step)
 
     def _starting_noise(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> T:
@@ -270,9 +273,11 @@ class RewardUpdate:
         generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
         return draw_noise(batch.latent_shape, generators, torch.float32, self.sampling.model.policy.device)
 
-    def _differentiable(self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], media: T) -> DifferentiableScore:
+    def _differentiable(
+        self, requests: DrawingBatch, drawn: list[tuple[T, T, T]], host: HostCopies, media: T
+    ) -> DifferentiableScore:
         scored = self.score(media, requests)
-        drawn.append((media.detach().clamp(0, 1).cpu(), scored.scores.detach().cpu(), scored.valid.cpu()))
+        drawn.append((host.of(media.detach().clamp(0, 1)), host.of(scored.scores), scored.valid))
         return scored
 
 

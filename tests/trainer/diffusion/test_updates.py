@@ -22,7 +22,7 @@ from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.data.prompts import PromptRow
-from lightrft_visual.errors import ConfigError
+from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.experience.buffer import NaiveReplayBuffer
 from lightrft_visual.experience.diffusion_sampling import DiffusionBatch, NoiseConfig, SamplingConfig
 from lightrft_visual.models.diffusion.opening import family_of
@@ -91,27 +91,44 @@ class OfScores:
         return LossOutputs(-scored.scores.sum() / denominator, means={"reward": weighted_mean(*scored)})
 
 
+def reward_update(batch, *scores: tuple[list[float], list[bool]]) -> RewardUpdate:
+    """Of micro-batches of two; batch: makes noise. scores: and which are valid, of each micro-batch."""
+    found = iter([DifferentiableScore(torch.tensor(each), torch.tensor(valid)) for each, valid in scores])
+    sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
+    sampling = SimpleNamespace(
+        remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
+        model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
+        batch=batch,
+    )  # fmt: skip
+    engine = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None)
+    return RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(found), 0, 2)
+
+
 @pytest.mark.parametrize("epoch, purpose", [(0, "noise"), (1, "noise/1")])
 def test_means_of_a_reward_update_are_over_its_valid_samples_and_each_pass_has_its_own_noise(epoch, purpose):
     """One of two in the first micro-batch, two in the second."""
-    purposes = []
+    purposes, metrics = [], MetricsAccumulator()
 
     def drawn(part, conditions, step, purpose):
         purposes.append(purpose)
         return SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2))
 
-    scores = iter([DifferentiableScore(torch.tensor([0.8, 0.0]), torch.tensor([True, False])),
-                   DifferentiableScore(torch.tensor([0.2, 0.5]), torch.tensor([True, True]))])  # fmt: skip
-    sampler = SimpleNamespace(schedule=lambda *model: (torch.ones(1), torch.ones(1)))
-    sampling = SimpleNamespace(
-        remember=lambda requests: None, conditions=lambda part: {}, sampler=sampler, latent_shape=(1,),
-        model=SimpleNamespace(family=SimpleNamespace(starting_scale=lambda sigma: 1.0)),
-        batch=drawn,
-    )  # fmt: skip
-    engine, metrics = SimpleNamespace(accumulate=lambda loss, last: None, step=lambda: None), MetricsAccumulator()
-    update = RewardUpdate(engine, sampling, OfScores(), lambda media, requests: next(scores), 0, 2)
+    update = reward_update(drawn, ([0.8, 0.0], [True, False]), ([0.2, 0.5], [True, True]))
     update.step(drawing_batch([PromptRow("red", [])] * 4, [0, 1, 2, 3], 0), None, 0, epoch, metrics)
     assert metrics.reduce()["reward"] == pytest.approx((0.8 + 0.2 + 0.5) / 3) and purposes == [purpose] * 2
+
+
+def test_a_valid_score_that_is_not_finite_ends_a_reward_update_before_its_step():
+    def drawn(part, *rest):
+        return SimpleNamespace(latents=torch.zeros(len(part), 3, 2, 2))
+
+    samples = drawing_batch([PromptRow("red", [])] * 2, [0, 1], 0)
+    update = reward_update(drawn, ([0.8, float("nan")], [True, False]))
+    assert update.step(samples, None, 0, 0, MetricsAccumulator())[1].valid.tolist() == [True, False]
+    update = reward_update(drawn, ([0.8, float("nan")], [True, True]))
+    update.engine.step = None
+    with pytest.raises(RewardError, match="a score that is marked valid is not finite"):
+        update.step(samples, None, 0, 0, MetricsAccumulator())
 
 
 class Gives(FlowGRPO):
