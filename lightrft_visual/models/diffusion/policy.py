@@ -205,8 +205,8 @@ class DiffusionPolicy(nn.Module):
         return negative is not None and self.family.uses_negative
 
     @torch.no_grad()
-    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> dict[str, T]:
-        """Conditions (B, …) of first frames, to be merged with those of the prompts; image-to-video only.
+    def encode_first_frames(self, images: list[Any], height: int, width: int, frames: int) -> list[Conditions]:
+        """Conditions (1, …) of B first frames, to be merged with those of the prompts; image-to-video only.
 
         Each image is encoded once and by itself, and remembered as prompts are: its samples and later steps have it.
 
@@ -219,7 +219,7 @@ class DiffusionPolicy(nn.Module):
                 key: self._encoded.get(key, partial(self.family.encode_first_frames, [image], height, width, frames))
                 for key, image in different.items()
             }
-        return stacked([encoded[_digest(image), height, width, frames] for image in images], self.device)
+        return [encoded[_digest(image), height, width, frames] for image in images]
 
     @torch.no_grad()
     def encode_edits(
@@ -271,8 +271,15 @@ class DiffusionPolicy(nn.Module):
             self.family.pipeline.vae.to(self.device)  # backward needs it too: it leaves after the next plain decoding
             with self._kept_activations():
                 return in_parts(self.family.decode, latents)
+        (media,) = self.decode_each([latents])
+        return media
+
+    @torch.no_grad()
+    def decode_each(self, latents: Iterable[T]) -> Iterator[T]:
+        """`decode` of one after the other, in one stay of the VAE on the device."""
         with self._at_work("vae"):
-            return in_parts(self.family.decode, latents)
+            for each in latents:
+                yield in_parts(self.family.decode, each)
 
     @contextmanager
     def _at_work(self, *names: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from ...algorithms.diffusion.denoising_batch import first_share
 from ...config.diffusion import DiffusionRunConfig, DiffusionSamplingConfig
 from ...config.placement import GIB
-from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, KeptSteps
+from ...experience.diffusion_sampling import TRAIN_TIMESTEPS, DiffusionBatch, KeptSteps, SamplingResult
 from ...experience.types import ExperienceDiffusion
 from ...experience.vision import Conditions, stacked
 from ...models.diffusion.policy import DiffusionPolicy
@@ -186,12 +186,15 @@ class DiffusionSampling:
 
     def conditions(self, requests: DrawingBatch) -> dict[str, T]:
         """Embedded prompts, the negative one under guidance, and images where the family takes them."""
-        return stacked(self.shared(requests), self.model.policy.device) | self._first_frames(requests)
+        return self._on_device(self.shared(requests)) | self._on_device(self._first_frames(requests))
 
-    def _first_frames(self, requests: DrawingBatch) -> dict[str, T]:
+    def _on_device(self, conditions: list[Conditions]) -> Conditions:
+        return stacked(conditions, self.model.policy.device)
+
+    def _first_frames(self, requests: DrawingBatch) -> list[Conditions]:
         s, policy = self.settings, self.model.policy
         if not policy.family.takes_first_frame:
-            return {}
+            return [{}] * len(requests)
         first = [images[0] for images in requests.images]
         return policy.encode_first_frames(first, s.height, s.width, s.num_frames)
 
@@ -226,13 +229,21 @@ class DiffusionSampling:
             graphs: which of them are kept for the update, if any; the first call with them is a collective. Those of
                 edits are not: their conditions differ in size from sample to sample.
         """
-        size, host, shared = self.settings.micro_rollout_batch_size, HostCopies(), self.shared(requests)
+        policy, size, host = self.model.policy, self.settings.micro_rollout_batch_size, HostCopies()
+        shared, frames = self.shared(requests), self._first_frames(requests)
         graphs = None if self.edits else graphs
         if graphs is not None and not graphs.fit(partial(self._one_forward, requests), len(requests), self.sampler):
             graphs = None
-        drawn = []
+        made = []
         for part in (slice(start, start + size) for start in range(0, len(requests), size)):
-            drawn.append(self._micro(requests.select(part), shared[part], step, purpose, host, graphs))
+            own = self._on_device(frames[part])
+            result = self._sampled(requests.select(part), self._on_device(shared[part]) | own, step, purpose, graphs)
+            made.append((result, own, shared[part]))
+        decoded = policy.decode_each(result.latents for result, _, _ in made)
+        drawn = [
+            Sampled(result, own, host.of(media.clamp(0, 1)), step, refers)
+            for media, (result, own, refers) in zip(decoded, made)
+        ]
         host.wait()
         return drawn
 
@@ -245,23 +256,14 @@ class DiffusionSampling:
         return policy.velocity(latents, times, batch.conditions, batch.guidance_scale)
 
     @torch.no_grad()
-    def _micro(
-        self,
-        requests: DrawingBatch,
-        shared: list[Conditions],
-        step: int,
-        purpose: str,
-        host: HostCopies,
-        graphs: RolloutGraphs | None = None,
-    ) -> Sampled:
-        own = self._first_frames(requests)
-        batch = self.batch(requests, stacked(shared, self.model.policy.device) | own, step, purpose)
+    def _sampled(
+        self, requests: DrawingBatch, conditions: Conditions, step: int, purpose: str, graphs: RolloutGraphs | None
+    ) -> SamplingResult:
+        batch = self.batch(requests, conditions, step, purpose)
         generators = sample_generators(self.run_seed, step, requests.sample_ids.tolist(), purpose)
         start = window_start(self.sampler.config.moving_steps, self.sampler.noise, self.run_seed, step)
         keep = () if graphs is None else graphs.steps(self.sampler, start)
-        result = self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
-        media = host.of(self.model.policy.decode(result.latents).clamp(0, 1))
-        return Sampled(result, own, media, step, shared)
+        return self.sampler.sample(self.model, batch, generator=generators, window=start, keep=keep)
 
     def batch(self, requests: DrawingBatch, conditions: dict[str, T], step: int, purpose: str) -> DiffusionBatch:
         """The sampler's input; with same_latent every sample of a prompt starts from the prompt's own noise.

@@ -119,7 +119,7 @@ def conditions_of(policy, name, negative=""):
     conditions = policy.encode_prompts(PROMPTS, negative if policy.family.uses_negative else None)
     if policy.family.takes_first_frame:
         frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "blue")]
-        conditions |= policy.encode_first_frames(frames, *CASES[name][0])
+        conditions |= stacked(policy.encode_first_frames(frames, *CASES[name][0]), policy.device)
     return conditions
 
 

@@ -73,17 +73,20 @@ def test_encoders_and_the_decoder_are_on_the_device_for_their_turns_only(monkeyp
     policy.decode(latents)
     policy.decode(latents.requires_grad_())  # stays for the backward pass
     assert turns == [*encoders, ("vae", True)]
+    turns.clear()
+    assert [len(each) for each in policy.decode_each([latents.detach(), latents.detach()])] == [1, 1]
+    assert turns == [("vae", True)]  # of a step's micro-batches together
 
 
 def test_a_first_frame_is_encoded_once_however_often_it_is_asked_for(monkeypatch):
     policy = DiffusionPolicy(family_of(tiny_families.wan_i2v(), 5))
     seen = recorded(monkeypatch, policy.family, "encode_first_frames")
     red, blue = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
-    both = policy.encode_first_frames([red, blue, red.copy()], 32, 32, 5)
-    assert torch.equal(both["first_frame"][0], both["first_frame"][2])
-    assert not torch.equal(both["first_frame"][0], both["first_frame"][1])
-    later = policy.encode_first_frames([blue.copy()], 32, 32, 5)
-    assert sum(seen) == 2 and all(torch.equal(later[name], both[name][1:2]) for name in both)
+    one, other, same = policy.encode_first_frames([red, blue, red.copy()], 32, 32, 5)
+    assert torch.equal(one["first_frame"], same["first_frame"])
+    assert not torch.equal(one["first_frame"], other["first_frame"])
+    (later,) = policy.encode_first_frames([blue.copy()], 32, 32, 5)
+    assert sum(seen) == 2 and all(torch.equal(later[name], other[name]) for name in other)
     policy.encode_first_frames([blue], 32, 32, 9)
     assert sum(seen) == 3  # of another length of video
 
