@@ -263,18 +263,14 @@ def _reward_entry(reward: Any) -> tuple[str, str, str]:
 # -- loaded models ---------------------------------------------------------------------------------------------------
 
 
-_LENT: set[Path] = set()  # folders of `saved` that this process holds
+_LENT: set[Path] = set()  # folders of `written_once` that this process holds
 
 
 @contextmanager
 def saved(model: Any, processor: Any = None) -> Iterator[Path]:
-    """Inside, a loaded model or pipeline lies in a folder of the cache that what it is names; it is removed afterwards.
-
-    The first rank of a host writes it, the others wait. Raises ConfigError for layers of peft, and without a processor.
-    """
+    """Inside, a loaded model or pipeline lies in a folder, as of `written_once`. Raises ConfigError for layers of peft,
+    and without a processor."""
     import torch
-
-    from .runtime.files import FolderLock, cache_root
 
     for name, part in (getattr(model, "components", None) or {"model": model}).items():
         layers = part.modules() if isinstance(part, torch.nn.Module) else ()  # deleted adapters leave some of peft
@@ -286,9 +282,25 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
         logging.getLogger(__name__).warning("%s, which loads a copy: give it on the CPU", told)
     if not hasattr(model, "components") and processor is None:
         raise ConfigError("a loaded model comes with its processor (or tokenizer): model=(model, processor)")
+
+    def write(folder: Path) -> None:
+        for part in (model, processor):
+            if part is not None:
+                part.save_pretrained(folder)
+
+    with written_once(_digest(model, processor), write) as folder:
+        yield folder
+
+
+@contextmanager
+def written_once(name: str, write: Callable[[Path], None]) -> Iterator[Path]:
+    """Inside, a folder of the cache holds what `write` puts there: by the first rank of a host, the others wait. It is
+    removed afterwards. name: says what is in it, without a hyphen."""
+    from .runtime.files import FolderLock, cache_root
+
     run = os.getpid() if ranks_started() == 1 else os.environ.get("MASTER_PORT", "")
     # Neither another run nor another host, with which the cache may be shared, removes it.
-    own = cache_root() / "given" / f"{_digest(model, processor)}-{socket.gethostname()}-{run}"
+    own = cache_root() / "given" / f"{name}-{socket.gethostname()}-{run}"
     folder, first = own / "model", ranks_started() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
     first = first and own not in _LENT  # by this process, as to a run whose callback evaluates the same model
     lock = FolderLock.take(own, "model copy") if first else None
@@ -299,9 +311,7 @@ def saved(model: Any, processor: Any = None) -> Iterator[Path]:
             _remove_left(own)
         if first and not folder.is_dir():
             staging = Path(tempfile.mkdtemp(dir=own))
-            for part in (model, processor):
-                if part is not None:
-                    part.save_pretrained(staging)
+            write(staging)
             os.replace(staging, folder)
         ends = time.monotonic() + SAVING_LIMIT
         while not folder.is_dir() and time.monotonic() < ends:

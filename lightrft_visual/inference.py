@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from .api import FlowGRPOTrainer, GRPOTrainer
-from .arguments import data_of, saved, split_of
+from .arguments import data_of, saved, split_of, written_once
 from .config import registry
 from .config.diffusion import PARTS, lora_folders
 from .config.recipes import SUFFIXES, load_plugins
@@ -94,18 +95,25 @@ class Checkpoint:
         return ((self.run.get("data") or {}).get("image_key") or "input_image") if self.draws else "images"
 
     @contextmanager
-    def model(self, scratch: str) -> Iterator[str]:
-        """The folder of the model; adapters of a pipeline are joined with their base in `scratch`."""
+    def model(self) -> Iterator[str]:
+        """The folder of the model; adapters of a pipeline are joined with their base, once on a host."""
         if not self.adapted:
             yield self.path
             return
         from .models.diffusion.opening import save_text_length
 
-        folder = os.path.join(scratch, "pipeline")
-        self.pipeline(complete=False).save_pretrained(folder)
-        if (length := self.text_length()) is not None:
-            save_text_length(folder, length)
-        yield folder
+        bf16 = self.run.get("model", {}).get("bf16", False)
+
+        def write(folder: Path) -> None:
+            self.pipeline(bf16, complete=False).save_pretrained(folder)
+            if (length := self.text_length()) is not None:
+                save_text_length(os.fspath(folder), length)
+
+        files = [(os.fspath(each), each.stat().st_mtime_ns) for each in sorted(Path(self.path).resolve().rglob("*"))]
+        base = self._trained_on()
+        told = f"{base if isinstance(base, str) else type(base).__name__} {bf16} {files}"
+        with written_once(hashlib.sha256(told.encode()).hexdigest()[:32], write) as folder:
+            yield os.fspath(folder)
 
     def pipeline(self, bf16: bool = False, complete: bool = True) -> Any:
         """The diffusers pipeline, adapters joined with their base; complete: also with what only its own call needs.
@@ -197,7 +205,7 @@ def _configured(
         raise ConfigError("config is of a trainer: give settings by their names, or a recipe as suite")
     with ExitStack() as lent:
         scratch = lent.enter_context(tempfile.TemporaryDirectory(prefix="lightrft_visual_"))
-        model = lent.enter_context(checkpoint.model(scratch))
+        model = lent.enter_context(checkpoint.model())
         own: dict[str, Any] = NO_TRAINING | {"output_dir": os.path.join(scratch, "run")}
         if checkpoint.resumable and "algorithm" not in checkpoint.run:
             raise ConfigError(f"{checkpoint.path} is a checkpoint of a supervised run: name its checkpoint-final")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed.accelerator
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from PIL import Image
+from safetensors.torch import load_file
 
 from lightrft_visual import inference, sample
 from lightrft_visual.cli import cli
@@ -130,7 +132,7 @@ def test_cosmos_is_evaluated_without_its_guardrails_and_draws_with_them_alone(tm
     pipeline = tiny_families.cosmos()
     assert _as_in_the_run(pipeline, {"guidance_scale": 3.0})["guidance_scale"] == 2.0
     DiffusionPolicy(family_of(pipeline, 5), LoraSettings(rank=2)).save_lora(tmp_path / "adapters")
-    with Checkpoint.of(tmp_path / "adapters", str(final)).model(str(tmp_path)) as joined:
+    with Checkpoint.of(tmp_path / "adapters", str(final)).model() as joined:
         assert DiffusionPolicy.from_pretrained(joined).latent_shape(32, 32) == (16, 1, 4, 4)
     with pytest.raises(ConfigError, match="pip install cosmos_guardrail"):
         sample(final, ["a red ball"])
@@ -386,7 +388,7 @@ def test_adapters_of_either_expert_alone_are_sampled_and_evaluated_as_they_were_
     (found,) = sample(tmp_path / "checkpoint-final", ["a red ball"], **asked)[0]
     untrained = evaluated(DiffusionPolicy(family_of(base, 5)), "flow_match_euler", 1.0, latents)
     assert 3 * (found.transpose(0, 1) - wanted).abs().max() < (untrained - wanted).abs().max()
-    with Checkpoint.of(tmp_path / "checkpoint-final", asked["base"]).model(str(tmp_path)) as joined:
+    with Checkpoint.of(tmp_path / "checkpoint-final", asked["base"]).model() as joined:
         read = evaluated(DiffusionPolicy.from_pretrained(joined), "flow_match_euler", 1.0, latents)
     torch.testing.assert_close(read, wanted, rtol=0, atol=1e-3)
 
@@ -397,12 +399,31 @@ def test_adapters_of_a_model_given_by_its_parts_are_joined_with_them(tmp_path):
     DiffusionPolicy.from_pretrained(str(tmp_path / "paths.json"), **given).save_lora(tmp_path / "checkpoint-final")
     model = {"pretrain": str(tmp_path / "paths.json"), "tokenizer_path": given["tokenizer"]}
     (tmp_path / "config.resolved.yaml").write_text(json.dumps({"sampling": {}, "model": model}))
-    with Checkpoint.of(tmp_path / "checkpoint-final").model(str(tmp_path / "scratch")) as joined:
+    with Checkpoint.of(tmp_path / "checkpoint-final").model() as joined:
         found = DiffusionPipeline.from_pretrained(joined)
     assert type(found).__name__ == "WanImageToVideoPipeline" and found.config.boundary_ratio == 0.9
     size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
     (videos,) = sample(tmp_path / "checkpoint-final", ["a"], images=[Image.new("RGB", (32, 32), "red")], **size)
     assert len(videos[0]) == 5
+
+
+def test_adapters_are_joined_once_on_a_host_in_the_precision_of_the_run(tmp_path, monkeypatch):
+    trained("qwen_image").save_lora(tmp_path / "checkpoint-final")
+    base = tiny_families.pipeline_of("qwen_image")
+    run = {"sampling": {}, "model": {"bf16": True}}
+    (tmp_path / "config.resolved.yaml").write_text(json.dumps(run))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29501"}.items():
+        monkeypatch.setenv(name, value)
+    checkpoint = Checkpoint.of(tmp_path / "checkpoint-final", base)
+    with checkpoint.model() as joined:
+        (weights,) = Path(joined, "transformer").glob("*.safetensors")
+        assert {each.dtype for each in load_file(weights).values()} == {torch.bfloat16}
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setattr(Checkpoint, "pipeline", None)
+        with checkpoint.model() as found:
+            assert found == joined
+        assert Path(joined).is_dir()
+    assert not Path(joined).exists()
 
 
 @pytest.mark.parametrize("loaded", [True, False])

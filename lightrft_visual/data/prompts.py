@@ -137,6 +137,7 @@ class PromptDataset:
             self._reserved = self.checks.media.reserved(model_input)
             self._check_system_prompt()
         self._sources: list[RowSource] = [open_source(path, split) for path in paths]
+        collectives.meet()  # hosts that share no cache fetch models and data in times of their own
         self._check_alike(f"{[len(source) for source in self._sources]} rows")
         self._rows: list[tuple[int, int]] = []  # source, row in it
         self._read: list[int] = []  # rows of each source that were looked at, up to the last one taken

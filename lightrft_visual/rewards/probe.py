@@ -138,6 +138,7 @@ def probed(
             found = _Probe(config, data, batch_of, frozenset(known)).run()
         except LightRFTVisualError as error:
             found = error
+    collectives.meet()  # a first call may load a model, and a broadcast has a time limit
     found = collectives.broadcast_object(found)
     if isinstance(found, LightRFTVisualError):
         raise found

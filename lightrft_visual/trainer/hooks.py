@@ -176,6 +176,7 @@ def _through(name: str, waits: bool = False) -> Any:
 
     def call_all(hooks: Hooks, value: V, waits: bool = waits) -> V:
         begun_by = next(filter(None, (getattr(hook, f"before_{name}", "") for hook in hooks)), "")
+        drawn = len(value) if isinstance(value, Rollouts) else 0
         for call in hooks.calls(name):
             given, before = value, _parts(value) if begun_by else []
             try:
@@ -187,6 +188,8 @@ def _through(name: str, waits: bool = False) -> Any:
             if not isinstance(value, type(given)):
                 told = f"{call.__qualname__} returned {type(value).__name__}; it returns"
                 raise TypeError(f"{told} its argument or what replaces it, a {type(given).__name__}")
+            if drawn and not value:
+                raise ConfigError(f"{call.__qualname__} keeps no rollout of this rank: use leave_out")
             if isinstance(value, Rollouts) and value is not given:
                 value.follow(given)
             if begun_by and [*map(id, before)] != [*map(id, _parts(value))]:
@@ -314,6 +317,12 @@ class Hooks:
             if joined.get(name) is not None and hasattr(hook, "state_of_ranks"):
                 joined[name] = hook.state_of_ranks([state[name] for state in states])
         return joined
+
+    @property
+    def may_keep_fewer(self) -> bool:
+        """Whether a user's hook may have kept other numbers of rollouts on other ranks; alike on all."""
+        users = Hooks([each for each in self._hooks if not is_shipped(type(each))])
+        return bool(users.calls("on_rollouts") or users.calls("on_scores"))
 
     def close(self) -> None:
         """See `StepHook.close`."""

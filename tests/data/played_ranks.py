@@ -30,5 +30,6 @@ def played(monkeypatch, ranks: int, work: Callable[[int], Any]) -> list[Any]:
     monkeypatch.setattr(collectives, "rank", lambda: getattr(own, "rank", 0))
     monkeypatch.setattr(collectives, "all_gather_object", gather)
     monkeypatch.setattr(collectives, "broadcast_object", lambda value: gather(value)[0])
+    monkeypatch.setattr(collectives, "meet", lambda: gather(None))
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(on, range(ranks)))

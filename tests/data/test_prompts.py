@@ -143,6 +143,18 @@ def test_max_rows_counts_good_rows_of_each_file(folder, jsonl):
     assert dataset[2].source == f"{jsonl}:1"  # files follow each other
 
 
+def test_ranks_that_have_opened_their_data_meet_without_a_time_limit_before_they_tell_each_other(jsonl, monkeypatch):
+    """A host without a cache of its own fetches them first."""
+    told = []
+    for owner, name in (
+        (prompts_module, "open_source"), (collectives, "meet"), (collectives, "all_gather_object"),
+    ):  # fmt: skip
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, n=name, plain=plain: told.append(n) or plain(*given))
+    open_rows(jsonl)
+    assert told[:3] == ["open_source", "meet", "all_gather_object"] and told.count("meet") == 1
+
+
 @pytest.mark.parametrize(("videos", "counts"), [([], (2, 18, 34, 40)), (["a.mp4"], range(2, 41, 2))])
 def test_checks_of_many_rows_say_how_far_they_are_and_ranks_meet_sooner_where_there_are_videos(
     folder, monkeypatch, caplog, videos, counts

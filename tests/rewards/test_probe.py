@@ -60,6 +60,17 @@ def functions(tmp_path):
     return path
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_probed_ranks_wait_for_the_one_that_asks_without_a_time_limit(asks, functions, monkeypatch):
+    """A first call may load a model for longer than a broadcast waits."""
+    told = []
+    monkeypatch.setattr(probe.collectives, "is_rank_0", lambda: asks)
+    monkeypatch.setattr(probe.collectives, "meet", lambda: told.append("meets"))
+    monkeypatch.setattr(probe.collectives, "broadcast_object", lambda found: told.append("is told") or found)
+    ask(reward_fn=f"{functions}:good")
+    assert told == ["meets", "is told"]
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_wrong_function_is_refused_with_its_line_and_the_sample(name, functions):
     started = time.monotonic()

@@ -94,7 +94,7 @@ def _joined(parts: list[dict[str, T]], everyone: list[tuple], fill: float) -> di
     names = dict.fromkeys(name for part in parts for name in part)
     return {
         name: torch.cat(
-            [part[name].cpu() if name in part else torch.full((len(of[0]),), fill) for part, of in zip(parts, everyone)]
+            [part[name] if name in part else torch.full((len(of[0]),), fill) for part, of in zip(parts, everyone)]
         )
         for name in names
     }

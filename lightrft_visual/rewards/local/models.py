@@ -42,7 +42,10 @@ def dividing(strategy: Any) -> DeepspeedStrategy | None:
 def loading(strategy: Any) -> AbstractContextManager[None]:
     """Around the loading of a reward model: divided from the first byte where the run divides models."""
     divided = dividing(strategy)
-    return nullcontext() if divided is None else divided.loading()
+    if divided is None:
+        return nullcontext()
+    collectives.meet()  # hosts that share no cache have fetched it in times of their own
+    return divided.loading()
 
 
 BATCH_SIZE = 8

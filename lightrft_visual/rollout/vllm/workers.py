@@ -35,8 +35,9 @@ class PromptSharing:
 
     def share(self, prompts: Sequence[PromptFeatures]) -> tuple[list[PromptFeatures], slice]:
         """(prompts of the whole group, where this rank's are among them). What no engine reads stays behind: patches,
-        as engines make theirs, and what only rewards ask for."""
-        own = [replace(each, vision=VisionTensors(), reference=None, label=None, metadata={}) for each in prompts]
+        as engines make theirs, what only rewards ask for, and variants, which are asked for in calls of their own."""
+        unread = {"vision": VisionTensors(), "reference": None, "label": None, "metadata": {}, "variants": []}
+        own = [replace(each, **unread) for each in prompts]
         if self.group is None:
             return own, slice(0, len(own))
         gathered = collectives.all_gather_object(own, self.group)

@@ -37,6 +37,7 @@ from ...runtime import collectives
 from ...runtime.checkpoint.same_model import check_model, fingerprint
 from ...runtime.deepspeed import DeepspeedStrategy, OptimizerSettings
 from ...runtime.files import FolderLock
+from ...runtime.hub import fetch_model
 from ...runtime.start_up import log_stage
 from ...runtime.train_engine import TrainEngine
 from ..loop import LoopSettings
@@ -190,6 +191,7 @@ def _rewards(
         references=judged[0].has_references if judged else None,
         labels_cut_away=lambda: set().union(*(each.labels_cut_away() for each in scored)),
     )
+    collectives.meet()  # as `data/prompts.py` does, for models of rewards
     if config.algorithm.gdpo:
         rewards.require_weights("gdpo")
     return rewards
@@ -328,17 +330,9 @@ def _total_steps(config: DiffusionRunConfig, prompts: int) -> int:
 
 
 def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) -> tuple[DiffusionPolicy, TrainEngine]:
-    model = config.model
-    policy = DiffusionPolicy.from_pretrained(
-        registry.pipeline_folder(model.pretrain, model.family),
-        lora=LoraSettings.from_config(model),
-        dtype=strategy.dtype,
-        trainable=model.trained_denoisers,
-        text_length=model.max_sequence_length,
-        family=model.family,
-        divide=strategy.divide,
-        tokenizer=model.tokenizer_path,
-    )
+    model, lora = config.model, LoraSettings.from_config(config.model)
+    divided = {"trainable": model.trained_denoisers, "divide": strategy.divide}
+    policy = _loaded(config, strategy, model.pretrain, lora=lora, **divided)
     if algorithm.trains_on == "reward" or len(policy.denoisers) > 1:
         policy.train_only(_trained_experts(config, policy))
     policy.family.follow(config)
@@ -354,6 +348,17 @@ def _policy(config, strategy: DeepspeedStrategy, algorithm, total_steps: int) ->
     if config.algorithm.beta > 0 or algorithm.reference:
         policy.keep_reference()
     return policy, engine
+
+
+def _loaded(config: DiffusionRunConfig, strategy: DeepspeedStrategy, name: str, **own: Any) -> DiffusionPolicy:
+    """A pipeline of the run, on the host. A collective. own: what is not of the run."""
+    model, path = config.model, registry.pipeline_folder(name, config.model.family)
+    fetch_model(path)
+    collectives.meet()  # as `data/prompts.py` does; divided models then load together
+    return DiffusionPolicy.from_pretrained(
+        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family,
+        tokenizer=model.tokenizer_path, **own,
+    )  # fmt: skip
 
 
 def _trained_experts(config: DiffusionRunConfig, policy: DiffusionPolicy) -> set[str]:
@@ -420,6 +425,7 @@ def _gold(
         columns=set().union(*(each.columns for each in sets)),
         references=any(each.has_references for each in sets),
     )
+    collectives.meet()
     if held_out is None or task is None or task.sets is None:
         return DrawingGold(rewards)
     return load_target(task.sets)(rewards, held_out)
@@ -447,11 +453,7 @@ def load_teacher(
         return None
     folder = Path(model.teacher_pretrain)
     adapters = bool(lora_folders(folder)) and not (folder / DiffusionPipeline.config_name).is_file()
-    path = registry.pipeline_folder(model.pretrain if adapters else model.teacher_pretrain, model.family)
-    teacher = DiffusionPolicy.from_pretrained(
-        path, dtype=strategy.dtype, text_length=model.max_sequence_length, family=model.family,
-        tokenizer=model.tokenizer_path,
-    )  # fmt: skip
+    teacher = _loaded(config, strategy, model.pretrain if adapters else model.teacher_pretrain)
     if type(teacher.family) is not type(policy.family):
         raise ConfigError(
             f"teacher_pretrain {model.teacher_pretrain} is of family {type(teacher.family).__name__}, the model of "

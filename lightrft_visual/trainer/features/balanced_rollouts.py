@@ -56,7 +56,7 @@ class BalancedRolloutsHook(StepHook):
         self._own = requests
         self._dealt = deal([list(map(self.expected, labels)) for labels, _ in told])
         # What no engine reads stays at home.
-        sent = [replace(each, reference=None, metadata={}, messages=None) for each in requests]
+        sent = [replace(each, reference=None, metadata={}) for each in requests]
         outgoing = [[sent[i] for home, i in each if home == collectives.rank()] for each in self._dealt]
         arrived = [iter(each) for each in collectives.exchange_objects(outgoing)]
         taken = [next(arrived[home]) for home, _ in self._dealt[collectives.rank()]]
@@ -100,6 +100,14 @@ class BalancedRolloutsHook(StepHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.means, self._seen = dict(state["means"]), dict(state["seen"])
+
+    def state_of_ranks(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All that was seen counts once: rank 0 tells it."""
+        seen: dict[str | None, tuple[int, int]] = {}
+        for label, (tokens, responses) in (pair for state in states for pair in state["seen"].items()):
+            before = seen.get(label, (0, 0))
+            seen[label] = before[0] + tokens, before[1] + responses
+        return {"means": states[0]["means"], "seen": seen if collectives.is_rank_0() else {}}
 
 
 def build(parts: Any) -> BalancedRolloutsHook | None:

@@ -45,7 +45,7 @@ from ..features.rollouts_ahead import RolloutsAhead
 from ..loop import LoopSettings
 from ..run_state import check_output
 from ..start import check_update, fit_to_data, folders_held, open_run, refused_data_listed, start_strategy
-from .checks import check_abilities, check_beside, check_rewards
+from .checks import check_abilities, check_beside, check_judges, check_rewards
 from .episodes import data_processor, episode_stage, warn_of_template, with_environment_reward, with_tools
 from .evaluation import Evaluation
 from .maker import ExperienceMaker, MakerSettings, log_probs_of
@@ -66,6 +66,7 @@ def build_parts(config: RunConfig) -> VLParts:
     """
     config = with_environment_reward(with_reward(config))
     check_reward_config(config.reward)
+    check_judges(config)
     strategy = start_strategy(config)
     _check_ranks(config)
     with folders_held(config.output) as locks:
@@ -151,6 +152,7 @@ def _scorer(
         references=sets[0].has_references,
         **more,
     )
+    collectives.meet()  # as `data/prompts.py` does, for models of rewards
     scorer.check_videos(set().union(*(each.video_labels for each in sets)))
     return scorer
 
@@ -190,7 +192,7 @@ def open_model(config: C) -> tuple[C, Checkpoint]:
     config = copy.deepcopy(config)
     if collectives.is_rank_0():
         _resolve_names(config)
-    collectives.barrier()
+    collectives.meet()
     _resolve_names(config)  # other ranks find it in the cache
     checkpoint = open_checkpoint(config.model.pretrain, config.model, config.data)
     check_template_kwargs(checkpoint.processor or checkpoint.tokenizer, config.data)
@@ -484,6 +486,7 @@ def _maker(config, strategy, checkpoint, models, engine, rewards, run) -> Experi
         hooks=run.hooks,
         stage=episode_stage(config, checkpoint),
         divided=config.distributed.zero_stage == 3,
+        in_step=config.distributed.zero_stage == 3 or strategy.sequence is not None,
     )
     return ExperienceMaker(
         actor, critic, reference, checkpoint.tokenizer, get_kl_controller(config.algorithm), strategy.device, settings,

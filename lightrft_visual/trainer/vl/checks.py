@@ -8,6 +8,7 @@ from ...errors import ConfigError
 from ...models.loading import Checkpoint, open_checkpoint, open_critic
 from ...models.routing import check_balance, count_experts
 from ...models.vlm.families import VLMFamily
+from ...rewards.recipe import recipe_of
 from ...rewards.settings import check_references, check_reward_config
 
 
@@ -71,6 +72,21 @@ def check_beside(config: RunConfig, policy: Checkpoint) -> None:
         opened = open_checkpoint(teacher, config.model, config.data)
         other = opened.tokenizer.get_vocab() != policy.tokenizer.get_vocab()
         _check_reads(f"teacher_pretrain {teacher}", opened.family, policy, other)
+
+
+def check_judges(config: RunConfig) -> None:
+    """Raise ConfigError for a judge by vLLM in this process, where the policy's engine has several ranks there: vLLM
+    knows one number of ranks in a process."""
+    ranks = config.rollout.engine_tp_size
+    if ranks == 1 or config.rollout.engine_type != "vllm" or config.distributed.split:
+        return
+    for rewards in filter(None, (config.reward, config.gold)):
+        recipe = recipe_of(rewards)
+        for entry in recipe.components() if recipe else ():
+            here = (entry.transport or rewards.reward_transport) == "inprocess"
+            if entry.key == "judge" and entry.kwargs.get("engine") == "vllm" and here:
+                told = "in one process vLLM's engines have as many ranks: use engine hf, or reward_transport ray"
+                raise ConfigError(f"scorer judge: engine vllm beside a policy of engine_tp_size {ranks}: {told}")
 
 
 def _check_reads(named: str, family: VLMFamily, policy: Checkpoint, other_tokens: bool) -> None:

@@ -29,6 +29,7 @@ from ...rewards.engine import RewardComputationEngine
 from ...rollout.engine import RolloutStage
 from ...rollout.multimodal import MultimodalDataProcessor
 from ...rollout.parity import ParityGate, RolloutCheck
+from ...runtime import collectives
 from ...runtime.host_copies import HostCopies
 from ...runtime.offload import OffloadedModule
 from ...runtime.phase_timer import PhaseTimer
@@ -193,6 +194,7 @@ class MakerSettings:
             asked: what a loss term or an estimator needs of other models.
         stage: of (engine, data processor, run seed) to what generates.
         divided: as of `ForwardStage`.
+        in_step: ranks make their forwards together, and equally many.
         keep_images: experiences carry the prompts' images (`raw_images`), also into the replay buffer.
         hooks: what follows a step.
     """
@@ -210,6 +212,7 @@ class MakerSettings:
     other_scores: Mapping[str, Callable[..., T]] = field(default_factory=dict)
     stage: Callable[..., RolloutStage] = RolloutStage
     divided: bool = False
+    in_step: bool = False
     keep_images: bool = False
     hooks: Hooks = field(default_factory=Hooks)
 
@@ -297,8 +300,10 @@ class ExperienceMaker:
             rollouts: of `score`.
             estimator: gamma and lambd, in place of the configuration's.
         """
-        pad_id = self.tokenizer.pad_token_id
-        experiences = [collate(part, pad_id, self.vision) for part in self._parts(rollouts)]
+        pad_id, parts = self.tokenizer.pad_token_id, self._parts(rollouts)
+        if self.settings.in_step and self.settings.hooks.may_keep_fewer:
+            check_alike(len(parts))
+        experiences = [collate(part, pad_id, self.vision) for part in parts]
         with self.settings.timer.phase("forward"):
             self.forward_stage.run(experiences, rollouts.sampling.scoring)
         if not rollouts.scored:
@@ -395,6 +400,16 @@ def check_sampling(sampling: SamplingSettings) -> None:
             check_value(RolloutConfig, CONFIG_NAMES.get(name, name), value, name)
     least, most = sampling.min_new_tokens, sampling.max_new_tokens
     require(least <= most, f"min_new_tokens {least} is above max_new_tokens {most}")
+
+
+def check_alike(micro_batches: int) -> None:
+    """Raise ConfigError, on all ranks, where this one has another number than another one. A collective."""
+    numbers = sorted({*collectives.all_gather_object(micro_batches)})
+    require(
+        len(numbers) == 1,
+        f"a hook kept other numbers of rollouts on each rank, from {numbers[0]} to {numbers[-1]} micro-batches, and "
+        "with ZeRO-3 or sp_size the ranks compute them together: use leave_out, which keeps all",
+    )
 
 
 def give_rewards(rollouts: Rollouts, output: RewardOutput) -> None:

@@ -1,4 +1,5 @@
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightrft_visual.errors import ConfigError, RewardError
 from lightrft_visual.models.loading import VLRewardModel
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.rewards.local import models
 from lightrft_visual.rewards.local.models import VLModel
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.deepspeed import DeepspeedStrategy
@@ -273,6 +275,14 @@ def test_videos_that_reach_a_vision_language_reward_model_are_refused_at_the_sta
         engine.check_videos({"read", "seen"})
     with pytest.raises(RewardError, match="reward model judge reads images and no videos"):
         engine.score_media(["a"], videos=[torch.rand(3, 4, 8, 8)], labels=["seen"])
+
+
+def test_divided_models_load_once_every_host_has_fetched_them(monkeypatch):
+    told = []
+    monkeypatch.setattr(models, "dividing", lambda strategy: SimpleNamespace(loading=lambda: told.append("loads")))
+    monkeypatch.setattr(models.collectives, "meet", lambda: told.append("meets"))
+    models.loading(None)
+    assert told == ["meets", "loads"]
 
 
 def test_zero_3_divides_reward_models_and_all_ranks_score_together(tmp_path, classifier):

@@ -10,7 +10,7 @@ from forked import on_ranks
 from tensor_parallel_ranks import SETTINGS, one_engine
 from tiny_models import checkpoint_of, mixed_prompts
 
-from lightrft_visual.experience.rollouts import PromptFeatures
+from lightrft_visual.experience.rollouts import PromptFeatures, Variant
 from lightrft_visual.experience.vision import VisionTensors
 from lightrft_visual.rollout.vllm.workers import PromptSharing
 from lightrft_visual.rollout.weight_sync import WeightPost
@@ -33,6 +33,7 @@ def left_behind(folder: Path) -> Iterator[None]:
 def test_engines_are_sent_what_they_read_of_a_prompt():
     vision = VisionTensors.of(pixel_values=torch.zeros(4, 2))
     prompt = PromptFeatures("a", [1], 0, reference="b", metadata={"c": "d"}, images=["x"], vision=vision, seed=2)
+    prompt.variants = [Variant(PromptFeatures("a", [1], 0), 1, True)]
     shared, own = PromptSharing(1).share([prompt])
     assert own == slice(0, 1) and shared == [PromptFeatures("a", [1], 0, images=["x"], seed=2)]
     assert prompt.vision is vision and prompt.reference == "b"

@@ -7,6 +7,7 @@ import pytest
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
+from lightrft_visual.trainer.diffusion import build
 from lightrft_visual.trainer.diffusion.build import _trained_experts
 
 TWO = SimpleNamespace(
@@ -34,3 +35,12 @@ def test_networks_that_serve_no_trained_step_are_not_trained(sigmas, flags, trai
     flags = f"--pretrain m --prompt_data p.txt --sigmas {sigmas} {flags}".split()
     config = load_config(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET)
     assert _trained_experts(config, TWO) == set(trained.split())
+
+
+def test_ranks_that_have_loaded_what_scores_meet_without_a_time_limit(monkeypatch):
+    told, run = [], load_config(DiffusionRunConfig, ["--pretrain", "m", "--prompt_data", "p"], preset=DIFFUSION_PRESET)
+    monkeypatch.setattr(build.RewardComputationEngine, "from_config", lambda *given, **more: told.append("loads"))
+    monkeypatch.setattr(build.collectives, "meet", lambda: told.append("meets"))
+    build._rewards(run, None, [], True)
+    build._gold(run.reward, None, [], None, None)
+    assert told == ["loads", "meets"] * 2

@@ -11,6 +11,7 @@ from lightrft_visual.config.load import parse_run
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.models.diffusion.policy import DiffusionPolicy, LoraSettings
+from lightrft_visual.trainer.diffusion import build
 from lightrft_visual.trainer.diffusion.build import load_teacher
 
 STRATEGY = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
@@ -46,6 +47,16 @@ def test_load_teacher_lora_weights_of_a_run_joined_with_the_model_of_the_run(bas
     torch.testing.assert_close(velocity(teacher), wanted, rtol=1e-4, atol=1e-5)
     assert (velocity(teacher_of(base, base, policy)) - wanted).abs().max() > 1e-3
     assert not any(weight.requires_grad for weight in teacher.parameters())
+
+
+def test_load_teacher_is_fetched_by_all_hosts_before_any_rank_loads_it(base, monkeypatch):
+    told = []
+    for owner, name in ((build, "fetch_model"), (build.collectives, "meet")):
+        monkeypatch.setattr(owner, name, lambda *given, name=name: told.append(name))
+    monkeypatch.setattr(build.DiffusionPolicy, "from_pretrained", lambda *given, **named: told.append("loads"))
+    with pytest.raises(AttributeError):  # it has not loaded
+        teacher_of(base, base, None)
+    assert told == ["fetch_model", "meet", "loads"]
 
 
 def test_load_teacher_of_another_model_or_family_refused_by_folder_or_names(base, tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.experience.rollouts import PromptFeatures, Rollout, Rollouts, SamplingSettings
+from lightrft_visual.runtime import collectives
 from lightrft_visual.trainer.features.balanced_rollouts import BalancedRolloutsHook, deal
 from lightrft_visual.trainer.hooks import Hooks
 
@@ -49,6 +50,27 @@ def test_lengths_that_are_saved_do_not_follow_a_later_step():
     state = hook.state_dict()
     hook._learn([{"a": (20, 1), "b": (40, 2)}])
     assert state["means"] == {"a": 10}
+
+
+def test_prompts_go_to_other_ranks_with_what_engines_read_of_them():
+    """By the messages vLLM knows that the text has its template's special tokens already."""
+    asked = PromptFeatures("p", [1], 0, reference="r", metadata={"c": 1}, messages=[{"role": "user", "content": "p"}])
+    (taken,) = BalancedRolloutsHook(9).on_prompts([asked])
+    assert taken == replace(asked, reference=None, metadata={}) and taken.messages == asked.messages
+
+
+def test_lengths_that_another_number_of_ranks_saw_count_once(monkeypatch):
+    saved = [{"means": {"a": 4.0}, "seen": {"a": (10, 2)}}, {"means": {"a": 4.0}, "seen": {"a": (2, 2), "b": (6, 1)}}]
+    seen, wanted = [], BalancedRolloutsHook(9)
+    for first in (True, False, False):
+        monkeypatch.setattr(collectives, "is_rank_0", lambda first=first: first)
+        hook = BalancedRolloutsHook(9)
+        hook.load_state_dict(hook.state_of_ranks(saved))
+        seen.append(hook._seen)
+    wanted.means = {"a": 4.0}
+    wanted._learn([each["seen"] for each in saved])
+    hook._learn(seen)
+    assert hook.means == wanted.means == {"a": pytest.approx(0.7 * 4 + 0.3 * 3), "b": 6}
 
 
 def rewritten(requests: list[PromptFeatures]) -> list[PromptFeatures]:

@@ -166,6 +166,27 @@ def test_a_rate_of_a_tower_that_is_frozen_or_not_there_is_refused_before_a_model
         open_model(RunConfig(model=model, train=TrainConfig(**{rate: 1e-7})))
 
 
+def test_ranks_wait_without_a_time_limit_while_the_first_one_makes_a_model(monkeypatch):
+    told = []
+    monkeypatch.setattr(build, "_resolve_names", lambda config: told.append("resolves"))
+    monkeypatch.setattr(collectives, "meet", lambda: told.append("meets"))
+    monkeypatch.setattr(build, "open_checkpoint", lambda *given: SimpleNamespace(processor=None, tokenizer=None))
+    monkeypatch.setattr(build, "check_template_kwargs", lambda *given: None)
+    open_model(RunConfig())
+    assert told == ["resolves", "meets", "resolves"]
+
+
+def test_ranks_that_have_loaded_what_scores_meet_without_a_time_limit(monkeypatch):
+    told, scorer = [], SimpleNamespace(check_videos=lambda labels: None)
+    monkeypatch.setattr(
+        build.RewardComputationEngine, "from_config", lambda *given, **more: told.append("loads") or scorer
+    )
+    monkeypatch.setattr(collectives, "meet", lambda: told.append("meets"))
+    data = SimpleNamespace(labels=set(), columns=set(), video_labels=set(), has_references=True)
+    build._scorer(RewardConfig(), None, SimpleNamespace(tokenizer=None), [data])
+    assert told == ["loads", "meets"]
+
+
 def test_a_teacher_of_another_type_computes_each_prompt_anew(tmp_path):
     """Sharing is settled for the policy; what cannot share beside it is no error."""
     student = checkpoint_of(tmp_path, "qwen2")

@@ -30,7 +30,7 @@ from lightrft_visual.models.routing import BY_SIGMOID
 from lightrft_visual.models.tiny.vlm import build_tiny_checkpoint
 from lightrft_visual.models.vlm.families import family_of
 from lightrft_visual.trainer.vl.build import _open
-from lightrft_visual.trainer.vl.checks import check_abilities, check_beside, check_rewards
+from lightrft_visual.trainer.vl.checks import check_abilities, check_beside, check_judges, check_rewards
 
 
 def check(config, flags: str) -> None:
@@ -134,6 +134,24 @@ def test_a_critic_needs_neither_tokenizer_nor_processor_and_may_be_a_reward_mode
     (critic / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="has other tokens than the policy"):
         check_beside(config_with("critic_pretrain", critic), policy)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--engine_tp_size 2", True), ("--engine_tp_size 2 --reward_transport ray", False), ("", False),
+        ("--engine_tp_size 2 --placement split", False),
+        ("--engine_tp_size 2 --components.format 1.0 --gold_recipe {judges}", True),
+    ],
+)  # fmt: skip
+def test_a_judge_by_vllm_beside_a_policy_on_several_ranks_is_refused_before_a_model_loads(flags, refused, tmp_path):
+    """vLLM's second engine of a process fails where it has another number of ranks."""
+    judges = tmp_path / "judges.yaml"
+    judges.write_text('{"*": [[rule, judge, 1.0, {model: m, engine: vllm}]]}')
+    judge = "" if "judges" in flags else "--components.judge 1.0 --kwargs.judge.model m --kwargs.judge.engine vllm "
+    config = load_config(RunConfig, (judge + flags).format(judges=judges).split(), preset=None)
+    with pytest.raises(ConfigError, match="judge: .*engine_tp_size 2: .* use engine hf") if refused else nullcontext():
+        check_judges(config)
 
 
 @pytest.mark.parametrize(

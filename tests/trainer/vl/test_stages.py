@@ -35,6 +35,7 @@ from lightrft_visual.rollout.hf import TransformersEngine
 from lightrft_visual.rollout.multimodal import MultimodalDataProcessor
 from lightrft_visual.trainer.features.dynamic_sampling import ResamplingMaker
 from lightrft_visual.trainer.hooks import Hooks, StepData
+from lightrft_visual.trainer.vl import maker as maker_module
 from lightrft_visual.trainer.vl.evaluation import Evaluation
 from lightrft_visual.trainer.vl.maker import Agreement, ExperienceMaker, ForwardStage, MakerSettings
 from lightrft_visual.trainer.vl.updates import add_rollout_metrics
@@ -232,6 +233,25 @@ def test_rollouts_that_a_hook_leaves_out_before_they_are_scored_stay_out(checkpo
     made = made_by(maker)
     assert [each.reward for each in made.rollouts] == [1.0] * 6
     assert torch.cat([each.valid for each in made.batches]).tolist() == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("hooks", [[], [SimpleNamespace(on_rollouts=lambda rollouts: Rollouts(rollouts[:2]))]])
+def test_ranks_compare_how_many_rollouts_hooks_kept_where_they_compute_together(
+    checkpoint, monkeypatch, hooks, in_step
+):
+    """Others wait in the next forward; a run without such a hook, or with whole models, says nothing."""
+    told = []
+    monkeypatch.setattr(maker_module, "check_alike", told.append)
+    made_by(maker_of(checkpoint, [], hooks=Hooks(hooks), in_step=in_step))
+    assert told == ([1] if in_step and hooks else [])
+
+
+@pytest.mark.parametrize("numbers", [[1, 2], [2, 1]])
+def test_other_numbers_of_micro_batches_of_ranks_are_refused_on_each_of_them(monkeypatch, numbers):
+    monkeypatch.setattr(maker_module.collectives, "all_gather_object", lambda own: numbers)
+    with pytest.raises(ConfigError, match="from 1 to 2 micro-batches, .*: use leave_out"):
+        maker_module.check_alike(1)
 
 
 def test_rollouts_whose_forwards_are_made_cannot_be_taken_out(checkpoint):
