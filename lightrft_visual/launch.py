@@ -54,7 +54,13 @@ _RUNNING = threading.Lock()  # ranks, random states and signals are of the whole
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
          "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
-OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_"  # what names begin with that a run sets for them
+OF_LIBRARIES = "VLLM_", "TRITON_", "GOMP_", "CUBLAS_", "FLASH_ATTENTION_"  # what names begin with that a run sets
+    "VLLM_",
+    "TRITON_",
+    "GOMP_",
+    "CUBLAS_",
+    "FLASH_ATTENTION_",
+)  # what names begin with that a run sets for them
 PLACE = ("RANK", *OF_SEVERAL)  # which a rank alone sets for itself
 BARS = ("transformers.utils.logging", "diffusers.utils.logging")  # whose progress bars a run switches off
 TALKING = ("httpx", "vllm", "deepspeed", "DeepSpeed", "transformers", "matplotlib", "PIL", "torch")
@@ -189,16 +195,18 @@ def _empty_frames(error: BaseException, before: BaseException | None) -> None:
 
 @contextmanager
 def _put_back(environment: Mapping[str, str]) -> Iterator[None]:
-    """Inside, libraries are quiet. Afterwards random states, warnings, logging and bars are the program's, as this
-    environment is.
+    """Inside, libraries are quiet. Afterwards random states, warnings, logging, bars and PyTorch's deterministic
+    mode are the program's, as this environment is.
 
     The process group of a rank alone ends, unless the program began it.
     """
     with importing():
+        import torch
         import torch.distributed as dist
         import transformers.utils.logging  # noqa: F401  its logger takes its level from the program's environment
 
     states, filters, handlers = rng_state(), list(warnings.filters), list(logging.root.handlers)
+    deterministic = torch.get_deterministic_debug_mode()
     set_rng_state(states | {"users": {}})  # what users' functions draw begins with the run
     grouped, hook = ranks_started() > 1 or dist.is_initialized(), sys.excepthook
     levels = {each: each.level for each in (logging.root, *map(logging.getLogger, TALKING))}
@@ -223,6 +231,7 @@ def _put_back(environment: Mapping[str, str]) -> Iterator[None]:
                 if name in sys.modules:
                     sys.modules[name].enable_progress_bar()
         set_rng_state(states)
+        torch.set_deterministic_debug_mode(deterministic)
         if not grouped:
             sys.excepthook = hook  # torch puts the rank before every line of a traceback
             if dist.is_initialized():

@@ -400,6 +400,8 @@ class VLSettings(TypedDict, total=False):
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
+    deterministic: bool
+    """operations that give the same bits each time, where there are such; slower. Default: False."""
     local_rank: int
     """set by the launcher. Default: -1."""
     collective_timeout: float
@@ -830,6 +832,8 @@ class DiffusionSettings(TypedDict, total=False):
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
     sp_size: int
     """ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses). Default: 1."""
+    deterministic: bool
+    """operations that give the same bits each time, where there are such; slower. Default: False."""
     local_rank: int
     """set by the launcher. Default: -1."""
     collective_timeout: float
@@ -1093,6 +1097,8 @@ class SFTSettings(TypedDict, total=False):
     """ZeRO reduces gradients while backward goes on. Default: False."""
     grad_accum_dtype: str | None
     """fp32 | bf16; of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights."""
+    deterministic: bool
+    """operations that give the same bits each time, where there are such; slower. Default: False."""
     local_rank: int
     """set by the launcher. Default: -1."""
     collective_timeout: float

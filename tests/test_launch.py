@@ -27,7 +27,7 @@ from lightrft_visual.config.sft import SFTRunConfig
 from lightrft_visual.config.vl import RunConfig
 from lightrft_visual.errors import StoppedBySignal
 from lightrft_visual.runtime import watchdog
-from lightrft_visual.runtime.seeding import seed_everything
+from lightrft_visual.runtime.seeding import choose_deterministic, seed_everything
 from lightrft_visual.runtime.start_up import importing
 from lightrft_visual.runtime.usercode.surroundings import put_back
 
@@ -309,7 +309,8 @@ def surroundings():
     """Of a program: what libraries are quiet by."""
     levels = {name: logging.getLogger(name).level for name in ("", *launch.TALKING)}
     bars = [each.is_progress_bar_enabled() for each in (transformers_logging, diffusers_logging)]
-    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ), bars
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return list(logging.root.handlers), levels, list(warnings.filters), dict(os.environ), bars, deterministic
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -322,12 +323,14 @@ def test_logging_warnings_and_environment_of_a_program_are_its_own_after_a_run(m
     with pytest.raises(ValueError) if fails else nullcontext():
         with launch._released_on_error(planned=True):
             os.environ["VLLM_NO_USAGE_STATS"] = "1"  # as an engine does
+            choose_deterministic()
             transformers_logging.disable_progress_bar()  # as a start does
             diffusers_logging.disable_progress_bar()
             logging.getLogger("lightrft_visual.trainer").info("a line of the run")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.warn("old", FutureWarning, stacklevel=1)
             assert not caught and os.environ["TOKENIZERS_PARALLELISM"] == "false"
+            assert torch.are_deterministic_algorithms_enabled()
             assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and logging.getLogger("vllm").level == logging.ERROR
             if fails:
                 raise ValueError

@@ -126,6 +126,7 @@ class DistributedConfig(Section):
     # of the sum over micro-batches; default: fp32 with ZeRO 2 and 3, else as the weights
     grad_accum_dtype: Annotated[str | None, one_of("fp32", "bf16")] = None
     sp_size: PositiveInt = 1  # ranks that train on a micro-batch together, each on a slice of its tokens (Ulysses)
+    deterministic: bool = False  # operations that give the same bits each time, where there are such; slower
     local_rank: int = -1  # set by the launcher
     collective_timeout: PositiveFloat = 600.0  # seconds after which a dead or stalled rank ends all ranks
     # colocated: every rank generates and trains in turn; split: rollouts are made by workers on Ray, which is the

@@ -22,7 +22,7 @@ from . import collectives, presence, vendor_patches, watchdog
 from .host_memory import keep_freed_memory
 from .precision import FP32Kept
 from .safe_loading import SafeCheckpointEngine
-from .seeding import rate_schedule, seed_everything
+from .seeding import choose_deterministic, rate_schedule, seed_everything
 from .sequence import SequenceGroup
 from .train_engine import TrainEngine
 from .zero3_loading import Divide, divide, gather_by_blocks, loading_divided
@@ -147,6 +147,8 @@ class DeepspeedStrategy:
         if presence.ranks_started() == 1:
             given = os.environ if os.environ.get("RANK") else {}
             os.environ.update({name: given.get(name) or value for name, value in ALONE.items()})
+        if self.config.deterministic:
+            choose_deterministic()
         if self.config.local_rank >= 0:  # the launcher's argument; it sets the variable too
             os.environ["LOCAL_RANK"] = str(self.config.local_rank)
         accelerator = get_accelerator()

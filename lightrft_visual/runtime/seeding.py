@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import random
 from functools import partial
 
@@ -25,6 +26,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def choose_deterministic() -> None:
+    """Let PyTorch, cuBLAS and FlashAttention take operations that give the same bits each time; PyTorch warns of those
+    of its own that have none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as PyTorch's notes on reproducibility ask
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 LEAST = 0.1  # share of its learning rate that cosine_with_min_lr ends at
