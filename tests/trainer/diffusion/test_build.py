@@ -6,8 +6,11 @@ import pytest
 
 from lightrft_visual.config.diffusion import DiffusionRunConfig
 from lightrft_visual.config.load import load_config
+from lightrft_visual.config.placement import ResourcesConfig
+from lightrft_visual.config.shared import RewardConfig
 from lightrft_visual.config.spellings import DIFFUSION_PRESET
-from lightrft_visual.trainer.diffusion.build import _trained_experts
+from lightrft_visual.rewards import RewardComputationEngine
+from lightrft_visual.trainer.diffusion.build import _gold, _trained_experts
 
 TWO = SimpleNamespace(
     denoisers={"high": None, "low": None},
@@ -34,3 +37,11 @@ def test_networks_that_serve_no_trained_step_are_not_trained(sigmas, flags, trai
     flags = f"--pretrain m --prompt_data p.txt --sigmas {sigmas} {flags}".split()
     config = load_config(DiffusionRunConfig, flags, preset=DIFFUSION_PRESET)
     assert _trained_experts(config, TWO) == set(trained.split())
+
+
+def test_gold_gets_the_devices_that_rewards_have(monkeypatch):
+    told = []
+    monkeypatch.setattr(RewardComputationEngine, "from_config", lambda config, **given: told.append(given["resources"]))
+    placed = ResourcesConfig(reward_devices=[3])
+    _gold(RewardConfig(), None, [], None, None, placed)
+    assert told == [placed]
