@@ -80,23 +80,25 @@ def connect(
         with variable(TRIES, os.environ.get(TRIES, "2")) if named else _kept_from_hangups():
             # Without an address Ray would join whichever cluster was last started on this host, by whomever.
             ray.init(address=address if named else "local", log_to_driver=logs, logging_level="error", **local)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"at {named}" if named else "on this host"
         raise ConfigError(
-            f"{needed_for}: the Ray cluster {where} does not answer: {last_line(error)}{_of_token(error)}"
+            f"{needed_for}: the Ray cluster {where} does not answer: {end_of(error)}{_of_token(error)}"
         ) from error
     return ray
 
 
-def last_line(error: BaseException) -> str:
-    """What an error of Ray says, behind the tracebacks that it tells."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+def end_of(error: BaseException) -> str:
+    """What an error of Ray says behind the tracebacks that it tells, whose frames are indented."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    behind = [after for after in range(1, len(lines)) if lines[after - 1][:1].isspace() and lines[after][:1].strip()]
+    return "\n".join(lines[behind[-1] if behind else 0 :])
 
 
 def _of_token(error: BaseException | None) -> str:
     """What to do where the cluster asks for a token and this process has none, or the other way about."""
     while error is not None:
-        if "auth" in type(error).__name__.lower() or "auth" in str(error).lower():
+        if "auth" in str(error).lower():
             return f"; set {AUTH_MODE} to token or disabled, as it was where the cluster was started"
         error = error.__cause__
     return ""

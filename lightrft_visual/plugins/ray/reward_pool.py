@@ -27,7 +27,7 @@ from ...runtime import collectives
 from ...runtime.usercode.calls import describe_error, masked
 from ...runtime.usercode.loading import MODULE_PREFIX, load_reward_fn
 from .actors import named_actors, on_every_rank, raised_there, start_seconds, wait_for
-from .cluster import connect, last_line, on_devices, process_environment
+from .cluster import connect, end_of, on_devices, process_environment
 from .reward_actor import RewardActor, build_model, build_source
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ActorPool(PendingSource):
         try:  # starting, with its imports and checkpoints, does not count against a call
             self._ray.get([actor.__ray_ready__.remote() for actor in actors.values()], timeout=start_seconds())
         except self._ray.exceptions.RayError as error:
-            raise ConfigError(f"reward {self.name} does not start on Ray: {last_line(error)}") from error
+            raise ConfigError(f"reward {self.name} does not start on Ray: {end_of(error)}") from error
         return self._ray, actors
 
     def _wait_until_back(self, actor: Any) -> None:
@@ -98,7 +98,7 @@ class ActorPool(PendingSource):
         try:
             wait_for(self._ray, actor)
         except (ConnectionError, self._ray.exceptions.RayError) as error:
-            raise RewardError(f"reward {self.name} does not start again on Ray: {last_line(error)}") from error
+            raise RewardError(f"reward {self.name} does not start again on Ray: {end_of(error)}") from error
 
     def submit(self, batch: RewardBatch, call: Call) -> Future[Scores]:
         """Start scoring in the actors."""

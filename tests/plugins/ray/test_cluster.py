@@ -15,7 +15,7 @@ import torch
 
 from lightrft_visual.errors import ConfigError
 from lightrft_visual.plugins.ray.actors import built_again, on_every_rank, start_seconds
-from lightrft_visual.plugins.ray.cluster import connect
+from lightrft_visual.plugins.ray.cluster import connect, end_of
 from lightrft_visual.plugins.ray.rollout.worker import EngineSpec, Worker
 from lightrft_visual.runtime import collectives
 from lightrft_visual.runtime.host_memory import free_port
@@ -28,6 +28,7 @@ def ray_that(monkeypatch):
     def make(init=None, connected: str = "") -> SimpleNamespace:
         context = SimpleNamespace(gcs_address=connected)
         ray = SimpleNamespace(is_initialized=lambda: bool(connected), get_runtime_context=lambda: context, init=init)
+        ray.exceptions = SimpleNamespace(RayError=KeyError)
         monkeypatch.setitem(sys.modules, "ray", ray)
         return ray
 
@@ -135,6 +136,12 @@ def test_a_cluster_that_asks_for_a_token_is_told(monkeypatch, ray_that):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="does not answer: the connection failed; set RAY_AUTH_MODE to token or dis"):
         connect("placement split")
+
+
+def test_what_an_error_of_ray_says_stands_behind_its_tracebacks():
+    frames = "The actor died, ray::Actor\n  File a.py, line 1\n    load()\n"
+    for said in ("CUDA error: out of memory\nCompile with a flag.", "RewardError: no weights\n  File mine.py, line 2"):
+        assert end_of(RuntimeError(f"{frames}{said}\n")) == end_of(RuntimeError(said)) == said
 
 
 @pytest.mark.parametrize(("again", "ended"), [(True, [1]), (False, [])])

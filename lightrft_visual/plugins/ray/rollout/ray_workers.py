@@ -13,7 +13,7 @@ from ....rollout.weight_sync import MemoryFile, WeightPost
 from ....runtime import collectives
 from ....runtime.start_up import log_stage
 from ..actors import built_again, named_actors, on_every_rank, raised_there, start_seconds, wait_for
-from ..cluster import check_reachable, connect, connected, last_line, on_devices, process_environment
+from ..cluster import check_reachable, connect, connected, end_of, on_devices, process_environment
 from .pool import WorkerDied, WorkerHandle
 from .worker import EngineSpec, Worker
 
@@ -51,7 +51,7 @@ class RayWorker(WorkerHandle):
         try:
             wait_for(self.ray, self.actor)
         except (ConnectionError, self.ray.exceptions.RayError) as error:
-            raise RolloutError(f"it does not start again: {last_line(error)}") from error
+            raise RolloutError(f"it does not start again: {end_of(error)}") from error
 
 
 class Cluster:
@@ -123,7 +123,7 @@ class Cluster:
                 f"for {self.devices}"
             ) from None
         except self.ray.exceptions.RayError as error:
-            raise ConfigError(f"a rollout worker does not start: {last_line(error)}") from error
+            raise ConfigError(f"a rollout worker does not start: {end_of(error)}") from error
 
     def post(self, turns: int = 2) -> WeightPost:
         """What hands weights to these workers: by shared memory to those that have it, else by the object store."""

@@ -328,7 +328,7 @@ class ActorEnded(Exception):
 def test_a_worker_that_cannot_be_built_again_is_not_waited_for():
     ray = SimpleNamespace(is_initialized=lambda: True, exceptions=SimpleNamespace(RayError=ActorEnded))
     actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))
-    ray.get = lambda task, timeout: failing(ActorEnded("Traceback ...\nValueError: no room"))()
+    ray.get = lambda task, timeout: failing(ActorEnded("ray::Actor\n  a line\nValueError: no room"))()
     with pytest.raises(RolloutError, match="it does not start again: ValueError: no room$"):
         RayWorker(ray, actor, "a", timeout=1.0).wait_until_back()
 
@@ -342,7 +342,7 @@ def test_the_traceback_of_a_worker_is_a_note_of_what_is_raised():
     ray = SimpleNamespace(is_initialized=lambda: True, exceptions=errors)
     ray.get = lambda task, timeout: failing(TaskError("Traceback of the worker"))()
     actor = SimpleNamespace(run=SimpleNamespace(remote=lambda: None))
-    with pytest.raises(RolloutError, match="^no tokens$") as raised:
+    with pytest.raises(RolloutError, match="^no tokens") as raised:
         RayWorker(ray, actor, "a", timeout=1.0).call("run")
     assert raised.value.__notes__ == ["Traceback of the worker"]
 
