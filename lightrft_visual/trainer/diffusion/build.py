@@ -411,7 +411,7 @@ def _judged(
 
 def _gold(
     judged: RewardConfig | None, strategy: DeepspeedStrategy, sets: list[DrawPrompts],
-    held_out: DrawPrompts | None, task: Task | None, resources: ResourcesConfig,
+    held_out: DrawPrompts | None, task: Task | None, resources: ResourcesConfig | None = None,
 ) -> DrawingGold | None:  # fmt: skip
     """Scores by gold, where there is any. sets: as of `_judged`."""
     if judged is None:
